@@ -1,0 +1,34 @@
+"""`torchrun ... -m tp_transformers script.py args`: run a script with the hook on, unedited."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from . import enable
+
+USAGE = "usage: torchrun --nproc-per-node N -m tp_transformers (script.py | -m module) [args ...]"
+
+
+def main(argv: list[str]) -> None:
+    """Run `argv[0]` (a script) or `argv[1]` (a module, after `-m`) as `__main__`, with the rest as its arguments."""
+    if not argv or argv[0] in ("-h", "--help") or (argv[0] == "-m" and len(argv) < 2):
+        print(USAGE, file=sys.stderr if not argv else sys.stdout)
+        sys.exit(0 if argv[:1] in (["-h"], ["--help"]) else 2)
+    is_module = argv[0] == "-m"
+    if not is_module and not os.path.isfile(argv[0]):
+        print(f"tp_transformers: no script {argv[0]!r}\n{USAGE}", file=sys.stderr)
+        sys.exit(2)
+    enable()
+    if is_module:
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,111 @@
+"""Many slice requests -> few large reads -> the memory that the parameters will live in.
+
+Each file is walked once, in offset order. Bytes that stand next to each other in the file are read by one `preadv`,
+whatever tensors they belong to, straight into place. Where the destination is on another device or of another dtype,
+they go through one bounded staging buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from ..lazy import Stored, byte_view
+from .source import Source
+
+STAGING_BYTES = 32 << 20
+"""Size of the staging buffer, in bytes."""
+
+_BATCH = 512
+"""Buffers in one read call."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Read `tensor` into `destination`: same shape, contiguous, any device, any dtype that it can be cast to."""
+
+    tensor: Stored
+    destination: torch.Tensor
+
+
+def read(requests: Iterable[Request], *, progress: Callable[[int], object] = lambda nbytes: None) -> None:
+    """Fill the destinations of all `requests`; `progress` is called with byte counts as they arrive.
+
+    Raises CheckpointError where a file is shorter than its header says or cannot be read.
+    """
+    direct: dict[Source, list[Request]] = {}
+    staged: list[Request] = []
+    for request in requests:
+        if request.destination.device.type == "cpu" and request.destination.dtype == request.tensor.dtype:
+            direct.setdefault(request.tensor.source, []).append(request)
+        else:
+            staged.append(request)
+    for source, group in direct.items():
+        _read_direct(source, group, progress)
+    if staged:
+        staging = torch.empty(min(STAGING_BYTES, max(request.tensor.nbytes for request in staged)), dtype=torch.uint8)
+        for request in _in_file_order(staged):
+            _read_staged(request, staging, progress)
+
+
+def _read_direct(source: Source, requests: list[Request], progress: Callable[[int], object]) -> None:
+    """Read into place, joining neighbours of the file into one call."""
+    batch: list[memoryview] = []
+    begin = end = 0
+    for offset, buffer in chain.from_iterable(map(_targets, _in_file_order(requests))):
+        if batch and (offset != end or len(batch) == _BATCH):
+            source.read(begin, batch)
+            progress(end - begin)
+            batch = []
+        if not batch:
+            begin = end = offset
+        batch.append(buffer)
+        end += len(buffer)
+    if batch:
+        source.read(begin, batch)
+        progress(end - begin)
+
+
+def _in_file_order(requests: list[Request]) -> list[Request]:
+    return sorted(requests, key=lambda request: (request.tensor.source.name, request.tensor.offset))
+
+
+def _targets(request: Request) -> Iterator[tuple[int, memoryview]]:
+    """Where each run of the request goes: (file offset, piece of the destination)."""
+    view = byte_view(request.destination)
+    position = 0
+    for offset, length in request.tensor.runs():
+        yield offset, view[position : position + length]
+        position += length
+
+
+def _read_staged(request: Request, staging: torch.Tensor, progress: Callable[[int], object]) -> None:
+    """Read through `staging` and copy (cast, move) from it, one buffer after the other."""
+    tensor, flat = request.tensor, request.destination.view(-1)
+    itemsize = tensor.dtype.itemsize
+    capacity = max(len(staging) // itemsize * itemsize, itemsize)
+    view = byte_view(staging)
+    filled = copied = 0
+
+    def flush() -> None:
+        nonlocal filled, copied
+        count = filled // itemsize
+        flat[copied : copied + count].copy_(staging[:filled].view(tensor.dtype))
+        progress(filled)
+        copied += count
+        filled = 0
+
+    for offset, length in tensor.runs():
+        while length:
+            step = min(length, capacity - filled)
+            tensor.source.read(offset, [view[filled : filled + step]])
+            filled += step
+            offset += step
+            length -= step
+            if filled == capacity:
+                flush()
+    if filled:
+        flush()

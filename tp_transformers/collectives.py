@@ -1,0 +1,118 @@
+"""Collectives with the backward that tensor parallelism needs.
+
+The four pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3): each function's backward is the
+other collective of its pair.
+
+    copy_to_region         forward: nothing       backward: all-reduce       (f, before a column-parallel layer)
+    reduce_from_region     forward: all-reduce    backward: nothing          (g, after a row-parallel layer)
+    gather_from_region     forward: all-gather    backward: own slice
+    scatter_to_region      forward: own slice     backward: all-gather
+
+Sharded dims need not divide: `widths` gives the length of every rank's slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+Group = dist.ProcessGroup
+
+# Its name until torch 2.12; the old one warns from then on.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def copy_to_region(x: Tensor, group: Group) -> Tensor:
+    """Identity; backward sums the gradients of all ranks of `group` (all-reduce)."""
+    return _CopyToRegion.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x
+
+
+def reduce_from_region(x: Tensor, group: Group) -> Tensor:
+    """Sum over the ranks of `group` (all-reduce); backward is the identity."""
+    return _ReduceFromRegion.apply(x, group)
+
+
+def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """Join the slices of all ranks along `dim` (all-gather); backward keeps this rank's slice of the gradient.
+
+    `widths[rank]` is the length of that rank's slice; `x` has length `widths[own rank]` along `dim`.
+    """
+    return _GatherFromRegion.apply(x, tuple(widths), group, dim)
+
+
+def scatter_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """This rank's slice of `x` along `dim`; backward joins the gradients of all ranks (all-gather)."""
+    return _ScatterToRegion.apply(x, tuple(widths), group, dim)
+
+
+def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """All-gather slices of different lengths along `dim`, without autograd: shorter ones travel padded."""
+    longest = max(widths)
+    if x.shape[dim] < longest:
+        padding = list(x.shape)
+        padding[dim] = longest - x.shape[dim]
+        x = torch.cat([x, x.new_zeros(padding)], dim)
+    gathered = x.new_empty((len(widths) * x.shape[0], *x.shape[1:]))
+    _all_gather(gathered, x.contiguous(), group=group)
+    slices = gathered.view(len(widths), *x.shape)
+    return torch.cat([piece.narrow(dim, 0, width) for piece, width in zip(slices, widths, strict=True)], dim)
+
+
+def _own_slice(x: Tensor, widths: Sequence[int], group: Group, dim: int) -> Tensor:
+    rank = dist.get_rank(group)
+    return x.narrow(dim, sum(widths[:rank]), widths[rank])
+
+
+class _CopyToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grads[0], ctx.group), None
+
+
+class _ReduceFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: Group) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GatherFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
+        ctx.widths, ctx.group, ctx.dim = widths, group, dim
+        return all_gather_uneven(x, widths, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _own_slice(grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+
+
+class _ScatterToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
+        ctx.widths, ctx.group, ctx.dim = widths, group, dim
+        return _own_slice(x, widths, group, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_gather_uneven(grads[0], ctx.widths, ctx.group, dim=ctx.dim), None, None, None
+
+
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    # A copy: the caller's tensor may be an activation that others still read.
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

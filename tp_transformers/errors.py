@@ -1,0 +1,51 @@
+"""Every error that this package raises on purpose.
+
+    TensorParallelError
+    ├── PlanError           a plan that does not fit the model (also a ValueError)
+    ├── MeshError           ranks, devices or DeviceMesh that do not fit the request (also a ValueError)
+    ├── CheckpointError     files that are missing, truncated, malformed or of the wrong shape (also an OSError)
+    ├── UnsupportedError    a request that this package cannot serve (also a NotImplementedError)
+    └── RemoteRankError     another rank failed with an error that is not one of these
+
+A message says what it is about, what was found, what was expected, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TensorParallelError(Exception):
+    """Base of all errors raised by tp_transformers."""
+
+
+class PlanError(TensorParallelError, ValueError):
+    """A plan does not fit the model; the message lists every fault at once."""
+
+
+class MeshError(TensorParallelError, ValueError):
+    """The ranks, devices or DeviceMesh do not fit what was asked for."""
+
+
+class CheckpointError(TensorParallelError, OSError):
+    """A checkpoint file is missing, truncated, malformed or of the wrong shape."""
+
+
+class UnsupportedError(TensorParallelError, NotImplementedError):
+    """The request is understood but cannot be served."""
+
+
+class RemoteRankError(TensorParallelError, RuntimeError):
+    """Another rank failed; this one stopped with it."""
+
+
+def describe(subject: str, *, got: str, expected: str, fix: str) -> str:
+    """Return the one form of message used throughout: subject, got, expected, what to do."""
+    return f"{subject}: got {got}, expected {expected}. {fix}"
+
+
+def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
+    """Return " (nearest: a, b, c)" for the valid names closest to `name`, or ""."""
+    matches = difflib.get_close_matches(name, sorted(set(valid)), n=count, cutoff=0.5)
+    return f" (nearest: {', '.join(matches)})" if matches else ""

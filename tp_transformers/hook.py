@@ -1,0 +1,256 @@
+"""`enable()` and `disable()`: the only file that patches transformers.
+
+Two attributes of `PreTrainedModel` are replaced while the hook is on. `from_pretrained` takes `tp_plan`, `tp_size` and
+`device_mesh` out of its arguments and calls the original, which resolves files, config and dtype and builds the model
+on the meta device. `_load_pretrained_model`, which would then load the checkpoint, runs our loader instead; everything
+around it (tying, initialising what is missing, the report, the generation config) stays transformers' own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import inspect
+import logging
+import os
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedModel
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from .errors import PlanError, UnsupportedError, describe
+from .loader import LoadRequest, load, partition_initialized
+from .mesh import TensorParallelGroup, join
+from .parallelize import parallelize
+from .plan import Plan, available_plans
+from .resolve import Resolution
+
+logger = logging.getLogger(__name__)
+
+OLDEST, FIRST_UNSUPPORTED = "5.6", "6"
+"""The versions of transformers that the hook is made for: OLDEST <= version < FIRST_UNSUPPORTED."""
+
+_PATCHED = ("from_pretrained", "_load_pretrained_model")
+_SEAM_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
+_SEAM_CONFIG = {
+    "pretrained_model_name_or_path",
+    "sharded_metadata",
+    "weight_mapping",
+    "dtype_plan",
+    "hf_quantizer",
+    "ignore_mismatched_sizes",
+}
+_SEAM_INFO = {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"}
+
+
+@dataclasses.dataclass
+class _Load:
+    """A `from_pretrained(tp_plan=...)` that is under way."""
+
+    tp_plan: Any
+    group: TensorParallelGroup
+    resolution: Resolution | None = None
+
+
+_originals: dict[str, Any] = {}
+_current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
+_told: set[str] = set()
+
+
+class enable:  # noqa: N801 - used as a function, returns its own context manager
+    """Let `from_pretrained(..., tp_plan=...)` load through this package; calling it again changes nothing.
+
+    As a context manager it puts back on exit what it found:
+
+        with tp_transformers.enable():
+            model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
+
+    Raises UnsupportedError where the installed transformers is not one that the hook fits; nothing is patched then.
+    """
+
+    def __init__(self) -> None:
+        self._turned_on = not _originals
+        if self._turned_on:
+            _check_transformers()
+            _originals.update({name: PreTrainedModel.__dict__[name] for name in _PATCHED})
+            PreTrainedModel.from_pretrained = classmethod(_from_pretrained)  # type: ignore[method-assign,assignment]
+            PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)  # type: ignore[method-assign]
+
+    def __enter__(self) -> enable:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._turned_on:
+            disable()
+
+
+def disable() -> None:
+    """Put back exactly what `enable()` replaced; models that are loaded stay as they are."""
+    while _originals:
+        name, original = _originals.popitem()
+        setattr(PreTrainedModel, name, original)
+
+
+def _from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+    original = _originals["from_pretrained"].__func__
+    if kwargs.get("tp_plan") is None:
+        # Untouched; also for a model that is loaded while a tensor-parallel one is being built.
+        token = _current.set(None)
+        try:
+            return original(cls, *args, **kwargs)
+        finally:
+            _current.reset(token)
+
+    # 1. Refuse what does not go together, before any group is started.
+    tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
+    for other in ("device_map", "distributed_config"):
+        if kwargs.get(other) is not None:
+            raise PlanError(
+                describe(
+                    "from_pretrained",
+                    got=f"both tp_plan and {other}",
+                    expected="one of them",
+                    fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
+                )
+            )
+    # 2. Find the ranks.
+    had_group = dist.is_initialized()
+    group = join(tp_size=tp_size, device_mesh=device_mesh)
+    if not had_group and dist.is_initialized():
+        atexit.register(_stop_process_group)
+    # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
+    current = _Load(tp_plan, group)
+    with group.agree():
+        current.tp_plan = _read_plan(tp_plan)
+        token = _current.set(current)
+        try:
+            result = original(cls, *args, device_map={"": group.device}, **kwargs)
+        finally:
+            _current.reset(token)
+        model = result[0] if isinstance(result, tuple) else result
+        if current.resolution is None:
+            raise UnsupportedError(f"{cls.__name__} does not load its weights where tp_plan could split them")
+    # 4. Cut what transformers has initialised, because the checkpoint lacked it.
+    partition_initialized(model, current.resolution, group)
+    return result
+
+
+def _load_pretrained_model(
+    model: PreTrainedModel,
+    state_dict: dict[str, Any] | None,
+    checkpoint_files: list[str] | None,
+    load_config: LoadStateDictConfig,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[LoadStateDictInfo, None]:
+    current = _current.get()
+    if current is None:
+        original = _originals["_load_pretrained_model"].__func__
+        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    if load_config.hf_quantizer is not None:
+        method = load_config.hf_quantizer.quantization_config.quant_method
+        raise UnsupportedError(
+            describe(
+                "tp_plan",
+                got=f"a checkpoint quantised with {getattr(method, 'value', method)}",
+                expected="one in floating point",
+                fix="Dequantise it once, in one process, with save_pretrained; or load it without tp_plan.",
+            )
+        )
+    plan = current.tp_plan if isinstance(current.tp_plan, Plan) else _auto_plan(model)
+    current.resolution = parallelize(model, plan, current.group)
+    request = LoadRequest(
+        name=str(load_config.pretrained_model_name_or_path),
+        files=checkpoint_files,
+        state_dict=state_dict,
+        weight_map=(load_config.sharded_metadata or {}).get("weight_map"),
+        weight_mapping=load_config.weight_mapping,
+        dtype_plan=load_config.dtype_plan or {},
+        ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+    )
+    result = load(model, current.resolution, current.group, request)
+    model.tp_bytes_read = result.bytes_read  # type: ignore[assignment]
+    found = {
+        "missing_keys": result.missing,
+        "unexpected_keys": result.unexpected,
+        "mismatched_keys": result.mismatched,
+        "error_msgs": [],
+        "conversion_errors": {},
+    }
+    others = {info.name: set() for info in dataclasses.fields(LoadStateDictInfo) if info.name not in found}
+    return LoadStateDictInfo(**found, **others), None
+
+
+def _read_plan(tp_plan: Any) -> Plan | str:
+    """The plan that the caller means; "auto" stays, until the model is known. Raises PlanError on anything else."""
+    if isinstance(tp_plan, Plan) or tp_plan == "auto":
+        return tp_plan
+    if isinstance(tp_plan, Mapping):
+        return Plan.from_dict(tp_plan)
+    if isinstance(tp_plan, str | os.PathLike):
+        return Plan.from_yaml(os.fspath(tp_plan))
+    raise PlanError(
+        describe(
+            "tp_plan",
+            got=repr(tp_plan),
+            expected='"auto", a dict of names and strategies, a Plan, or the path of a YAML file',
+            fix='Most models need tp_plan="auto".',
+        )
+    )
+
+
+def _auto_plan(model: PreTrainedModel) -> Plan:
+    plan = Plan.for_model(model)
+    model_type = model.config.model_type
+    if plan is None:
+        raise PlanError(
+            describe(
+                'tp_plan="auto"',
+                got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
+                expected=f"one of {', '.join(sorted(available_plans()))}, or a class that declares a plan",
+                fix='Pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}, or a YAML file.',
+            )
+        )
+    if plan.declared and model_type not in _told:
+        _told.add(model_type)
+        logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
+    return plan
+
+
+def _check_transformers() -> None:
+    """Raise UnsupportedError unless the installed transformers has the seam that the hook is made for."""
+    version = Version(transformers.__version__)
+    problems = []
+    if not Version(OLDEST) <= Version(version.base_version) < Version(FIRST_UNSUPPORTED):
+        problems.append("another version")
+    found = list(inspect.signature(PreTrainedModel._load_pretrained_model).parameters)
+    if found[: len(_SEAM_ARGUMENTS)] != _SEAM_ARGUMENTS:
+        problems.append(f"_load_pretrained_model({', '.join(found)})")
+    for cls, needed in ((LoadStateDictConfig, _SEAM_CONFIG), (LoadStateDictInfo, _SEAM_INFO)):
+        lacking = needed - {info.name for info in dataclasses.fields(cls)}
+        if lacking:
+            problems.append(f"{cls.__name__} without {', '.join(sorted(lacking))}")
+    if problems:
+        raise UnsupportedError(
+            describe(
+                "tp_transformers.enable()",
+                got=f"transformers {version} with {'; '.join(problems)}",
+                expected=f"transformers >= {OLDEST}, < {FIRST_UNSUPPORTED}",
+                fix="Nothing was patched. Install a supported transformers, or a newer tp_transformers.",
+            )
+        )
+
+
+def _stop_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,191 @@
+"""Slice arithmetic on plain integers: who holds which indices of a dim.
+
+Nothing here knows torch.distributed: rank 2 of 4 is two integers. A `Split` says how one length is cut over the
+ranks, a `Layout` says which dim of a tensor is cut by which split.
+
+    even(10, 4)        [0 1 2 | 3 4 5 | 6 7 | 8 9]
+    heads(9, 3, 2)     query [0-5 | 6-8], key/value [0 1 | 2]         whole KV groups
+    heads(8, 2, 4)     query [0 1 | 2 3 | 4 5 | 6 7], key/value [0 | 0 | 1 | 1]     replicated KV heads
+    packed([A, B])     AABB -> [AB | AB]                              each part by its own split
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+Range = tuple[int, int]
+"""A half-open index range, (start, stop)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`length` indices that `rank` holds from `local` on, and that stand from `start` on in the whole."""
+
+    rank: int
+    local: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """How `length` indices are cut over the ranks: `ranges[rank]` lists what that rank holds, in its own order.
+
+    Any two ranges are disjoint or equal; equal ones are indices that several ranks hold (replicated KV heads).
+    """
+
+    length: int
+    ranges: tuple[tuple[Range, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranges)
+
+    def local_length(self, rank: int) -> int:
+        """Number of indices that `rank` holds."""
+        return sum(stop - start for start, stop in self.ranges[rank])
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Local length of every rank."""
+        return tuple(self.local_length(rank) for rank in range(self.size))
+
+    def shared(self, rank: int) -> tuple[tuple[Range, tuple[int, ...]], ...]:
+        """What `rank` holds together with others: ((local start, local stop), all ranks that hold it), ..."""
+        shared = []
+        local = 0
+        for held in self.ranges[rank]:
+            length = held[1] - held[0]
+            ranks = tuple(other for other in range(self.size) if length and held in self.ranges[other])
+            if len(ranks) > 1:
+                shared.append(((local, local + length), ranks))
+            local += length
+        return tuple(shared)
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the cut is the one of `torch.chunk`, which is what DTensor's `Shard` placement means."""
+        chunk = -(-self.length // self.size)
+        bounds = [(min(rank * chunk, self.length), min((rank + 1) * chunk, self.length)) for rank in range(self.size)]
+        return all(
+            held == (bound,) or (bound[0] == bound[1] and not self.local_length(rank))
+            for rank, (held, bound) in enumerate(zip(self.ranges, bounds, strict=True))
+        )
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """A cover of the whole without overlap: what to copy from which rank to undo the split."""
+        pieces: list[Piece] = []
+        seen: set[Range] = set()
+        for rank, ranges in enumerate(self.ranges):
+            local = 0
+            for start, stop in ranges:
+                if stop > start and (start, stop) not in seen:
+                    seen.add((start, stop))
+                    pieces.append(Piece(rank, local, start, stop - start))
+                local += stop - start
+        return tuple(sorted(pieces, key=lambda piece: piece.start))
+
+    def scaled(self, unit: int) -> Split:
+        """The same cut where every index stands for `unit` consecutive ones (heads -> rows)."""
+        return Split(
+            self.length * unit,
+            tuple(tuple((start * unit, stop * unit) for start, stop in held) for held in self.ranges),
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which indices of a tensor every rank holds: `dim` is cut by `split`, all other dims are whole.
+
+    `dim=None` means that every rank holds the whole tensor.
+    """
+
+    dim: int | None = None
+    split: Split | None = None
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Shape of the shard of `rank` of a tensor of `shape`."""
+        local = list(shape)
+        if self.dim is not None and self.split is not None:
+            local[self.dim] = self.split.local_length(rank)
+        return tuple(local)
+
+
+REPLICATED = Layout()
+
+
+def even(length: int, size: int, *, unit: int = 1) -> Split:
+    """Cut `length` in blocks of `unit` that stay whole; the first ranks hold one block more.
+
+    A last block shorter than `unit` counts as a block. Raises ValueError on a negative length or a non-positive size.
+    """
+    if length < 0 or size < 1 or unit < 1:
+        raise ValueError(f"even({length}, {size}, unit={unit}): need length >= 0, size >= 1, unit >= 1")
+    blocks = -(-length // unit)
+    return Split(
+        length,
+        tuple(((min(start * unit, length), min(stop * unit, length)),) for start, stop in _shares(blocks, size)),
+    )
+
+
+def heads(query: int, kv: int, size: int) -> tuple[Split, Split]:
+    """Cut `query` attention heads and their `kv` key/value heads; returns (query split, key/value split), in heads.
+
+    With `kv >= size`, ranks hold whole KV groups. With `kv < size`, every KV head is replicated on consecutive ranks
+    and its query heads are divided among them. The query-to-KV ratio is an integer on every rank either way, so that
+    grouped-query attention works on the shard; it may differ between ranks.
+
+    Raises ValueError where `kv` does not divide `query`, or where there are more ranks than query heads (such
+    attention has to be replicated).
+    """
+    if kv < 1 or query % kv:
+        raise ValueError(f"{query} query heads are not a multiple of {kv} key/value heads")
+    if size > query:
+        raise ValueError(f"{size} ranks are more than {query} query heads")
+    group = query // kv
+    if kv >= size:
+        kv_split = even(kv, size)
+        return kv_split.scaled(group), kv_split
+    query_ranges: list[tuple[Range, ...]] = []
+    kv_ranges: list[tuple[Range, ...]] = []
+    for head, (first, last) in enumerate(_shares(size, kv)):
+        for start, stop in _shares(group, last - first):
+            query_ranges.append(((head * group + start, head * group + stop),))
+            kv_ranges.append(((head, head + 1),))
+    return Split(query, tuple(query_ranges)), Split(kv, tuple(kv_ranges))
+
+
+def packed(parts: Sequence[Split]) -> Split:
+    """Join the cuts of parts that are stored one after the other: every rank holds its own share of each part.
+
+    Draws `AABB -> [AB, AB]`. Raises ValueError on no parts and on parts cut for different numbers of ranks.
+    """
+    sizes = {part.size for part in parts}
+    if len(sizes) != 1:
+        raise ValueError(f"packed() needs parts cut for one number of ranks, got {sorted(sizes)}")
+    held: list[list[Range]] = [[] for _ in range(parts[0].size)]
+    offset = 0
+    for part in parts:
+        for rank, ranges in enumerate(part.ranges):
+            held[rank].extend((offset + start, offset + stop) for start, stop in ranges)
+        offset += part.length
+    return Split(offset, tuple(map(tuple, held)))
+
+
+def replicated(length: int, size: int) -> Split:
+    """Every rank holds all of `length`."""
+    return Split(length, (((0, length),),) * size)
+
+
+def _shares(count: int, size: int) -> Iterator[Range]:
+    """Consecutive ranges of `count` over `size`; the first `count % size` hold one more."""
+    base, extra = divmod(count, size)
+    start = 0
+    for index in range(size):
+        stop = start + base + (index < extra)
+        yield start, stop
+        start = stop

@@ -1,0 +1,287 @@
+"""Lazy tensors: a shape, a dtype and a way to read any slice, but no data.
+
+Slicing a lazy tensor returns another one; nothing is read until the loader (or any torch operation) asks for values.
+`Stored` is bytes in a file, `Resident` is a tensor that is already in memory. A new kind of expression is one subclass
+here: it says how a selection of itself becomes selections of its sources.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .layout import Range
+
+if TYPE_CHECKING:
+    from .checkpoint.source import Source
+
+Selection = tuple[tuple[Range, ...], ...]
+"""For every dim, the index ranges that are selected, in order."""
+
+
+class LazyTensor(ABC):
+    """A tensor without data. `tensor[...]` takes slices and integers, and reads nothing.
+
+    Anything else that a tensor can do (methods, operators, torch functions) first reads the values: correct
+    everywhere, lazy where it matters.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @abstractmethod
+    def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
+        """The lazy tensor that keeps the half-open index `ranges` of `dim`, in that order."""
+
+    @abstractmethod
+    def materialize(self) -> torch.Tensor:
+        """Read the values: a contiguous CPU tensor of `shape` and `dtype`."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Shape, or the length of one dim."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def get_shape(self) -> list[int]:
+        """Shape as a list (the name that safetensors' slices use)."""
+        return list(self.shape)
+
+    def contiguous(self) -> LazyTensor:
+        """Itself: what is read is always contiguous."""
+        return self
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Slice with step 1, `...` and integers, lazily; any other index reads the values first."""
+        items = index if isinstance(index, tuple) else (index,)
+        if not all(
+            item is Ellipsis or isinstance(item, int) or (isinstance(item, slice) and item.step in (None, 1))
+            for item in items
+        ) or any(isinstance(item, bool) for item in items):
+            return self.materialize()[index]
+        if Ellipsis in items:
+            at = items.index(Ellipsis)
+            missing = self.ndim - (len(items) - 1)
+            items = items[:at] + (slice(None),) * missing + items[at + 1 :]
+        if len(items) > self.ndim:
+            raise IndexError(f"too many indices for a lazy tensor of shape {tuple(self.shape)}: {index!r}")
+        result: LazyTensor = self
+        dropped = []
+        for dim, item in enumerate(items):
+            if isinstance(item, slice):
+                start, stop, _ = item.indices(self.shape[dim])
+                if (start, stop) != (0, self.shape[dim]):
+                    result = result.select(dim, [(start, max(start, stop))])
+            else:
+                start = item + self.shape[dim] if item < 0 else item
+                if not 0 <= start < self.shape[dim]:
+                    raise IndexError(f"index {item} is out of range for dim {dim} of length {self.shape[dim]}")
+                result = result.select(dim, [(start, start + 1)])
+                dropped.append(dim)
+        if not dropped:
+            return result
+        return result.materialize().squeeze(tuple(dropped))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.materialize(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map(
+            lambda leaf: leaf.materialize() if isinstance(leaf, LazyTensor) else leaf, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class Stored(LazyTensor):
+    """A selection of a row-major tensor in a file."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        offset: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        selection: Selection | None = None,
+    ) -> None:
+        self.source = source
+        self.offset = offset
+        self.stored_shape = tuple(shape)
+        self.selection = selection or tuple(((0, length),) for length in self.stored_shape)
+        self.shape = torch.Size(_lengths(self.selection))
+        self.dtype = dtype
+
+    def select(self, dim: int, ranges: Sequence[Range]) -> Stored:
+        """The selection of this selection; ranges count in the current shape."""
+        selection = list(self.selection)
+        selection[dim] = _compose(selection[dim], ranges)
+        return Stored(
+            self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
+        )
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The selected bytes as (file offset, byte count), in the order of the selected elements.
+
+        Neighbours are joined: a selection of leading dims is one run, of a trailing dim one run a row.
+        """
+        if not all(self.shape):
+            return
+        strides = [self.dtype.itemsize] * (len(self.stored_shape) + 1)
+        for dim in range(len(self.stored_shape) - 1, -1, -1):
+            strides[dim] = strides[dim + 1] * self.stored_shape[dim]
+        # `strides[dim]` is the byte size of everything from `dim` on; dims that are whole need no loop of their own.
+        outer = len(self.stored_shape)
+        while outer and self.selection[outer - 1] == ((0, self.stored_shape[outer - 1]),):
+            outer -= 1
+        if not outer:
+            yield self.offset, strides[0]
+            return
+        yield from self._runs(0, outer, self.offset, strides)
+
+    def _runs(self, dim: int, outer: int, base: int, strides: list[int]) -> Iterator[tuple[int, int]]:
+        step = strides[dim + 1]
+        if dim == outer - 1:
+            for start, stop in self.selection[dim]:
+                if stop > start:
+                    yield base + start * step, (stop - start) * step
+            return
+        for start, stop in self.selection[dim]:
+            for index in range(start, stop):
+                yield from self._runs(dim + 1, outer, base + index * step, strides)
+
+    def materialize(self) -> torch.Tensor:
+        """Read the selection through the source, run by run."""
+        result = torch.empty(self.shape, dtype=self.dtype)
+        view = byte_view(result)
+        position = 0
+        for offset, length in self.runs():
+            self.source.read(offset, [view[position : position + length]])
+            position += length
+        return result
+
+
+class Resident(LazyTensor):
+    """A tensor that is in memory already (a `state_dict` given by the caller, a converter's result)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+
+    def select(self, dim: int, ranges: Sequence[Range]) -> Resident:
+        """The same selection of the tensor; one range is a view."""
+        parts = [self.tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+        return Resident(parts[0] if len(parts) == 1 else torch.cat(parts, dim))
+
+    def materialize(self) -> torch.Tensor:
+        """The tensor, made contiguous."""
+        return self.tensor.contiguous()
+
+
+class Deferred(LazyTensor):
+    """A tensor whose whole value is computed when first needed (a converter that slices cannot be pushed through)."""
+
+    def __init__(
+        self,
+        compute: Callable[[], torch.Tensor],
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        selections: tuple[tuple[int, tuple[Range, ...]], ...] = (),
+    ) -> None:
+        self.compute = compute
+        self.selections = selections
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+
+    def select(self, dim: int, ranges: Sequence[Range]) -> Deferred:
+        """Remember the selection; it is applied to the computed value."""
+        shape = list(self.shape)
+        shape[dim] = sum(stop - start for start, stop in ranges)
+        return Deferred(
+            self.compute, shape=shape, dtype=self.dtype, selections=(*self.selections, (dim, tuple(ranges)))
+        )
+
+    def materialize(self) -> torch.Tensor:
+        """Compute the whole value, then select."""
+        value = Resident(self.compute())
+        for dim, ranges in self.selections:
+            value = value.select(dim, ranges)
+        return value.materialize()
+
+
+class Shape(LazyTensor):
+    """A shape alone: what a strategy is given to learn the local shape before any file is opened."""
+
+    device: ClassVar[torch.device] = torch.device("meta")
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+
+    def select(self, dim: int, ranges: Sequence[Range]) -> Shape:
+        """The shape of the selection."""
+        shape = list(self.shape)
+        shape[dim] = sum(stop - start for start, stop in ranges)
+        return Shape(shape, self.dtype)
+
+    def materialize(self) -> torch.Tensor:
+        """A meta tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor as a writable memoryview of format "B"."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def _lengths(selection: Selection) -> list[int]:
+    return [sum(stop - start for start, stop in ranges) for ranges in selection]
+
+
+def _compose(current: Sequence[Range], ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Select `ranges`, counted within the concatenation of `current`; neighbours are joined."""
+    result: list[Range] = []
+    for start, stop in ranges:
+        position = 0
+        for first, last in current:
+            low, high = max(start - position, 0), min(stop - position, last - first)
+            if low < high:
+                if result and result[-1][1] == first + low:
+                    result[-1] = (result[-1][0], first + high)
+                else:
+                    result.append((first + low, first + high))
+            position += last - first
+    return tuple(result) or ((0, 0),)

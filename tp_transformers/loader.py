@@ -1,0 +1,255 @@
+"""The streaming load: model + plan + checkpoint -> parameters, each of this rank's shape."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.utils import logging as transformers_logging
+
+from .checkpoint.conversion import Conversion, convert, dtype_policy
+from .checkpoint.index import Checkpoint, check_files
+from .checkpoint.reader import Request, read
+from .errors import CheckpointError
+from .lazy import LazyTensor, Resident, Stored
+from .mesh import TensorParallelGroup
+from .resolve import Resolution
+from .strategies import ParamShard, take
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """Where a load finds its weights, and how it treats them."""
+
+    name: str
+    """What messages call the checkpoint: its folder, or its name on the Hub."""
+    files: Sequence[str] | None = None
+    state_dict: Mapping[str, torch.Tensor] | None = None
+    """Weights in memory, in place of files."""
+    weight_map: Mapping[str, str] | None = None
+    """The checkpoint index's {tensor: file}."""
+    weight_mapping: Sequence[Any] | None = None
+    """transformers' renamings and converters for the model."""
+    dtype_plan: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Parameters that are kept in another dtype than the model's."""
+    ignore_mismatched_sizes: bool = False
+
+
+@dataclass
+class LoadResult:
+    """What a load found, in the terms of transformers' loading report."""
+
+    missing: set[str]
+    """Names that the checkpoint lacks; whole and on the meta device, for transformers to initialise."""
+    unexpected: set[str]
+    mismatched: set[tuple[str, torch.Size, torch.Size]]
+    """(name, shape in the checkpoint, shape in the model)."""
+    bytes_read: int
+    """Bytes that this rank read from files, headers included."""
+    seconds: float
+
+
+def load(
+    model: PreTrainedModel, resolution: Resolution, group: TensorParallelGroup, request: LoadRequest
+) -> LoadResult:
+    """Fill the parameters of a parallelized meta-device `model`, reading only what this rank keeps.
+
+    Steps that can fail on one rank end with a vote, so that all ranks stop with the same error.
+
+    Raises:
+        CheckpointError: on files that are missing, malformed, truncated or of the wrong shape.
+    """
+    started = time.perf_counter()
+    whole = {name: _whole(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    # 1. Open the files and read their headers.
+    with group.agree():
+        checkpoint = _open(request)
+    with checkpoint:
+        with group.agree():
+            # 2. Say what each parameter is, in terms of checkpoint tensors; keep the slice that this rank holds.
+            tensors: Mapping[str, LazyTensor] = checkpoint.tensors
+            if request.state_dict is not None:
+                tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
+            shapes = {name: tensor.shape for name, tensor in whole.items()}
+            conversion = convert(model, tensors, shapes, request.weight_mapping)
+            mismatched = _take_mismatched(conversion, whole, request)
+            shards = {
+                name: _partition(name, expression, resolution, group, whole[name])
+                for name, expression in conversion.expressions.items()
+            }
+            # 3. Read the slices into the memory that the parameters will live in.
+            dtype_of = dtype_policy(request.dtype_plan)
+            values = {
+                name: torch.empty(shard.shape, dtype=dtype_of(name) or whole[name].dtype, device=group.device)
+                for name, shard in shards.items()
+            }
+            with _progress(group, sum(shard.nbytes for shard in shards.values())) as progress:
+                _fill(shards, values, progress)
+        bytes_read = checkpoint.bytes_read
+    # 4. Put them in place; what is missing goes back to its whole shape until it is initialised.
+    _tie(model, group, values)
+    for name, value in values.items():
+        _place(model, name, value)
+    missing = set(whole) - set(values)
+    for name in missing:
+        _restore_whole(model, name, whole[name])
+    return LoadResult(
+        missing - {name for name, _, _ in mismatched},
+        conversion.unexpected,
+        mismatched,
+        bytes_read,
+        time.perf_counter() - started,
+    )
+
+
+def partition_initialized(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
+    """Cut the parameters that transformers has initialised whole; all ranks take the values of rank 0.
+
+    What one process with rank 0's seed would have initialised is what the ranks hold together.
+    """
+    for name, param in list(model.named_parameters()):
+        if hasattr(param, "tp_shard"):
+            continue
+        if group.process_group is not None:
+            dist.broadcast(param.data, group=group.process_group, group_src=0)
+        owner, param_type = _owner(model, name)
+        slicer = resolution.slicers.get(name)
+        layout = resolution.layout(name, param.shape, group.size)
+        shard = ParamShard(name, param.shape, layout, group, slicer is not None and slicer.use_dtensor)
+        local = take(param.data, layout, group.rank).clone()
+        owner._parameters[param_type] = shard.wrap(local, requires_grad=param.requires_grad)
+
+
+def _open(request: LoadRequest) -> Checkpoint:
+    if request.state_dict is not None:
+        return Checkpoint(())
+    files = check_files(request.files, folder=request.name)
+    return Checkpoint(files, weight_map=request.weight_map)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The meta tensor of unsharded shape that a parameter or buffer stands for."""
+    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
+    shape = shard.shape if shard is not None else tensor.shape
+    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+
+def _take_mismatched(
+    conversion: Conversion, whole: Mapping[str, torch.Tensor], request: LoadRequest
+) -> set[tuple[str, torch.Size, torch.Size]]:
+    """Take tensors of the wrong shape out of `conversion`. Raises CheckpointError unless they are to be ignored."""
+    mismatched = {
+        (name, expression.shape, whole[name].shape)
+        for name, expression in conversion.expressions.items()
+        if expression.shape != whole[name].shape
+    }
+    if mismatched and not request.ignore_mismatched_sizes:
+        lines = (f"\n  - {name}: got {tuple(got)}, expected {tuple(want)}" for name, got, want in sorted(mismatched))
+        raise CheckpointError(
+            f"checkpoint {request.name}: tensors of the wrong shape:{''.join(lines)}\n"
+            "Correct the config, or pass ignore_mismatched_sizes=True to initialise them anew."
+        )
+    for name, _, _ in mismatched:
+        del conversion.expressions[name]
+    return mismatched
+
+
+def _partition(
+    name: str, expression: LazyTensor, resolution: Resolution, group: TensorParallelGroup, whole: torch.Tensor
+) -> LazyTensor:
+    """This rank's slice of one parameter, by its strategy."""
+    slicer = resolution.slicers.get(name)
+    if slicer is None:
+        return expression
+    param_type = name.rpartition(".")[2]
+    shard = slicer.partition_tensor(expression, whole, param_type, None, True, group.rank, group.device_mesh)
+    return shard if isinstance(shard, LazyTensor) else Resident(_local(shard))
+
+
+def _fill(
+    shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor], progress: Callable[[int], object]
+) -> None:
+    """Read every shard into its value: stored ones together, the others one by one."""
+    stored = [Request(shard, values[name]) for name, shard in shards.items() if isinstance(shard, Stored)]
+    read(stored, progress=progress)
+    for name, shard in shards.items():
+        if not isinstance(shard, Stored):
+            values[name].copy_(shard.materialize())
+            progress(shard.nbytes)
+
+
+def _tie(model: PreTrainedModel, group: TensorParallelGroup, values: dict[str, torch.Tensor]) -> None:
+    """Where a checkpoint holds both of two tied parameters, keep one if they are equal, else untie them.
+
+    The ranks decide together: what one process would see as different may be equal on some shards.
+    """
+    for target, source in dict(model.all_tied_weights_keys).items():
+        if target not in values or source not in values:
+            continue
+        equal = torch.tensor(int(torch.equal(values[target], values[source])), device=group.device)
+        if group.process_group is not None:
+            dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
+        if equal:
+            del values[target]
+        else:
+            del model.all_tied_weights_keys[target]
+            logger.warning(
+                "the config ties %s to %s, but the checkpoint holds different values for them, so they stay untied; "
+                "set tie_word_embeddings=False in the config to say so",
+                target,
+                source,
+            )
+
+
+def _place(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Set one parameter or buffer, marked so that transformers does not initialise it."""
+    owner, attribute = _owner(model, name)
+    if attribute in owner._buffers:
+        value._is_hf_initialized = True  # type: ignore[attr-defined]
+        owner._buffers[attribute] = value
+        return
+    meta = owner._parameters[attribute]
+    assert meta is not None
+    param = meta.tp_shard.wrap(value, requires_grad=meta.requires_grad)  # type: ignore[attr-defined]
+    param._is_hf_initialized = True
+    owner._parameters[attribute] = param
+
+
+def _restore_whole(model: nn.Module, name: str, whole: torch.Tensor) -> None:
+    owner, attribute = _owner(model, name)
+    if attribute in owner._parameters:
+        owner._parameters[attribute] = nn.Parameter(whole, requires_grad=whole.requires_grad)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@contextmanager
+def _progress(group: TensorParallelGroup, nbytes: int) -> Iterator[Callable[[int], object]]:
+    """A progress bar over this rank's bytes on rank 0, where transformers' bars are on."""
+    if group.rank:
+        yield lambda count: None
+        return
+    with transformers_logging.tqdm(
+        total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, desc=f"Loading shard 1 of {group.size}"
+    ) as bar:
+        yield bar.update

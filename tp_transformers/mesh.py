@@ -1,0 +1,166 @@
+"""Process group, device and DeviceMesh: the only reader of RANK, WORLD_SIZE and LOCAL_RANK."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .errors import MeshError, RemoteRankError, TensorParallelError, describe
+
+TP_AXIS = "tp"
+"""Name of the DeviceMesh axis over which tensors are split."""
+
+
+@dataclass(frozen=True)
+class TensorParallelGroup:
+    """The ranks that share one model, seen from one of them."""
+
+    device_mesh: DeviceMesh | None
+    """The 1-D mesh of the `tp` axis; None for one process without a process group."""
+    rank: int
+    """This process on the axis."""
+    size: int
+    """Length of the axis."""
+    device: torch.device
+    """Where this rank keeps its shards."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The axis' process group; None for one process without one."""
+        return self.device_mesh.get_group() if self.device_mesh is not None else None
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The world rank of every rank of the axis."""
+        return self.device_mesh.mesh.tolist() if self.device_mesh is not None else [0]
+
+    @contextmanager
+    def agree(self) -> Iterator[None]:
+        """Run the block on all ranks, or fail on all: one collective at its end.
+
+        Every rank raises the error of the lowest rank that failed, so a fault on one rank leaves no other waiting.
+        Blocks may nest; an error that has been agreed on inside passes through the outer ones without a second vote.
+        Keep collectives out of the block, or guard them with a block of their own.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1 or getattr(error, "_agreed_on", False):
+                raise
+            failure = error
+        if self.size == 1:
+            return
+        reports: list[tuple[type[TensorParallelError], str] | None] = [None] * self.size
+        dist.all_gather_object(reports, _report(failure), group=self.process_group)
+        for rank, report in enumerate(reports):
+            if report is not None:
+                kind, text = report
+                error = failure if rank == self.rank and failure is not None else kind(f"rank {rank}: {text}")
+                error._agreed_on = True  # type: ignore[attr-defined]
+                raise error from failure if error is not failure else None
+
+
+def join(*, tp_size: int | None = None, device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
+    """Join the tensor-parallel group: from `device_mesh`, from a running process group, or from torchrun's environment.
+
+    Starts the process group if there is none and torchrun's environment is set: nccl on CUDA, gloo on CPU, the device
+    bound before the group starts. Without torchrun it is one process, with no group at all.
+
+    Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D), where `tp_size` is not the length of the
+    axis, or where a node has more ranks than GPUs.
+    """
+    if device_mesh is None and (dist.is_available() and dist.is_initialized() or "WORLD_SIZE" in os.environ):
+        device_type = _start_process_group()
+        device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
+    elif device_mesh is not None:
+        device_mesh = _tp_axis(device_mesh)
+    size = device_mesh.size() if device_mesh is not None else 1
+    if tp_size is not None and tp_size != size:
+        raise MeshError(
+            describe(
+                "tp_size",
+                got=str(tp_size),
+                expected=f"{size}, the number of ranks that were started" if device_mesh is not None else "1",
+                fix=f"Launch with torchrun --nproc-per-node {tp_size}, or pass device_mesh= with a tp axis of that"
+                " length.",
+            )
+        )
+    if device_mesh is None:
+        return TensorParallelGroup(None, 0, 1, _local_device(_default_device_type()))
+    return TensorParallelGroup(
+        device_mesh, device_mesh.get_local_rank(), size, _local_device(device_mesh.device_type)
+    )
+
+
+def world_rank() -> int:
+    """This process among all processes; 0 without torchrun. For log records and progress bars."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _report(failure: Exception | None) -> tuple[type[TensorParallelError], str] | None:
+    if failure is None:
+        return None
+    if isinstance(failure, TensorParallelError):
+        return type(failure), str(failure)
+    return RemoteRankError, f"{type(failure).__name__}: {failure}"
+
+
+def _tp_axis(device_mesh: DeviceMesh) -> DeviceMesh:
+    names = device_mesh.mesh_dim_names or ()
+    if TP_AXIS in names:
+        return device_mesh[TP_AXIS] if device_mesh.ndim > 1 else device_mesh
+    if device_mesh.ndim == 1:
+        return device_mesh
+    raise MeshError(
+        describe(
+            "device_mesh",
+            got=f"{device_mesh.ndim} axes named {names or 'nothing'}",
+            expected=f"one axis, or an axis named {TP_AXIS!r}",
+            fix='Build it with init_device_mesh(type, shape, mesh_dim_names=("dp", "tp")).',
+        )
+    )
+
+
+def _default_device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _start_process_group() -> str:
+    """Start the default process group unless it runs; returns the device type of its meshes."""
+    if dist.is_initialized():
+        return "cuda" if "nccl" in dist.get_backend() else "cpu"
+    device_type = _default_device_type()
+    if device_type == "cuda":
+        device = _local_device(device_type)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    return device_type
+
+
+def _local_device(device_type: str) -> torch.device:
+    """The device of this rank: GPU LOCAL_RANK, or the only one that it can see."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    count = torch.get_device_module(device_type).device_count()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= count > 1:
+        raise MeshError(
+            describe(
+                f"rank {world_rank()}",
+                got=f"local rank {local_rank} on a node with {count} {device_type} devices",
+                expected="at most one rank a device",
+                fix=f"Launch with torchrun --nproc-per-node {count}.",
+            )
+        )
+    return torch.device(device_type, local_rank if local_rank < count else 0)

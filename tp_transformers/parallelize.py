@@ -1,0 +1,129 @@
+"""A meta-device model and a plan -> the same model with local shapes and communication attached."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .layout import Layout
+from .mesh import TensorParallelGroup
+from .plan import Plan, fold_layers
+from .resolve import Resolution, resolve
+from .strategies import ParamShard, TensorParallelLayer, attach
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class TensorParallelModel:
+    """What a model that is loaded with a plan can do beyond its own class, which it stays an instance of."""
+
+    tp_group: TensorParallelGroup
+    """The ranks that share the model."""
+    tp_resolution: Resolution
+    """The plan in force, module by module."""
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.save.save_pretrained`."""
+        from .checkpoint.save import save_pretrained
+
+        save_pretrained(self, save_directory, **kwargs)  # type: ignore[arg-type]
+
+
+def is_tensor_parallel(model: object) -> bool:
+    """Whether `model` was loaded with a `tp_plan` by this package (also on one rank)."""
+    return isinstance(model, TensorParallelModel)
+
+
+def parallelize(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) -> Resolution:
+    """Give every parameter of `model` its local shape and every module its communication, in place.
+
+    Args:
+        model: a transformers model on the meta device.
+        plan: what to split how.
+        group: the ranks.
+
+    Raises:
+        PlanError: if the plan does not fit; the model is then untouched.
+    """
+    # 1. Bind the plan to the modules. Nothing is changed before every fault is known.
+    resolution = resolve(plan, model, group.size)
+    if group.rank == 0:
+        for note in resolution.notes:
+            warnings.warn(note, stacklevel=2)
+        if resolution.uncovered:
+            folded = sorted(set(map(fold_layers, resolution.uncovered)))
+            logger.info("%s: no rule covers %s; every rank holds them whole", plan.source, ", ".join(folded))
+
+    # 2. Local shapes.
+    shards = {
+        name: _local_parameter(model, name, resolution.slicers.get(name), group)
+        for name, _ in list(model.named_parameters(remove_duplicate=False))
+    }
+
+    # 3. Local head counts, on the module alone: the config is shared and stays as it is.
+    for name, heads in resolution.attention.items():
+        module = model.get_submodule(name)
+        for attribute, value in heads.attributes(group.rank).items():
+            if hasattr(module, attribute):
+                setattr(module, attribute, value)
+
+    # 4. Communication.
+    if group.device_mesh is not None:
+        for name, layer in _owners(resolution).items():
+            module = model.get_submodule(name)
+            own = {param: shards[f"{name}.{param}"] for param, _ in module.named_parameters(recurse=False)}
+            for shard in own.values():
+                shard.connect()
+            attach(module, layer, own, group.device_mesh)
+
+    # 5. The model knows what it is.
+    for module in list(model.modules()):
+        if hasattr(module, "save_pretrained"):
+            _become_tensor_parallel(module, resolution, group)
+    model._tp_plan = plan.as_dict("" if model.base_model is model else model.base_model_prefix)
+    model._tp_size = group.size
+    model._device_mesh = group.device_mesh
+    return resolution
+
+
+def _local_parameter(
+    model: nn.Module, name: str, slicer: TensorParallelLayer | None, group: TensorParallelGroup
+) -> ParamShard:
+    """Swap one meta parameter for a meta parameter of this rank's shape; returns what the rank holds."""
+    owner_name, _, param_type = name.rpartition(".")
+    owner = model.get_submodule(owner_name)
+    whole: nn.Parameter = getattr(owner, param_type)
+    layout = slicer.layout(param_type, whole.shape, group.size) if slicer is not None else Layout()
+    shard = ParamShard(name, whole.shape, layout, group, slicer is not None and slicer.use_dtensor)
+    local = torch.empty(shard.local_shape, dtype=whole.dtype, device="meta")
+    owner._parameters[param_type] = shard.wrap(local, requires_grad=whole.requires_grad)
+    return shard
+
+
+def _owners(resolution: Resolution) -> dict[str, TensorParallelLayer]:
+    """Every module that needs attaching: those with a strategy, and those of which a rule cuts a parameter."""
+    owners = dict(resolution.layers)
+    for name in resolution.slicers:
+        owners.setdefault(name.rpartition(".")[0], TensorParallelLayer())
+    return owners
+
+
+def _become_tensor_parallel(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
+    """Make the model an instance of a subclass of its own class, of the same name, with what TensorParallelModel adds."""
+    model.__class__ = _tensor_parallel_class(type(model))
+    model.tp_group = group  # type: ignore[assignment]
+    model.tp_resolution = resolution  # type: ignore[assignment]
+
+
+@cache
+def _tensor_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (TensorParallelModel, cls), names)

@@ -1,0 +1,305 @@
+"""A plan and a meta-device model -> one bound strategy for every module, or every fault in one error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .errors import PlanError, nearest
+from .layout import Layout, Split, even, heads, packed
+from .plan import Attention, Plan, Rule, fault_list, fold_layers, full_pattern, match
+from .strategies import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, TensorParallelLayer
+
+logger = logging.getLogger(__name__)
+
+PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+"""The children by which attention is recognised where a plan does not say (a dict, a declared plan)."""
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """How the heads of one attention module are cut; None where every rank holds all of them."""
+
+    head_dim: int
+    query: Split
+    kv: Split
+
+    def attributes(self, rank: int) -> dict[str, int]:
+        """What the module's head counts are on `rank`, by the names that transformers uses."""
+        query, kv = self.query.local_length(rank), self.kv.local_length(rank)
+        return {"num_heads": query, "num_key_value_heads": kv, "num_key_value_groups": query // kv}
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A plan that fits a model: what happens to every module and parameter."""
+
+    plan: Plan
+    strategies: Mapping[str, dict[str, str]]
+    """Module name -> {parameter name within the module: strategy name}, for the report."""
+    layers: Mapping[str, TensorParallelLayer]
+    """Module name -> the strategy that communicates around its forward."""
+    slicers: Mapping[str, TensorParallelLayer]
+    """Parameter name -> the strategy that cuts it."""
+    attention: Mapping[str, AttentionHeads]
+    """Attention module name -> how its heads are cut."""
+    uncovered: tuple[str, ...] = ()
+    """Parameters that no rule covers: every rank holds them whole."""
+    notes: tuple[str, ...] = field(default=())
+    """What the user should know, worth a warning each."""
+
+    def layout(self, name: str, shape: torch.Size, size: int) -> Layout:
+        """Who holds what of the parameter `name`."""
+        slicer = self.slicers.get(name)
+        return slicer.layout(name.rpartition(".")[2], shape, size) if slicer is not None else Layout()
+
+
+def resolve(plan: Plan, model: nn.Module, size: int) -> Resolution:
+    """Bind `plan` to the modules of `model` for `size` ranks.
+
+    Args:
+        plan: the plan.
+        model: a transformers model; only names and shapes are looked at, so the meta device will do.
+        size: number of ranks.
+
+    Raises:
+        PlanError: naming every rule that does not fit.
+    """
+    return _Resolver(plan, model, size).resolve()
+
+
+class _Resolver:
+    """The state of one `resolve`: what was matched, and what is wrong."""
+
+    def __init__(self, plan: Plan, model: nn.Module, size: int) -> None:
+        self.plan, self.model, self.size = plan, model, size
+        base_model = getattr(model, "base_model", model)
+        self.prefix = "" if base_model is model else str(model.base_model_prefix)
+        self.modules = dict(model.named_modules())
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.faults: list[str] = []
+        self.notes: list[str] = []
+
+    def resolve(self) -> Resolution:
+        """Match, bind, check; see the module's `resolve`."""
+        self._check_architecture()
+        module_rules = self._match(self.plan.rules, self.modules)
+        param_rules = self._match(self.plan.rules, self.parameters)
+        self._report_unmatched(module_rules, param_rules)
+        if self.plan.declared:
+            self._follow_tied(module_rules)
+        attention = self._cut_attention(module_rules)
+        splits = self._projection_splits(attention, module_rules)
+        layers = {name: self._bind(name, rule, attention, splits) for name, rule in module_rules.items()}
+        slicers: dict[str, TensorParallelLayer] = {}
+        uncovered = []
+        for name in self.parameters:
+            owner = name.rpartition(".")[0]
+            if name in param_rules:
+                slicers[name] = self._bind(owner, param_rules[name], attention, {})
+            elif owner in layers:
+                slicers[name] = layers[owner]
+            else:
+                uncovered.append(name)
+        self._check_shapes(slicers)
+        if self.faults:
+            raise PlanError(
+                fault_list(f"plan {self.plan.source} does not fit {type(self.model).__name__}", self.faults)
+            )
+        strategies: dict[str, dict[str, str]] = {}
+        for name in slicers:
+            owner, _, param_type = name.rpartition(".")
+            rule = param_rules.get(name) or module_rules[owner]
+            strategies.setdefault(owner, {})[param_type] = rule.strategy_name
+        cut = {name: group for name, group in attention.items() if group is not None}
+        return Resolution(self.plan, strategies, layers, slicers, cut, tuple(uncovered), tuple(self.notes))
+
+    def _check_architecture(self) -> None:
+        model_type = self.model.config.model_type  # type: ignore[union-attr]
+        if self.plan.model_types and model_type not in self.plan.model_types:
+            raise PlanError(
+                f"plan {self.plan.source} is for {', '.join(self.plan.model_types)}, the model is a {model_type} "
+                f'({type(self.model).__name__}). Pass tp_plan="auto", or a plan for {model_type}.'
+            )
+
+    def _match(self, rules: Iterable[Rule], names: Mapping[str, object]) -> dict[str, Rule]:
+        matched: dict[str, Rule] = {}
+        for rule in rules:
+            for name in match(rule, names, self.prefix):
+                if name in matched:
+                    self.faults.append(f"{name}: two rules match it, {matched[name].pattern} and {rule.pattern}")
+                matched[name] = rule
+        return matched
+
+    def _report_unmatched(self, *matched: Mapping[str, Rule]) -> None:
+        used = {id(rule) for rules in matched for rule in rules.values()}
+        known = {fold_layers(name) for name in (*self.modules, *self.parameters) if name}
+        for rule in self.plan.rules:
+            if id(rule) not in used and not rule.optional:
+                pattern = full_pattern(rule, self.prefix)
+                self.faults.append(f"{pattern}: matches no module or parameter{nearest(pattern, known)}")
+
+    def _follow_tied(self, module_rules: dict[str, Rule]) -> None:
+        """A declared plan may cut the head but not the embedding that is tied to it: cut both."""
+        for target, source in _tied(self.model).items():
+            owner, partner = source.rpartition(".")[0], target.rpartition(".")[0]
+            if partner in module_rules and owner not in module_rules:
+                if isinstance(self.modules[owner], nn.Embedding):
+                    module_rules[owner] = Rule(owner, "embedding_rowwise")
+
+    def _cut_attention(self, module_rules: Mapping[str, Rule]) -> dict[str, AttentionHeads | None]:
+        groups = {
+            name: group.children
+            for group in self.plan.attention
+            for name in self._attention_modules(group)
+        }
+        if not self.plan.attention:
+            groups = {
+                name: PROJECTIONS
+                for name, module in self.modules.items()
+                if all(f"{name}.{child}" in module_rules for child in PROJECTIONS.values())
+                and _head_dim(module, self.model) is not None
+            }
+        cut = {name: self._cut_heads(name, children) for name, children in groups.items()}
+        self.children = groups
+        whole = sorted({fold_layers(name) for name, group in cut.items() if group is None})
+        if whole and not self.faults:
+            self.notes.append(
+                f"{', '.join(whole)}: {self.size} ranks are more than the query heads, so every rank holds and computes "
+                "all of them; the rest is still split"
+            )
+        return cut
+
+    def _attention_modules(self, group: Attention) -> list[str]:
+        names = list(match(group, self.modules, self.prefix))
+        if not names:
+            pattern = full_pattern(group, self.prefix)
+            self.faults.append(f"attention {pattern}: matches no module{nearest(pattern, map(fold_layers, self.modules))}")
+        for child in group.children.values() if names else ():
+            if f"{names[0]}.{child}" not in self.modules:
+                self.faults.append(f"attention {names[0]}: it has no child {child!r}")
+                return []
+        return names
+
+    def _cut_heads(self, name: str, children: Mapping[str, str]) -> AttentionHeads | None:
+        """The head splits of one attention module; None where its heads are too few for the ranks."""
+        module = self.modules[name]
+        head_dim = _head_dim(module, self.model)
+        config = getattr(module, "config", None) or self.model.config.get_text_config()  # type: ignore[union-attr]
+        if head_dim is None:
+            self.faults.append(f"attention {name}: it has no head_dim, and its config has none")
+            return None
+
+        def count(role: str, attribute: str) -> int | None:
+            if role not in children:
+                return getattr(config, attribute, None)
+            width = self.modules[f"{name}.{children[role]}"].weight.shape[0]  # type: ignore[union-attr,index]
+            if width % head_dim:
+                self.faults.append(f"{name}.{children[role]}: {width} features are not whole heads of {head_dim}")
+            return int(width) // head_dim
+
+        query = count("query", "num_attention_heads")
+        kv = count("key", "num_key_value_heads") or query
+        if self.faults or query is None or kv is None:
+            return None
+        if query % kv:
+            self.faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
+            return None
+        if self.size > query:
+            return None
+        return AttentionHeads(head_dim, *heads(query, kv, self.size))
+
+    def _projection_splits(
+        self, attention: Mapping[str, AttentionHeads | None], module_rules: Mapping[str, Rule]
+    ) -> dict[str, Split | None]:
+        """How each projection of each attention module is cut, in features; None where it stays whole."""
+        splits: dict[str, Split | None] = {}
+        for name, group in attention.items():
+            for role, child in self.children[name].items():
+                if role == "fused" and group is not None:
+                    rule = module_rules.get(f"{name}.{child}")
+                    parts = rule.parts if rule is not None and isinstance(rule.parts, tuple) else ("query", "key", "value")
+                    splits[f"{name}.{child}"] = packed(
+                        [(group.query if part == "query" else group.kv).scaled(group.head_dim) for part in parts]
+                    )
+                elif group is not None:
+                    cut = group.kv if role in ("key", "value") else group.query
+                    splits[f"{name}.{child}"] = cut.scaled(group.head_dim)
+                else:
+                    splits[f"{name}.{child}"] = None
+        return splits
+
+    def _bind(
+        self,
+        name: str,
+        rule: Rule,
+        attention: Mapping[str, AttentionHeads | None],
+        splits: Mapping[str, Split | None],
+    ) -> TensorParallelLayer:
+        """A copy of the rule's strategy for the module `name`."""
+        layer = STRATEGIES[rule.strategy] if isinstance(rule.strategy, str) else rule.strategy
+        module = self.modules[name]
+        if name in splits and splits[name] is None:
+            layer = ReplicateParallel()
+        elif name not in splits and rule.parts is not None:
+            return layer.bind(module, self.size, split=self._parts_split(name, rule, module, layer))
+        return layer.bind(module, self.size, split=splits.get(name))
+
+    def _parts_split(self, name: str, rule: Rule, module: nn.Module, layer: TensorParallelLayer) -> Split | None:
+        """The split of a fused projection whose parts are numbers."""
+        weight = next((param for param in module.parameters(recurse=False)), None)
+        dim = layer.split_dim("weight", weight.ndim) if weight is not None else None
+        if weight is None or dim is None:
+            return None
+        length = weight.shape[dim]
+        parts = rule.parts
+        if isinstance(parts, int) and parts > 0 and length % parts == 0:
+            return packed([even(length // parts, self.size)] * parts)
+        if isinstance(parts, tuple) and all(isinstance(part, int) for part in parts) and sum(parts) == length:  # type: ignore[arg-type]
+            return packed([even(int(part), self.size) for part in parts])
+        self.faults.append(f"{name}: parts {rule.parts!r} do not make up its {length} features")
+        return None
+
+    def _check_shapes(self, slicers: Mapping[str, TensorParallelLayer]) -> None:
+        """Every parameter can be cut as its strategy says, and tied parameters are cut alike."""
+        layouts: dict[str, Layout] = {}
+        for name, slicer in slicers.items():
+            param = self.parameters[name]
+            if isinstance(slicer, ColwiseParallel | RowwiseParallel) and not (
+                slicer.is_embedding or param.ndim >= 2 or name.endswith(".bias")
+            ):
+                self.faults.append(f"{name}: {slicer!r} cuts linears and embeddings, its shape is {tuple(param.shape)}")
+                continue
+            try:
+                layouts[name] = slicer.layout(name.rpartition(".")[2], param.shape, self.size)
+            except ValueError as error:
+                self.faults.append(f"{name}: {error}")
+        for target, source in _tied(self.model).items():
+            mine, theirs = layouts.get(target, Layout()), layouts.get(source, Layout())
+            if self.size > 1 and mine != theirs:
+                self.faults.append(
+                    f"{target}: tied to {source}, but they are cut differently ({_draw(mine)} and {_draw(theirs)}); "
+                    "cut both along the vocabulary (embedding_rowwise and colwise_rep) or neither"
+                )
+
+
+def _tied(model: nn.Module) -> Mapping[str, str]:
+    """{tied parameter: the parameter that it is tied to}."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def _head_dim(module: nn.Module, model: nn.Module) -> int | None:
+    for attribute in ("head_dim", "head_size", "attention_head_size"):
+        value = getattr(module, attribute, None)
+        if isinstance(value, int):
+            return value
+    config = getattr(module, "config", None) or model.config.get_text_config()  # type: ignore[union-attr]
+    return getattr(config, "head_dim", None)
+
+
+def _draw(layout: Layout) -> str:
+    return "whole" if layout.dim is None or layout.split is None else f"dim {layout.dim} into {layout.split.widths}"

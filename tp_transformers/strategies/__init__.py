@@ -1,0 +1,87 @@
+"""Strategies: how one module is split, and what its forward communicates. `ParallelInterface` maps names to them.
+
+A new strategy is one class in one file of this folder, and one line in `_BUILT_IN`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+
+from torch.distributed.tensor import Replicate
+
+from ..errors import PlanError, describe
+from .base import TensorParallelLayer, attach
+from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
+from .replicate import ReplicateParallel
+from .shard import ParamShard, full_tensor, take, undo_partition
+
+__all__ = [
+    "STRATEGIES",
+    "ColwiseParallel",
+    "PackedColwiseParallel",
+    "PackedRowwiseParallel",
+    "ParallelInterface",
+    "ParamShard",
+    "ReplicateParallel",
+    "RowwiseParallel",
+    "TensorParallelLayer",
+    "attach",
+    "full_tensor",
+    "take",
+    "undo_partition",
+]
+
+_BUILT_IN: dict[str, TensorParallelLayer] = {
+    "colwise": ColwiseParallel(),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    "replicate": ReplicateParallel(),
+    "embedding_rowwise": RowwiseParallel(),
+    "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
+    "packed_colwise": PackedColwiseParallel(),
+    "packed_rowwise": PackedRowwiseParallel(),
+    # The names that transformers 5 uses in the plans that its classes declare.
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+}
+
+
+class ParallelInterface(MutableMapping[str, TensorParallelLayer]):
+    """Names to strategies: the built-in ones, and what `register_strategy` adds."""
+
+    def __init__(self) -> None:
+        self._strategies = dict(_BUILT_IN)
+
+    def register_strategy(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
+        """Make `strategy` (a class or an instance) available to plans as `name`; replaces one of that name."""
+        self[name] = strategy  # type: ignore[assignment]
+
+    def __getitem__(self, name: str) -> TensorParallelLayer:
+        return self._strategies[name]
+
+    def __setitem__(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
+        instance = strategy() if isinstance(strategy, type) else strategy
+        if not isinstance(instance, TensorParallelLayer):
+            raise PlanError(
+                describe(
+                    f"strategy {name!r}",
+                    got=repr(strategy),
+                    expected="a TensorParallelLayer class or instance",
+                    fix="Inherit from tp_transformers.TensorParallelLayer.",
+                )
+            )
+        self._strategies[name] = instance
+
+    def __delitem__(self, name: str) -> None:
+        del self._strategies[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._strategies)
+
+    def __len__(self) -> int:
+        return len(self._strategies)
+
+
+STRATEGIES = ParallelInterface()
+"""The strategies that plans can name."""

@@ -1,0 +1,200 @@
+"""The contract of a strategy, and how it is attached to a module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from ..layout import Layout, Split, even
+from ..lazy import LazyTensor
+from .shard import ParamShard, take, undo_partition
+
+Placements = Sequence[Placement] | Placement | None
+
+
+class TensorParallelLayer:
+    """How one module (or parameter) is split, and what its forward has to communicate.
+
+    A strategy of your own is a subclass. To cut parameters along a dim, implement `split_dim`; for any other slicing,
+    override `partition_tensor`. To communicate, implement `_prepare_input_fn` and `_prepare_output_fn`, which run
+    before and after the module's forward; in between, the module computes with this rank's local tensors (or with
+    DTensor parameters, if `_prepare_input_fn` returned a DTensor).
+
+    One instance serves as a template; every module that a rule matches gets its own copy, bound to it.
+    """
+
+    hidden: tuple[str, ...] = ()
+    """Parameters that the local forward must not see (a bias that may be added only once)."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placements = None,
+        output_layouts: Placements = None,
+        desired_input_layouts: Placements = None,
+        use_local_output: bool = True,
+        use_dtensor: bool = True,
+    ) -> None:
+        """Describe the activations on both sides, as DTensor placements.
+
+        Args:
+            input_layouts: how the inputs arrive.
+            output_layouts: how the outputs leave.
+            desired_input_layouts: how the module needs its inputs.
+            use_local_output: whether outputs are plain tensors rather than DTensors.
+            use_dtensor: whether parameters become DTensors where a placement describes their shard.
+        """
+        self.input_layouts = input_layouts
+        self.output_layouts = output_layouts
+        self.desired_input_layouts = desired_input_layouts
+        self.use_local_output = use_local_output
+        self.use_dtensor = use_dtensor
+        self.split: Split | None = None
+        self.size = 1
+        self.is_embedding = False
+
+    def bind(self, module: nn.Module, size: int, *, split: Split | None = None) -> TensorParallelLayer:
+        """A copy for `module` on `size` ranks, which cuts by `split` (heads, packed parts) rather than evenly."""
+        bound = copy.copy(self)
+        bound.split = split
+        bound.size = size
+        bound.is_embedding = isinstance(module, nn.Embedding)
+        return bound
+
+    def split_dim(self, param_type: str, ndim: int) -> int | None:
+        """The dim along which the module's parameter `param_type` ("weight", ...) is cut; None if it stays whole."""
+        return None
+
+    def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout:
+        """Who holds what of the parameter `param_type` of `shape` over `size` ranks.
+
+        Raises ValueError where the bound split does not fit the shape.
+        """
+        dim = self.split_dim(param_type, len(shape))
+        if dim is None:
+            return Layout()
+        dim %= len(shape)
+        split = self.split or even(shape[dim], size)
+        if split.length != shape[dim]:
+            raise ValueError(f"{param_type} has length {shape[dim]} along dim {dim}, its parts add up to {split.length}")
+        return Layout(dim, split)
+
+    def partition_tensor(
+        self,
+        param: Tensor | LazyTensor,
+        empty_param: Tensor,
+        param_type: str,
+        param_casting_dtype: torch.dtype | None,
+        to_contiguous: bool,
+        rank: int,
+        device_mesh: DeviceMesh | None,
+    ) -> Tensor | LazyTensor:
+        """This rank's shard of a parameter.
+
+        Args:
+            param: the whole parameter, or a lazy tensor of which only the slice that is returned will be read.
+            empty_param: meta tensor of the whole shape.
+            param_type: name of the parameter within its module, such as "weight".
+            param_casting_dtype: dtype to cast to; None to keep. The loader casts lazy shards itself.
+            to_contiguous: whether a shard that is a view is made contiguous.
+            rank: this process on the `tp` axis.
+            device_mesh: the 1-D mesh of the `tp` axis; None for one process.
+        """
+        size = device_mesh.size() if device_mesh is not None else 1
+        shard = take(param, self.layout(param_type, empty_param.shape, size), rank)
+        if isinstance(shard, LazyTensor):
+            return shard
+        if param_casting_dtype is not None:
+            shard = shard.to(param_casting_dtype)
+        return shard.contiguous() if to_contiguous else shard
+
+    def undo_partition(self, shards: Sequence[Tensor], param_type: str, shape: Sequence[int]) -> Tensor:
+        """The inverse of `partition_tensor` on all ranks: the whole parameter of `shape`."""
+        return undo_partition(shards, self.layout(param_type, shape, len(shards)), shape)
+
+    def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
+        """Attributes of the module that have another value while it computes with this rank's tensors."""
+        return {}
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        """Turn the module's inputs into what its local forward needs. The bound strategy is `mod.tp_layer`."""
+        return inputs
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements,
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: Any,
+        device_mesh: DeviceMesh,
+    ) -> Any:
+        """Turn what the local forward returned into the module's output. The bound strategy is `mod.tp_layer`."""
+        return outputs
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def attach(module: nn.Module, layer: TensorParallelLayer, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
+    """Make `module` compute with this rank's shards: its forward sees local tensors, `layer` communicates around it.
+
+    Args:
+        module: the module that owns the parameters.
+        layer: the strategy, bound to the module; stays reachable as `module.tp_layer`.
+        shards: what this rank holds, by parameter name within the module.
+        mesh: the 1-D mesh of the `tp` axis.
+    """
+    # The hooks hold no reference to the module, so that a deep copy of it computes with its own parameters.
+    module.tp_layer = layer  # type: ignore[assignment]
+    views = {name: shard for name, shard in shards.items() if shard.needs_view}
+    rank = mesh.get_local_rank()
+    replaced: list[tuple[dict[str, Any], dict[str, Any]] | None] = []
+
+    def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        keyword = None if args or not kwargs else next(iter(kwargs))
+        inputs = args if keyword is None else (kwargs[keyword],)
+        inputs = layer._prepare_input_fn(layer.input_layouts, layer.desired_input_layouts, mod, inputs, mesh)
+        if any(isinstance(value, DTensor) for value in inputs):
+            replaced.append(None)
+        else:
+            replaced.append(_enter_local_view(mod, layer, views, rank))
+        return (inputs, kwargs) if keyword is None else ((), {**kwargs, keyword: inputs[0]})
+
+    def after(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        saved = replaced.pop() if replaced else None
+        if saved is not None:
+            mod._parameters.update(saved[0])
+            mod.__dict__.update(saved[1])
+        if output is None:  # the forward raised
+            return None
+        return layer._prepare_output_fn(layer.output_layouts, layer.use_local_output, mod, output, mesh)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _enter_local_view(
+    module: nn.Module, layer: TensorParallelLayer, views: Mapping[str, ParamShard], rank: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Let the module see local tensors in place of its parameters; returns what was there."""
+    parameters = module._parameters
+    saved = {name: parameters[name] for name in (*views, *layer.hidden) if parameters.get(name) is not None}
+    for name, param in saved.items():
+        parameters[name] = None if name in layer.hidden else views[name].view(param)  # type: ignore[assignment]
+    attributes = layer.local_attributes(module, rank)
+    saved_attributes = {name: module.__dict__[name] for name in attributes}
+    module.__dict__.update(attributes)
+    return saved, saved_attributes

@@ -1,0 +1,235 @@
+"""Column- and row-parallel layers (Megatron-LM, Shoeybi et al. 2019, section 3), for linears and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ..collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
+from ..layout import Layout, even, packed
+from .base import Placements, TensorParallelLayer
+
+LAST = -1
+"""The feature dim of activations: (..., features)."""
+
+
+class ColwiseParallel(TensorParallelLayer):
+    """Cut the output features.
+
+    A linear's `weight: (out/size, in)` and `bias: (out/size)`; an embedding's `weight: (vocab, hidden/size)`.
+    Input whole (backward: all-reduce); output `(..., out/size)`, or whole with `output_layouts=Replicate()`
+    (all-gather; backward: own slice).
+
+        x ──f── [A | B] ── [xA | xB]
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        use_dtensor: bool = True,
+    ) -> None:
+        """`input_layouts`: Replicate() (default) or Shard(-1). `output_layouts`: Shard(-1) (default) or Replicate()."""
+        super().__init__(
+            input_layouts=(input_layouts or Replicate(),),
+            output_layouts=output_layouts or Shard(LAST),
+            desired_input_layouts=(Replicate(),),
+            use_local_output=use_local_output,
+            use_dtensor=use_dtensor,
+        )
+
+    def split_dim(self, param_type: str, ndim: int) -> int | None:
+        """The output features: dim -2 of a weight, the only dim of a bias; the hidden dim of an embedding."""
+        return -1 if self.is_embedding or ndim == 1 else -2
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        x = inputs[0]
+        if isinstance(x, DTensor):
+            x = x.redistribute(device_mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        else:
+            if isinstance(_only(input_layouts), Shard):
+                x = gather_from_region(x, _input_widths(mod), device_mesh.get_group())
+            x = copy_to_region(x, device_mesh.get_group())
+        return (x, *inputs[1:])
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        layer: ColwiseParallel = mod.tp_layer  # type: ignore[assignment]
+        if isinstance(_only(output_layouts), Replicate):
+            outputs = gather_from_region(outputs, layer.output_widths(mod), device_mesh.get_group())
+        return outputs if use_local_output else _as_dtensor(outputs, _only(output_layouts), mod, device_mesh)
+
+    def output_widths(self, module: nn.Module) -> tuple[int, ...]:
+        """The number of output features that each rank computes."""
+        features = module.embedding_dim if self.is_embedding else module.out_features
+        return (self.split or even(int(features), self.size)).widths  # type: ignore[arg-type]
+
+
+class RowwiseParallel(TensorParallelLayer):
+    """Cut the input features.
+
+    A linear's `weight: (out, in/size)`, its bias whole and added once, after the sum; an embedding's
+    `weight: (vocab/size, hidden)`, looked up by the rank that has the row. Input `(..., in/size)`, or whole with
+    `input_layouts=Replicate()` (own slice; backward: all-gather); output summed over the ranks (all-reduce; backward:
+    identity).
+
+        [x | y] ── [A / B] ── xA + yB ──g── whole
+    """
+
+    hidden = ("bias",)
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        use_dtensor: bool = True,
+    ) -> None:
+        """`input_layouts`: Shard(-1) (default) or Replicate(). `output_layouts`: Replicate()."""
+        super().__init__(
+            input_layouts=(input_layouts or Shard(LAST),),
+            output_layouts=output_layouts or Replicate(),
+            desired_input_layouts=(Shard(LAST),),
+            use_local_output=use_local_output,
+            use_dtensor=use_dtensor,
+        )
+
+    def split_dim(self, param_type: str, ndim: int) -> int | None:
+        """The input features: the last dim of a weight, the rows of an embedding; a bias stays whole."""
+        if self.is_embedding:
+            return 0
+        return None if ndim == 1 else -1
+
+    def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
+        """An embedding's `padding_idx`, counted in the local rows."""
+        if not isinstance(module, nn.Embedding) or module.padding_idx is None:
+            return {}
+        start, stop = self._rows(module, rank)
+        inside = start <= module.padding_idx < stop
+        return {"padding_idx": module.padding_idx - start if inside else None}
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        x, layer = inputs[0], mod.tp_layer
+        assert isinstance(layer, RowwiseParallel)
+        if layer.is_embedding:
+            # Ids of other ranks' rows look up any row here; the output hook zeroes what they found.
+            start, stop = layer._rows(mod, device_mesh.get_local_rank())
+            outside = (x < start) | (x >= stop)
+            mod.__dict__["_tp_outside"] = outside
+            x = (x - start).masked_fill(outside, 0)
+        elif isinstance(x, DTensor):
+            x = x.redistribute(device_mesh, [Shard(x.ndim - 1)]).to_local()
+        elif isinstance(_only(input_layouts), Replicate):
+            x = scatter_to_region(x, _input_widths(mod), device_mesh.get_group())
+        return (x, *inputs[1:])
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        outside = mod.__dict__.pop("_tp_outside", None)
+        if outside is not None:
+            outputs = outputs.masked_fill(outside.unsqueeze(LAST), 0)
+        outputs = reduce_from_region(outputs, device_mesh.get_group())
+        bias = mod._parameters.get("bias")
+        if bias is not None:
+            outputs = outputs + (bias.to_local() if isinstance(bias, DTensor) else bias)
+        return outputs if use_local_output else _as_dtensor(outputs, Replicate(), mod, device_mesh)
+
+    def _rows(self, module: nn.Module, rank: int) -> tuple[int, int]:
+        """First and last + 1 of the rows of an embedding that `rank` holds."""
+        split = self.split or even(int(module.num_embeddings), self.size)  # type: ignore[arg-type]
+        return split.ranges[rank][0]
+
+
+class PackedColwiseParallel(ColwiseParallel):
+    """Cut each part of a fused projection's output features: `AABB -> [AB, AB]`, so that nothing is gathered.
+
+    `parts`: the number of equal parts, or their lengths; a plan's `parts: [query, key, value]` binds head splits.
+    """
+
+    def __init__(self, *, parts: int | Sequence[int] = 2, use_dtensor: bool = True) -> None:
+        super().__init__(use_dtensor=use_dtensor)
+        self.parts = parts
+
+    def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout:
+        """See `TensorParallelLayer.layout`; each part is cut by itself."""
+        return _packed_layout(self, self.parts, param_type, shape, size)
+
+
+class PackedRowwiseParallel(RowwiseParallel):
+    """Cut each part of a fused projection's input features; see `PackedColwiseParallel`."""
+
+    def __init__(self, *, parts: int | Sequence[int] = 2, use_dtensor: bool = True) -> None:
+        super().__init__(use_dtensor=use_dtensor)
+        self.parts = parts
+
+    def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout:
+        """See `TensorParallelLayer.layout`; each part is cut by itself."""
+        return _packed_layout(self, self.parts, param_type, shape, size)
+
+
+def _packed_layout(
+    layer: TensorParallelLayer, parts: int | Sequence[int], param_type: str, shape: Sequence[int], size: int
+) -> Layout:
+    dim = layer.split_dim(param_type, len(shape))
+    if dim is None:
+        return Layout()
+    dim %= len(shape)
+    if layer.split is not None:
+        return TensorParallelLayer.layout(layer, param_type, shape, size)
+    if isinstance(parts, int):
+        if shape[dim] % parts:
+            raise ValueError(f"{param_type} has length {shape[dim]} along dim {dim}, which is not {parts} equal parts")
+        parts = [shape[dim] // parts] * parts
+    if sum(parts) != shape[dim]:
+        raise ValueError(f"{param_type} has length {shape[dim]} along dim {dim}, its parts add up to {sum(parts)}")
+    return Layout(dim, packed([even(part, size) for part in parts]))
+
+
+def _only(layouts: Placements) -> Placement | None:
+    return layouts[0] if isinstance(layouts, Sequence) else layouts
+
+
+def _input_widths(module: nn.Module) -> tuple[int, ...]:
+    """How the input features of a linear are cut over the ranks."""
+    layer: TensorParallelLayer = module.tp_layer  # type: ignore[assignment]
+    split = layer.split if isinstance(layer, RowwiseParallel) else None
+    return (split or even(int(module.in_features), layer.size)).widths  # type: ignore[arg-type]
+
+
+def _as_dtensor(x: Tensor, layout: Placement | None, mod: nn.Module, mesh: DeviceMesh) -> DTensor:
+    """`x` as a DTensor; raises ValueError where its width is cut in a way that no placement describes."""
+    if not isinstance(layout, Shard):
+        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    layer: ColwiseParallel = mod.tp_layer  # type: ignore[assignment]
+    widths = layer.output_widths(mod)
+    if even(sum(widths), mesh.size()).widths != widths or not even(sum(widths), mesh.size()).is_chunked:
+        raise ValueError(f"no DTensor placement describes features cut into {widths}; use use_local_output=True")
+    shape = torch.Size((*x.shape[:-1], sum(widths)))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False, shape=shape, stride=stride)

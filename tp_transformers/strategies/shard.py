@@ -1,0 +1,178 @@
+"""What a rank holds of one parameter: its layout, its DTensor form, and the way back to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..collectives import all_gather_uneven, copy_to_region
+from ..layout import Layout
+from ..lazy import LazyTensor
+from ..mesh import TensorParallelGroup
+
+T = TypeVar("T", Tensor, LazyTensor)
+
+
+@dataclass(frozen=True, eq=False)
+class ParamShard:
+    """The shard that this rank holds of a parameter of `shape`."""
+
+    name: str
+    shape: torch.Size
+    layout: Layout
+    group: TensorParallelGroup
+    use_dtensor: bool = True
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard."""
+        return self.layout.local_shape(self.shape, self.group.rank)
+
+    @property
+    def placement(self) -> Shard | Replicate | None:
+        """The DTensor placement that describes the layout exactly; None where there is none."""
+        if self.group.device_mesh is None or not self.use_dtensor:
+            return None
+        if self.layout.dim is None or self.layout.split is None:
+            return Replicate()
+        return Shard(self.layout.dim) if self.layout.split.is_chunked else None
+
+    def wrap(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """Make the parameter out of this rank's values: a DTensor where a placement describes it, else plain."""
+        if self.placement is not None:
+            stride = torch.empty(self.shape, device="meta").stride()
+            local = DTensor.from_local(
+                local, self.group.device_mesh, [self.placement], run_check=False, shape=self.shape, stride=stride
+            )
+        param = nn.Parameter(local, requires_grad=requires_grad)
+        param.tp_shard = self  # type: ignore[attr-defined]
+        return param
+
+    def connect(self) -> None:
+        """Create the process groups of the ranks that hold the same indices; all of them do so in the same order."""
+        for _, ranks in self._shared:
+            self._subgroup(ranks)
+
+    @property
+    def needs_view(self) -> bool:
+        """Whether the parameter is not itself what a local forward computes with."""
+        return self.placement is not None or bool(self._shared)
+
+    def view(self, param: Tensor) -> Tensor:
+        """What the local forward computes with: the local tensor, with gradients routed back as the layout needs.
+
+        The gradient of indices that several ranks hold is summed over those ranks (all-reduce in backward), so that
+        each of them has the whole of it.
+        """
+        if isinstance(param, DTensor):
+            return param.to_local() if torch.is_grad_enabled() else param._local_tensor
+        if not self._shared or not torch.is_grad_enabled():
+            return param
+        if self._shared[0][0] == (0, param.shape[self.layout.dim or 0]):
+            return copy_to_region(param, self._subgroup(self._shared[0][1]))
+        dim, parts, position = self.layout.dim or 0, [], 0
+        for (start, stop), ranks in self._shared:
+            parts.append(param.narrow(dim, position, start - position))
+            parts.append(copy_to_region(param.narrow(dim, start, stop - start), self._subgroup(ranks)))
+            position = stop
+        parts.append(param.narrow(dim, position, param.shape[dim] - position))
+        return torch.cat(parts, dim)
+
+    def full(self, local: Tensor) -> Tensor:
+        """Gather the whole tensor on every rank (one all-gather) from each rank's `local` values."""
+        split = self.layout.split
+        if split is None or self.layout.dim is None or self.group.process_group is None:
+            return local.detach().clone()
+        dim = self.layout.dim
+        gathered = all_gather_uneven(local.detach(), split.widths, self.group.process_group, dim=dim)
+        return undo_partition(gathered.split(split.widths, dim), self.layout, self.shape)
+
+    def gather(self, local: Tensor) -> Tensor | None:
+        """Gather the whole tensor on rank 0 alone, shard by shard; None on the others."""
+        split, group = self.layout.split, self.group.process_group
+        local = local.detach()
+        if split is None or self.layout.dim is None or group is None:
+            return local if self.group.rank == 0 else None
+        senders = sorted({piece.rank for piece in split.pieces} - {0})
+        if self.group.rank:
+            if self.group.rank in senders:
+                dist.send(local.contiguous(), group=group, group_dst=0)
+            return None
+        whole = local.new_empty(self.shape)
+        for rank in [0, *senders]:
+            shard = local
+            if rank:
+                shard = local.new_empty(self.layout.local_shape(self.shape, rank))
+                dist.recv(shard, group=group, group_src=rank)
+            _put(whole, shard, self.layout, rank)
+        return whole
+
+    @property
+    def _shared(self) -> tuple[tuple[tuple[int, int], tuple[int, ...]], ...]:
+        return self.layout.split.shared(self.group.rank) if self.layout.split is not None else ()
+
+    def _subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        world = self.group.global_ranks
+        return _subgroup(dist.group.WORLD, tuple(world[rank] for rank in ranks))
+
+
+def full_tensor(param: Tensor, value: Tensor | None = None) -> Tensor:
+    """Return the whole of a tensor-parallel parameter, on every rank; all ranks have to call it.
+
+    Args:
+        param: a parameter of a model loaded with `tp_plan` (DTensor or plain); any other tensor is returned as it is.
+        value: a tensor that is laid out like `param` and is gathered in its place, such as `param.grad` or an
+            optimizer state.
+
+    Returns:
+        A new plain tensor of the unsharded shape, on the parameter's device, without autograd history.
+    """
+    shard: ParamShard | None = getattr(param, "tp_shard", None)
+    tensor = param if value is None else value
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if shard is not None:
+        return shard.full(local)
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def take(param: T, layout: Layout, rank: int) -> T:
+    """The shard of `rank`: a lazy slice of a lazy tensor, a view (one range) or a copy of a tensor."""
+    if layout.dim is None or layout.split is None:
+        return param
+    ranges = layout.split.ranges[rank]
+    if isinstance(param, LazyTensor):
+        return param.select(layout.dim, ranges)
+    parts = [param.narrow(layout.dim, start, stop - start) for start, stop in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
+
+
+def undo_partition(shards: Sequence[Tensor], layout: Layout, shape: Sequence[int]) -> Tensor:
+    """The inverse of `take` on all ranks: the whole tensor of `shape` from every rank's shard."""
+    if layout.dim is None or layout.split is None:
+        return shards[0].clone()
+    whole = shards[0].new_empty(tuple(shape))
+    for rank, shard in enumerate(shards):
+        _put(whole, shard, layout, rank)
+    return whole
+
+
+def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
+    """Copy what the whole takes from the shard of `rank`."""
+    assert layout.dim is not None and layout.split is not None
+    for piece in layout.split.pieces:
+        if piece.rank == rank:
+            target = whole.narrow(layout.dim, piece.start, piece.length)
+            target.copy_(shard.narrow(layout.dim, piece.local, piece.length))
+
+
+@cache
+def _subgroup(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of `ranks` (world ranks), made once for each default group; only they take part."""
+    return dist.new_group(list(ranks), use_local_synchronization=True)
