@@ -1,0 +1,87 @@
+"""Tiny models with random weights, and what one process without tensor parallelism makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HEAD_DIM = 8
+VOCAB = 199
+INTERMEDIATE = 100
+
+PAD = 0
+PROMPTS = torch.tensor([[PAD, PAD, PAD, 17, 5, 98, 150], [23, 9, 41, 198, 3, 77, 12]])
+MASK = (torch.arange(7) >= torch.tensor([[3], [0]])).long()
+"""A left-padded batch: (2, 7)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint folder and the reference file beside it."""
+
+    folder: str
+    reference: str
+
+
+def llama_config(heads: int, kv_heads: int, **changes: Any) -> LlamaConfig:
+    """A Llama of two layers whose sizes divide by little."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": heads * HEAD_DIM,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": PAD,
+        # Large weights, so that logits are well spread and a greedy choice is no coin toss.
+        "initializer_range": 0.2,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**{**settings, **changes})
+
+
+def make_case(folder: Path, heads: int, kv_heads: int, *, max_shard_size: str = "60KB", **changes: Any) -> Case:
+    """Write a random checkpoint in several files, and the reference that one process computes from it."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama_config(heads, kv_heads, **changes))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                param.add_(torch.randn_like(param) * 0.2)
+    checkpoint = folder / "checkpoint"
+    # Saved twice: a model that was loaded cuts its files in another order than one that was made.
+    model.save_pretrained(folder / "first", max_shard_size=max_shard_size)
+    model = LlamaForCausalLM.from_pretrained(folder / "first")
+    model.save_pretrained(checkpoint, max_shard_size=max_shard_size)
+    reference = folder / "reference.pt"
+    torch.save(observe(model), reference)
+    return Case(str(checkpoint), str(reference))
+
+
+def observe(model: Any) -> dict[str, Any]:
+    """What a model does, in numbers: logits and greedy tokens of a left-padded batch, loss and every gradient."""
+    with torch.no_grad():
+        logits = model(PROMPTS, attention_mask=MASK).logits
+    tokens = model.generate(PROMPTS, attention_mask=MASK, max_new_tokens=8, do_sample=False)
+    model.zero_grad()
+    loss = model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss
+    loss.backward()
+    return {
+        "logits": logits,
+        "tokens": tokens,
+        "loss": loss.detach(),
+        "grads": {name: param.grad for name, param in model.named_parameters()},
+    }
+
+
+def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest difference, relative to the largest magnitude of the reference."""
+    return ((value - reference).abs().max() / reference.abs().max().clamp_min(1e-12)).item()

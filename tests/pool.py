@@ -1,0 +1,138 @@
+"""A warm pool of worker processes: `pool.run(size, function, *args)` runs a function on `size` gloo ranks.
+
+Workers start once a session, since importing torch and transformers takes longer than most cases. Every call gets a
+process group of its own, which the library itself starts from torchrun's environment variables.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT = 240.0
+"""Seconds that one call may take before its workers are ended."""
+
+
+class WorkerError(AssertionError):
+    """A worker raised, died or timed out; carries every rank's error and the tail of its stderr."""
+
+    def __init__(self, message: str, errors: dict[int, str]) -> None:
+        super().__init__(message)
+        self.errors = errors
+        """rank -> "ErrorType: message" of the ranks that raised."""
+
+
+class Pool:
+    """Worker processes that are started when first needed and ended by `close`."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+        """Call `function(*args)` on ranks 0 to size - 1; returns their results in rank order.
+
+        Raises WorkerError unless all of them return in time. Workers of a failed call are replaced.
+        """
+        while len(self._workers) < size:
+            self._workers.append(_Worker())
+        workers = self._workers[:size]
+        port = _free_port()
+        for rank, worker in enumerate(workers):
+            worker.connection.send((rank, size, port, function, args))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        traces: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        waiting = dict(enumerate(workers))
+        while waiting:
+            ready = wait([worker.connection for worker in waiting.values()], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank, worker in list(waiting.items()):
+                if worker.connection in ready:
+                    del waiting[rank]
+                    try:
+                        ok, value, trace = worker.connection.recv()
+                    except EOFError:
+                        worker.process.join(5)
+                        ok, value, trace = False, f"Died: exit code {worker.process.exitcode}", ""
+                    if ok:
+                        results[rank] = value
+                    else:
+                        errors[rank], traces[rank] = value, trace
+        if len(results) == size:
+            return [results[rank] for rank in range(size)]
+        lines = [f"rank {rank} still running after {timeout} s" for rank in waiting]
+        for rank in sorted(errors):
+            lines.append(f"--- rank {rank}: {errors[rank]}\n{traces[rank]}\n{workers[rank].stderr_tail()}")
+        for worker in workers:
+            worker.end()
+        self._workers = self._workers[size:]
+        raise WorkerError("\n".join(lines), errors)
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+
+
+class _Worker:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.stderr = tempfile.NamedTemporaryFile("w+", suffix=".stderr")  # noqa: SIM115 - lives as long as the worker
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, self.stderr.name), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def stderr_tail(self, count: int = 4000) -> str:
+        with open(self.stderr.name, errors="replace") as file:
+            return file.read()[-count:]
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+        self.stderr.close()
+
+
+def _serve(connection: Connection, stderr: str) -> None:
+    """A worker's main loop: receive a call, run it as one rank, send back what came of it."""
+    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    import torch
+    import torch.distributed as dist
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    while True:
+        try:
+            rank, size, port, function, args = connection.recv()
+        except EOFError:
+            return
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        try:
+            connection.send((True, function(*args), ""))
+        except Exception as error:
+            connection.send((False, f"{type(error).__name__}: {error}", traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

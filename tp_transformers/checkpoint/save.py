@@ -1,0 +1,221 @@
+"""Shards -> a standard checkpoint, written by rank 0 one tensor after the other.
+
+No rank ever holds more than its shards and the few whole tensors of one module: the files are written in a stream
+rather than collected first. Names, file cuts and index are those of transformers' own `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ..errors import UnsupportedError
+from ..lazy import byte_view
+from .index import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..mesh import TensorParallelGroup
+    from ..strategies import ParamShard
+
+logger = logging.getLogger(__name__)
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "50GB",
+    variant: str | None = None,
+    is_main_process: bool = True,
+    save_original_format: bool = True,
+    **unsupported: Any,
+) -> None:
+    """Write config, generation config and weights of a tensor-parallel model from rank 0; all ranks have to call it.
+
+    Args:
+        model: a model loaded with `tp_plan`.
+        save_directory: a folder, made if needed.
+        max_shard_size: the largest weight file, in bytes or such as "5GB".
+        variant: put into the file names, as in `model.fp16.safetensors`.
+        is_main_process: False on rank 0 writes nothing; the others never write.
+        save_original_format: whether weights are renamed and split back to the form that they were loaded from.
+        **unsupported: other arguments of transformers' `save_pretrained`.
+
+    Raises:
+        UnsupportedError: on an argument that is not one of these.
+    """
+    given = sorted(name for name, value in unsupported.items() if value not in (None, False))
+    if given:
+        raise UnsupportedError(
+            f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; "
+            "a plain model loaded from it takes them all, and model.push_to_hub(name) works as it is."
+        )
+    group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
+    writes = group.rank == 0 and is_main_process
+    folder = Path(save_directory)
+    # 1. What will stand in which file: from shapes alone, the same on all ranks.
+    tensors = _state(model)
+    meta = {name: _meta(tensor) for name, tensor in tensors.items()}
+    state = _reverted(model, meta, save_original_format)
+    weights_name = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace(".", f".{variant}.")
+    cut = split_torch_state_dict_into_shards(
+        state,
+        filename_pattern=weights_name.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=max_shard_size,
+    )
+    writers: dict[str, _Writer] = {}
+    try:
+        # 2. The files that need no weights, and the headers of those that do.
+        with group.agree():
+            if writes:
+                folder.mkdir(parents=True, exist_ok=True)
+                _write_configs(model, folder)
+                _remove_old_weights(folder, weights_name, keep=cut.filename_to_tensors)
+                for file, names in cut.filename_to_tensors.items():
+                    writers[file] = _Writer(folder / file, {name: state[name] for name in names})
+        # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
+        for names in _convertible_groups(model, meta, state, save_original_format):
+            whole = {name: _gather(tensors[name], group) for name in names}
+            with group.agree():
+                values = {name: value for name, value in whole.items() if value is not None}
+                if writes:
+                    for target, value in _reverted(model, values, save_original_format).items():
+                        writers[cut.tensor_to_filename[target]].write(target, value)
+            del whole, values
+        with group.agree():
+            for writer in writers.values():
+                writer.finish()
+            if writes and cut.is_sharded:
+                total = sum(_meta(param).numel() for param in model.parameters())
+                index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": cut.tensor_to_filename}
+                name = SAFE_WEIGHTS_INDEX_NAME if variant is None else f"model.safetensors.index.{variant}.json"
+                (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    finally:
+        for writer in writers.values():
+            writer.close()
+
+
+class _Writer:
+    """A safetensors file whose header is written first, and whose tensors come in any order."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the header for `tensors`, of which only dtypes and shapes count."""
+        self.path = path
+        self.pending: dict[str, tuple[int, Tensor]] = {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+            end = position + tensor.numel() * tensor.dtype.itemsize
+            header[name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }
+            self.pending[name] = (position, tensor)
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._data_start = 8 + len(text)
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self._data_start + position)
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Write one tensor to its place."""
+        position, expected = self.pending.pop(name)
+        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+            raise RuntimeError(f"{name} became {value.dtype} {tuple(value.shape)}, not {tuple(expected.shape)}")
+        self._file.seek(self._data_start + position)
+        self._file.write(byte_view(value.contiguous().cpu()))
+
+    def finish(self) -> None:
+        """Close a complete file. Raises RuntimeError where a tensor was never written."""
+        if self.pending:
+            raise RuntimeError(f"{self.path}: never written: {', '.join(self.pending)}")
+        self._file.close()
+
+    def close(self) -> None:
+        """Close the file, and remove it unless it is complete."""
+        if not self._file.closed:
+            self._file.close()
+            self.path.unlink(missing_ok=True)
+
+
+def _state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What is saved: parameters and persistent buffers by name, each tied one once."""
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for target, source in model.all_tied_weights_keys.items():
+        if state.get(target) is state.get(source):
+            state.pop(target, None)
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    return state
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    """A meta tensor of the whole shape."""
+    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
+    return torch.empty(shard.shape if shard is not None else tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
+    """The whole tensor on rank 0; None elsewhere."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
+    if shard is not None:
+        return shard.gather(local)
+    return local if group.rank == 0 else None
+
+
+def _reverted(model: PreTrainedModel, state: dict[str, Tensor], save_original_format: bool) -> dict[str, Tensor]:
+    """The state in the names and pieces of the checkpoint that the model was loaded from."""
+    return revert_weight_conversion(model, state) if save_original_format else state
+
+
+def _convertible_groups(
+    model: PreTrainedModel, meta: Mapping[str, Tensor], state: Mapping[str, Tensor], save_original_format: bool
+) -> list[list[str]]:
+    """Cut the names into groups that can be reverted by themselves: one a module, else all together."""
+    groups: dict[str, list[str]] = {}
+    for name in meta:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    alone = [_reverted(model, {name: meta[name] for name in names}, save_original_format) for names in groups.values()]
+    shapes = {name: tensor.shape for part in alone for name, tensor in part.items()}
+    if shapes == {name: tensor.shape for name, tensor in state.items()}:
+        return list(groups.values())
+    logger.warning("the weights are converted all together; rank 0 holds the whole model while it saves")
+    return [list(meta)]
+
+
+def _write_configs(model: PreTrainedModel, folder: Path) -> None:
+    """Everything of a checkpoint but its weights, as transformers writes it."""
+    if model._auto_class is not None:
+        custom_object_save(model, folder, config=model.config)
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _remove_old_weights(folder: Path, weights_name: str, *, keep: Mapping[str, Any]) -> None:
+    """Remove the weight files of an earlier save into the folder that this one does not replace."""
+    stem = re.escape(weights_name.removesuffix(".safetensors"))
+    for path in folder.iterdir():
+        if re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors", path.name) and path.name not in keep:
+            path.unlink()
