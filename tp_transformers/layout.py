@@ -69,10 +69,9 @@ class Split:
     def is_chunked(self) -> bool:
         """Whether the cut is the one of `torch.chunk`, which is what DTensor's `Shard` placement means."""
         chunk = -(-self.length // self.size)
-        bounds = [(min(rank * chunk, self.length), min((rank + 1) * chunk, self.length)) for rank in range(self.size)]
         return all(
-            held == (bound,) or (bound[0] == bound[1] and not self.local_length(rank))
-            for rank, (held, bound) in enumerate(zip(self.ranges, bounds, strict=True))
+            _joined(held) == _joined([(rank * chunk, min((rank + 1) * chunk, self.length))])
+            for rank, held in enumerate(self.ranges)
         )
 
     @cached_property
@@ -179,6 +178,17 @@ def packed(parts: Sequence[Split]) -> Split:
 def replicated(length: int, size: int) -> Split:
     """Every rank holds all of `length`."""
     return Split(length, (((0, length),),) * size)
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    """The same indices with neighbouring ranges joined and empty ones left out."""
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif start < stop:
+            joined.append((start, stop))
+    return joined
 
 
 def _shares(count: int, size: int) -> Iterator[Range]:

@@ -1,0 +1,169 @@
+"""Headers that lie, files that end early, and slices that land where they should."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tp_transformers import CheckpointError
+from tp_transformers.checkpoint.index import Checkpoint, check_files
+from tp_transformers.checkpoint.reader import Request, read
+from tp_transformers.checkpoint.source import LocalFile
+from tp_transformers.layout import even
+
+
+def write(path: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length", "says"),
+    [
+        (b"{not json", b"", None, "not JSON"),
+        (b"\xff\xfe", b"", None, "not JSON"),
+        ([1, 2], b"", None, "JSON list"),
+        ({"a": GOOD}, b"1234567", None, "truncated"),
+        ({"a": {**GOOD, "data_offsets": [8, 16]}}, b"12345678", None, "ending at byte"),
+        ({"a": {**GOOD, "data_offsets": [0, 4]}}, b"12345678", None, "8 bytes for F32"),
+        ({"a": {**GOOD, "shape": [3]}}, b"12345678", None, "12 bytes for F32"),
+        ({"a": {**GOOD, "shape": [-2]}}, b"12345678", None, "for tensor a"),
+        ({"a": {**GOOD, "dtype": "F7"}}, b"12345678", None, "'F7'"),
+        ({"a": {"dtype": "F32"}}, b"", None, "for tensor a"),
+        ({"a": "nonsense"}, b"", None, "for tensor a"),
+        ({}, b"", 1 << 40, "header of 1099511627776 bytes"),
+    ],
+)
+def test_malformed_headers_are_named(tmp_path: Path, header: Any, data: bytes, length: int | None, says: str) -> None:
+    path = write(tmp_path / "bad.safetensors", header, data, length=length)
+    with pytest.raises(CheckpointError, match=r"bad\.safetensors") as caught:
+        Checkpoint([path])
+    assert says in str(caught.value)
+    assert "expected" in str(caught.value)
+
+
+def test_a_file_shorter_than_its_length_prefix(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"123")
+    with pytest.raises(CheckpointError, match="3 bytes"):
+        Checkpoint([tmp_path / "a.safetensors"])
+
+
+def test_one_tensor_in_two_files(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({"x": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match="two files"):
+        Checkpoint([tmp_path / "a.safetensors", tmp_path / "b.safetensors"])
+
+
+@pytest.mark.parametrize("weight_map", [{"x": "b.safetensors"}, {"y": "a.safetensors"}])
+def test_an_index_at_odds_with_the_headers(tmp_path: Path, weight_map: dict[str, str]) -> None:
+    save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match="index"):
+        Checkpoint([tmp_path / "a.safetensors"], weight_map=weight_map)
+
+
+def test_missing_files_pickles_and_escapes(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such file"):
+        Checkpoint([tmp_path / "gone.safetensors"])
+    with pytest.raises(CheckpointError, match=r"pickled.*save_pretrained"):
+        check_files([str(tmp_path / "pytorch_model.bin")], folder=tmp_path)
+    with pytest.raises(CheckpointError, match="own folder"):
+        check_files([str(tmp_path / ".." / "other" / "a.safetensors")], folder=tmp_path)
+    with pytest.raises(CheckpointError, match="no weight files"):
+        check_files([], folder=tmp_path)
+
+
+def open_files() -> set[str]:
+    return {str(path.resolve()) for path in Path("/proc/self/fd").iterdir() if path.exists()}
+
+
+def test_files_are_closed_on_every_path(tmp_path: Path) -> None:
+    good, bad = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"x": torch.ones(2)}, good)
+    bad.write_bytes(b"123")
+    with Checkpoint([good]):
+        assert str(good) in open_files()
+    with pytest.raises(CheckpointError):
+        Checkpoint([good, bad])
+    assert not {str(good), str(bad)} & open_files()
+
+
+@pytest.fixture
+def stored(tmp_path: Path):
+    torch.manual_seed(0)
+    tensors = {
+        "a": torch.randn(7, 5),
+        "b": torch.randn(3).bfloat16(),
+        "c": torch.randint(-9, 9, (4, 6, 2)).to(torch.int16),
+        "d": torch.randn(40, 300).half(),
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    with Checkpoint([path]) as checkpoint:
+        yield checkpoint, path
+
+
+@pytest.mark.parametrize("cast", [None, torch.float64])
+def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast: torch.dtype | None, monkeypatch) -> None:
+    # A staging buffer smaller than a row, so that casts cross its borders.
+    monkeypatch.setattr("tp_transformers.checkpoint.reader.STAGING_BYTES", 64)
+    checkpoint, path = stored
+    requests, expected = [], []
+    with safe_open(path, "pt") as reference:
+        for name in reference.keys():  # noqa: SIM118 - not a dict
+            whole = reference.get_tensor(name)
+            for dim in range(whole.ndim):
+                split = even(whole.shape[dim], 3)
+                for rank in range(3):
+                    shard = checkpoint.tensors[name].select(dim, split.ranges[rank])
+                    requests.append(Request(shard, torch.empty(shard.shape, dtype=cast or shard.dtype)))
+                    start, stop = split.ranges[rank][0]
+                    expected.append(whole.narrow(dim, start, stop - start).to(cast or whole.dtype))
+    seen: list[int] = []
+    read(requests, progress=seen.append)
+    for request, value in zip(requests, expected, strict=True):
+        assert torch.equal(request.destination, value)
+    assert sum(seen) == sum(request.tensor.nbytes for request in requests)
+
+
+def test_neighbours_are_read_by_one_call(stored) -> None:
+    checkpoint, _ = stored
+    (source,) = checkpoint.sources
+    before = source.reads, source.bytes_read
+    requests = [Request(tensor, torch.empty(tensor.shape, dtype=tensor.dtype)) for tensor in checkpoint.tensors.values()]
+    read(requests)
+    assert source.reads - before[0] == 1
+    assert source.bytes_read - before[1] == sum(request.tensor.nbytes for request in requests)
+
+
+def test_partial_reads_are_continued(tmp_path: Path, monkeypatch) -> None:
+    import os
+
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
+    buffers = [bytearray(30), bytearray(0), bytearray(11)]
+    with LocalFile(tmp_path / "file") as source:
+        source.read(5, [memoryview(buffer) for buffer in buffers])
+    assert bytes(buffers[0] + buffers[2]) == bytes(range(5, 46))
+
+
+def test_a_file_that_shrinks_while_it_is_read(stored) -> None:
+    checkpoint, path = stored
+    tensor = checkpoint.tensors["d"]
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 10)
+    last = max(checkpoint.tensors.values(), key=lambda tensor: tensor.offset)
+    with pytest.raises(CheckpointError, match=r"truncated|end of the file"):
+        read([Request(last, torch.empty(last.shape, dtype=last.dtype))])
+    assert tensor.shape == (40, 300)

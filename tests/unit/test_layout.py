@@ -1,0 +1,163 @@
+"""Properties of the slice arithmetic, for any sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_transformers.layout import Layout, Split, even, heads, packed, replicated
+
+sizes = st.integers(1, 16)
+
+
+@st.composite
+def attention(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(query heads, KV heads, ranks) with no more ranks than query heads."""
+    kv = draw(st.integers(1, 16))
+    query = kv * draw(st.integers(1, 8))
+    return query, kv, draw(st.integers(1, min(16, query)))
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> Split:
+    """Any split that a plan can ask for."""
+    size = draw(sizes)
+    kind = draw(st.sampled_from(["even", "heads", "packed", "qkv", "replicated"]))
+    if kind == "even":
+        return even(draw(st.integers(0, 200)), size, unit=draw(st.integers(1, 9)))
+    if kind == "replicated":
+        return replicated(draw(st.integers(1, 50)), size)
+    if kind == "packed":
+        return packed([even(length, size) for length in draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))])
+    query, kv, size = draw(attention())
+    width = draw(st.integers(1, 8))
+    query_split, kv_split = (split.scaled(width) for split in heads(query, kv, size))
+    return packed([query_split, kv_split, kv_split]) if kind == "qkv" else draw(st.sampled_from([query_split, kv_split]))
+
+
+def indices(split: Split, rank: int) -> list[int]:
+    return [index for start, stop in split.ranges[rank] for index in range(start, stop)]
+
+
+@given(splits())
+def test_every_index_is_held_and_overlaps_are_whole_ranges(split: Split) -> None:
+    assert {index for rank in range(split.size) for index in indices(split, rank)} == set(range(split.length))
+    held = {held for ranges in split.ranges for held in ranges if held[0] < held[1]}
+    for a in held:
+        for b in held:
+            assert a == b or a[1] <= b[0] or b[1] <= a[0]
+
+
+@given(splits())
+def test_widths_count_what_is_held(split: Split) -> None:
+    assert split.widths == tuple(len(indices(split, rank)) for rank in range(split.size))
+
+
+@given(splits())
+def test_pieces_undo_the_split(split: Split) -> None:
+    whole = torch.arange(split.length)
+    shards = [whole[indices(split, rank)] for rank in range(split.size)]
+    rebuilt = torch.full((split.length,), -1)
+    for piece in split.pieces:
+        assert (rebuilt[piece.start : piece.start + piece.length] == -1).all()
+        rebuilt[piece.start : piece.start + piece.length] = shards[piece.rank][piece.local : piece.local + piece.length]
+    assert torch.equal(rebuilt, whole)
+
+
+@given(splits())
+def test_shared_names_exactly_the_indices_that_others_hold(split: Split) -> None:
+    for rank in range(split.size):
+        mine = indices(split, rank)
+        told = {mine[local]: ranks for (start, stop), ranks in split.shared(rank) for local in range(start, stop)}
+        for index in mine:
+            holders = tuple(other for other in range(split.size) if index in indices(split, other))
+            assert told.get(index, (rank,)) == holders
+
+
+@given(splits())
+def test_is_chunked_means_what_torch_chunk_gives(split: Split) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(split.length).chunk(split.size)] if split.length else []
+    chunks += [[]] * (split.size - len(chunks))
+    assert split.is_chunked == (chunks == [indices(split, rank) for rank in range(split.size)])
+
+
+@given(st.integers(0, 500), sizes, st.integers(1, 32))
+def test_even_keeps_blocks_whole_and_differs_by_one_block(length: int, size: int, unit: int) -> None:
+    split = even(length, size, unit=unit)
+    for rank, ((start, stop),) in enumerate(split.ranges):
+        assert start % unit == 0 or start == length
+        assert stop % unit == 0 or stop == length
+        assert rank == 0 or -(-split.widths[rank] // unit) <= -(-split.widths[rank - 1] // unit)
+    blocks = [-(-width // unit) for width in split.widths]
+    assert max(blocks) - min(blocks) <= 1
+
+
+@given(attention())
+def test_heads_keep_an_integer_ratio_and_every_query_with_its_kv_head(case: tuple[int, int, int]) -> None:
+    query, kv, size = case
+    query_split, kv_split = heads(query, kv, size)
+    group = query // kv
+    for rank in range(size):
+        queries, kvs = indices(query_split, rank), indices(kv_split, rank)
+        assert queries
+        assert len(queries) % len(kvs) == 0
+        ratio = len(queries) // len(kvs)
+        # Grouped-query attention pairs local query i with local KV head i // ratio.
+        assert [kvs[i // ratio] for i in range(len(queries))] == [head // group for head in queries]
+    # No query head is computed twice; KV heads are replicated only where there are fewer of them than ranks.
+    assert sum(query_split.widths) == query
+    assert kv < size or sum(kv_split.widths) == kv
+
+
+@pytest.mark.parametrize(
+    ("query", "kv", "size", "query_widths", "kv_ranges"),
+    [
+        (9, 3, 2, (6, 3), [(0, 2), (2, 3)]),
+        (8, 2, 4, (2, 2, 2, 2), [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (8, 1, 3, (3, 3, 2), [(0, 1)] * 3),
+        (9, 3, 8, (1, 1, 1, 1, 1, 1, 2, 1), [(0, 1)] * 3 + [(1, 2)] * 3 + [(2, 3)] * 2),
+        (7, 7, 4, (2, 2, 2, 1), [(0, 2), (2, 4), (4, 6), (6, 7)]),
+    ],
+)
+def test_heads_by_example(
+    query: int, kv: int, size: int, query_widths: tuple[int, ...], kv_ranges: list[tuple[int, int]]
+) -> None:
+    query_split, kv_split = heads(query, kv, size)
+    assert query_split.widths == query_widths
+    assert [ranges for (ranges,) in kv_split.ranges] == kv_ranges
+
+
+def test_packed_draws_aabb_to_ab() -> None:
+    split = packed([even(4, 2), even(4, 2)])
+    assert split.ranges == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: heads(8, 3, 2),
+        lambda: heads(4, 2, 5),
+        lambda: heads(8, 0, 2),
+        lambda: even(-1, 2),
+        lambda: even(4, 0),
+        lambda: even(4, 2, unit=0),
+        lambda: packed([]),
+        lambda: packed([even(4, 2), even(4, 3)]),
+    ],
+)
+def test_impossible_requests_raise(call) -> None:
+    with pytest.raises(ValueError, match=r"need|ranks|multiple"):
+        call()
+
+
+@given(splits(), st.integers(0, 2))
+def test_layout_gives_local_shapes(split: Split, dim: int) -> None:
+    shape = [3, 4, 5]
+    shape[dim] = split.length
+    for rank in range(split.size):
+        local = Layout(dim, split).local_shape(shape, rank)
+        assert local[dim] == len(indices(split, rank))
+        assert local[:dim] + local[dim + 1 :] == tuple(shape[:dim] + shape[dim + 1 :])
+    assert Layout().local_shape(shape, 0) == tuple(shape)
