@@ -21,11 +21,12 @@ from typing import Any
 import torch.distributed as dist
 import transformers
 from packaging.version import Version
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from .errors import PlanError, UnsupportedError, describe
+from .errors import CheckpointError, PlanError, UnsupportedError, describe
 from .loader import LoadRequest, load, partition_initialized
 from .mesh import TensorParallelGroup, join
 from .parallelize import parallelize
@@ -134,6 +135,8 @@ def _from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> A
         token = _current.set(current)
         try:
             result = original(cls, *args, device_map={"": group.device}, **kwargs)
+        except SafetensorError as error:  # transformers looks into a file for its dtype before we open it
+            raise CheckpointError(f"checkpoint {_checkpoint_name(args, kwargs)}: {error}") from error
         finally:
             _current.reset(token)
         model = result[0] if isinstance(result, tuple) else result
@@ -207,6 +210,10 @@ def _read_plan(tp_plan: Any) -> Plan | str:
             fix='Most models need tp_plan="auto".',
         )
     )
+
+
+def _checkpoint_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("pretrained_model_name_or_path")
 
 
 def _auto_plan(model: PreTrainedModel) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -44,7 +44,8 @@ class TensorParallelGroup:
     def agree(self) -> Iterator[None]:
         """Run the block on all ranks, or fail on all: one collective at its end.
 
-        Every rank raises the error of the lowest rank that failed, so a fault on one rank leaves no other waiting.
+        If all ranks fail alike, each raises its own error; else all raise that of the lowest rank that failed, which
+        the message names. So a fault on one rank leaves no other waiting.
         Blocks may nest; an error that has been agreed on inside passes through the outer ones without a second vote.
         Keep collectives out of the block, or guard them with a block of their own.
         """
@@ -59,12 +60,11 @@ class TensorParallelGroup:
             return
         reports: list[tuple[type[TensorParallelError], str] | None] = [None] * self.size
         dist.all_gather_object(reports, _report(failure), group=self.process_group)
-        for rank, report in enumerate(reports):
-            if report is not None:
-                kind, text = report
-                error = failure if rank == self.rank and failure is not None else kind(f"rank {rank}: {text}")
-                error._agreed_on = True  # type: ignore[attr-defined]
-                raise error from failure if error is not failure else None
+        if not any(reports):
+            return
+        error = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure
+        error._agreed_on = True  # type: ignore[attr-defined]
+        raise error from (failure if error is not failure else None)
 
 
 def join(*, tp_size: int | None = None, device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
@@ -112,6 +112,12 @@ def _report(failure: Exception | None) -> tuple[type[TensorParallelError], str] 
     if isinstance(failure, TensorParallelError):
         return type(failure), str(failure)
     return RemoteRankError, f"{type(failure).__name__}: {failure}"
+
+
+def _common_error(reports: Sequence[tuple[type[TensorParallelError], str] | None]) -> TensorParallelError:
+    """The error of the lowest rank that failed."""
+    rank, (kind, text) = next((rank, report) for rank, report in enumerate(reports) if report is not None)
+    return kind(f"rank {rank}: {text}")
 
 
 def _tp_axis(device_mesh: DeviceMesh) -> DeviceMesh:

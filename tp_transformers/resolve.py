@@ -105,6 +105,7 @@ class _Resolver:
                 slicers[name] = layers[owner]
             else:
                 uncovered.append(name)
+        self._check_param_rules(param_rules, module_rules)
         self._check_shapes(slicers)
         if self.faults:
             raise PlanError(
@@ -263,6 +264,13 @@ class _Resolver:
             return packed([even(int(part), self.size) for part in parts])
         self.faults.append(f"{name}: parts {rule.parts!r} do not make up its {length} features")
         return None
+
+    def _check_param_rules(self, param_rules: Mapping[str, Rule], module_rules: Mapping[str, Rule]) -> None:
+        """A linear or embedding that is cut has to communicate, so the rule has to name the module."""
+        for name, rule in param_rules.items():
+            owner = name.rpartition(".")[0]
+            if isinstance(self.modules[owner], nn.Linear | nn.Embedding) and owner not in module_rules:
+                self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
 
     def _check_shapes(self, slicers: Mapping[str, TensorParallelLayer]) -> None:
         """Every parameter can be cut as its strategy says, and tied parameters are cut alike."""
