@@ -39,7 +39,7 @@ class Pool:
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
         """Call `function(*args)` on ranks 0 to size - 1; returns their results in rank order.
 
-        Raises WorkerError unless all of them return in time. Workers of a failed call are replaced.
+        Raises WorkerError unless all of them return in time. Workers that hang or die are replaced.
         """
         while len(self._workers) < size:
             self._workers.append(_Worker())
@@ -73,9 +73,10 @@ class Pool:
         lines = [f"rank {rank} still running after {timeout} s" for rank in waiting]
         for rank in sorted(errors):
             lines.append(f"--- rank {rank}: {errors[rank]}\n{traces[rank]}\n{workers[rank].stderr_tail()}")
-        for worker in workers:
-            worker.end()
-        self._workers = self._workers[size:]
+        if waiting or any(not worker.process.is_alive() for worker in workers):
+            for worker in workers:
+                worker.end()
+            self._workers = self._workers[size:]
         raise WorkerError("\n".join(lines), errors)
 
     def close(self) -> None:

@@ -17,12 +17,12 @@ from .strategies import (
     RowwiseParallel,
     TensorParallelLayer,
     full_tensor,
+    local_tensor,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "STRATEGIES",
     "Attention",
     "CheckpointError",
     "ColwiseParallel",
@@ -36,6 +36,7 @@ __all__ = [
     "ReplicateParallel",
     "RowwiseParallel",
     "Rule",
+    "STRATEGIES",
     "TensorParallelError",
     "TensorParallelLayer",
     "UnsupportedError",
@@ -43,4 +44,5 @@ __all__ = [
     "enable",
     "full_tensor",
     "is_tensor_parallel",
+    "local_tensor",
 ]

@@ -13,9 +13,12 @@ USAGE = "usage: torchrun --nproc-per-node N -m tp_transformers (script.py | -m m
 
 def main(argv: list[str]) -> None:
     """Run `argv[0]` (a script) or `argv[1]` (a module, after `-m`) as `__main__`, with the rest as its arguments."""
-    if not argv or argv[0] in ("-h", "--help") or (argv[0] == "-m" and len(argv) < 2):
-        print(USAGE, file=sys.stderr if not argv else sys.stdout)
-        sys.exit(0 if argv[:1] in (["-h"], ["--help"]) else 2)
+    if argv[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return
+    if not argv or argv == ["-m"]:
+        print(USAGE, file=sys.stderr)
+        sys.exit(2)
     is_module = argv[0] == "-m"
     if not is_module and not os.path.isfile(argv[0]):
         print(f"tp_transformers: no script {argv[0]!r}\n{USAGE}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """`enable()` and `disable()`: the only file that patches transformers.
 
-Two attributes of `PreTrainedModel` are replaced while the hook is on. `from_pretrained` takes `tp_plan`, `tp_size` and
-`device_mesh` out of its arguments and calls the original, which resolves files, config and dtype and builds the model
-on the meta device. `_load_pretrained_model`, which would then load the checkpoint, runs our loader instead; everything
+While the hook is on, `from_pretrained`, of models and of Auto classes, takes `tp_plan`, `tp_size` and `device_mesh` out
+of its arguments and calls the original, which resolves files, config and dtype and builds the model on the meta device.
+`PreTrainedModel._load_pretrained_model`, which would then load the checkpoint, runs our loader instead; everything
 around it (tying, initialising what is missing, the report, the generation config) stays transformers' own.
 """
 
@@ -13,8 +13,9 @@ import dataclasses
 import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,8 @@ import transformers
 from packaging.version import Version
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto  # noqa: F401 - defines the Auto classes
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -38,7 +41,6 @@ logger = logging.getLogger(__name__)
 OLDEST, FIRST_UNSUPPORTED = "5.6", "6"
 """The versions of transformers that the hook is made for: OLDEST <= version < FIRST_UNSUPPORTED."""
 
-_PATCHED = ("from_pretrained", "_load_pretrained_model")
 _SEAM_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 _SEAM_CONFIG = {
     "pretrained_model_name_or_path",
@@ -55,12 +57,14 @@ _SEAM_INFO = {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"
 class _Load:
     """A `from_pretrained(tp_plan=...)` that is under way."""
 
-    tp_plan: Any
+    tp_plan: Plan | str
     group: TensorParallelGroup
+    begun: bool
+    """Whether a model class has taken it up: what is loaded inside is another model."""
     resolution: Resolution | None = None
 
 
-_originals: dict[str, Any] = {}
+_originals: dict[tuple[type, str], Any] = {}
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
 _told: set[str] = set()
 
@@ -80,9 +84,10 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
         self._turned_on = not _originals
         if self._turned_on:
             _check_transformers()
-            _originals.update({name: PreTrainedModel.__dict__[name] for name in _PATCHED})
-            PreTrainedModel.from_pretrained = classmethod(_from_pretrained)  # type: ignore[method-assign,assignment]
-            PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)  # type: ignore[method-assign]
+            _patch(PreTrainedModel, "from_pretrained", _model_from_pretrained)
+            _patch(PreTrainedModel, "_load_pretrained_model", _load_pretrained_model)
+            for cls in _auto_classes():
+                _patch(cls, "from_pretrained", _auto_from_pretrained)
 
     def __enter__(self) -> enable:
         return self
@@ -97,24 +102,59 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
 def disable() -> None:
     """Put back exactly what `enable()` replaced; models that are loaded stay as they are."""
     while _originals:
-        name, original = _originals.popitem()
-        setattr(PreTrainedModel, name, original)
+        (cls, name), original = _originals.popitem()
+        setattr(cls, name, original)
 
 
-def _from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-    original = _originals["from_pretrained"].__func__
+def _patch(cls: type, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a class or static method; the replacement gets the original function first."""
+    descriptor = cls.__dict__[name]
+    _originals[cls, name] = descriptor
+
+    @wraps(descriptor.__func__)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return replacement(descriptor.__func__, *args, **kwargs)
+
+    setattr(cls, name, type(descriptor)(patched))
+
+
+def _auto_classes() -> list[type]:
+    """Every Auto class for models; each has a `from_pretrained` of its own."""
+    classes = [_BaseAutoModelClass]
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+    return [cls for cls in classes if "from_pretrained" in cls.__dict__]
+
+
+def _model_from_pretrained(original: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("tp_plan") is not None:
+        return _load_tensor_parallel(partial(original, cls), args, kwargs, begun=True)
+    current = _current.get()
+    if current is not None and not current.begun:  # called by an Auto class
+        current.begun = True
+        return original(cls, *args, **kwargs)
+    # Untouched; also where another model is loaded while a tensor-parallel one is being built.
+    token = _current.set(None)
+    try:
+        return original(cls, *args, **kwargs)
+    finally:
+        _current.reset(token)
+
+
+def _auto_from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("tp_plan") is None:
-        # Untouched; also for a model that is loaded while a tensor-parallel one is being built.
-        token = _current.set(None)
-        try:
-            return original(cls, *args, **kwargs)
-        finally:
-            _current.reset(token)
+        return original(cls, *args, **kwargs)
+    return _load_tensor_parallel(partial(original, cls), args, kwargs, begun=False)
 
+
+def _load_tensor_parallel(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, begun: bool
+) -> Any:
+    """Run a `from_pretrained` that was given a `tp_plan`; `begun` as in `_Load`."""
     # 1. Refuse what does not go together, before any group is started.
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
     for other in ("device_map", "distributed_config"):
-        if kwargs.get(other) is not None:
+        if kwargs.pop(other, None) is not None:
             raise PlanError(
                 describe(
                     "from_pretrained",
@@ -129,35 +169,35 @@ def _from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> A
     if not had_group and dist.is_initialized():
         atexit.register(_stop_process_group)
     # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
-    current = _Load(tp_plan, group)
     with group.agree():
-        current.tp_plan = _read_plan(tp_plan)
+        current = _Load(_read_plan(tp_plan), group, begun)
         token = _current.set(current)
         try:
-            result = original(cls, *args, device_map={"": group.device}, **kwargs)
+            result = original(*args, device_map={"": group.device}, **kwargs)
         except SafetensorError as error:  # transformers looks into a file for its dtype before we open it
-            raise CheckpointError(f"checkpoint {_checkpoint_name(args, kwargs)}: {error}") from error
+            name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+            raise CheckpointError(f"checkpoint {name}: {error}") from error
         finally:
             _current.reset(token)
         model = result[0] if isinstance(result, tuple) else result
         if current.resolution is None:
-            raise UnsupportedError(f"{cls.__name__} does not load its weights where tp_plan could split them")
+            raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
     # 4. Cut what transformers has initialised, because the checkpoint lacked it.
     partition_initialized(model, current.resolution, group)
     return result
 
 
 def _load_pretrained_model(
+    original: Callable[..., Any],
     model: PreTrainedModel,
     state_dict: dict[str, Any] | None,
     checkpoint_files: list[str] | None,
     load_config: LoadStateDictConfig,
     *args: Any,
     **kwargs: Any,
-) -> tuple[LoadStateDictInfo, None]:
+) -> Any:
     current = _current.get()
     if current is None:
-        original = _originals["_load_pretrained_model"].__func__
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     if load_config.hf_quantizer is not None:
@@ -210,10 +250,6 @@ def _read_plan(tp_plan: Any) -> Plan | str:
             fix='Most models need tp_plan="auto".',
         )
     )
-
-
-def _checkpoint_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else kwargs.get("pretrained_model_name_or_path")
 
 
 def _auto_plan(model: PreTrainedModel) -> Plan:

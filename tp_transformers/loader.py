@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
 
 from .checkpoint.conversion import Conversion, convert, dtype_policy
@@ -22,7 +21,7 @@ from .errors import CheckpointError
 from .lazy import LazyTensor, Resident, Stored
 from .mesh import TensorParallelGroup
 from .resolve import Resolution
-from .strategies import ParamShard, take
+from .strategies import ParamShard, local_tensor, take
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -176,7 +175,7 @@ def _partition(
         return expression
     param_type = name.rpartition(".")[2]
     shard = slicer.partition_tensor(expression, whole, param_type, None, True, group.rank, group.device_mesh)
-    return shard if isinstance(shard, LazyTensor) else Resident(_local(shard))
+    return shard if isinstance(shard, LazyTensor) else Resident(local_tensor(shard))
 
 
 def _fill(
@@ -237,10 +236,6 @@ def _restore_whole(model: nn.Module, name: str, whole: torch.Tensor) -> None:
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @contextmanager

@@ -17,20 +17,19 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import UnsupportedError
 from ..lazy import byte_view
+from ..strategies import ParamShard, local_tensor
 from .index import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..mesh import TensorParallelGroup
-    from ..strategies import ParamShard
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +174,7 @@ def _meta(tensor: Tensor) -> Tensor:
 
 def _gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
     """The whole tensor on rank 0; None elsewhere."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    local = local_tensor(tensor)
     shard: ParamShard | None = getattr(tensor, "tp_shard", None)
     if shard is not None:
         return shard.gather(local)

@@ -13,7 +13,7 @@ from ..errors import PlanError, describe
 from .base import TensorParallelLayer, attach
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .replicate import ReplicateParallel
-from .shard import ParamShard, full_tensor, take, undo_partition
+from .shard import ParamShard, full_tensor, local_tensor, take, undo_partition
 
 __all__ = [
     "STRATEGIES",
@@ -27,6 +27,7 @@ __all__ = [
     "TensorParallelLayer",
     "attach",
     "full_tensor",
+    "local_tensor",
     "take",
     "undo_partition",
 ]

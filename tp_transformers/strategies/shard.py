@@ -89,15 +89,14 @@ class ParamShard:
         """Gather the whole tensor on every rank (one all-gather) from each rank's `local` values."""
         split = self.layout.split
         if split is None or self.layout.dim is None or self.group.process_group is None:
-            return local.detach().clone()
+            return local.clone()
         dim = self.layout.dim
-        gathered = all_gather_uneven(local.detach(), split.widths, self.group.process_group, dim=dim)
+        gathered = all_gather_uneven(local, split.widths, self.group.process_group, dim=dim)
         return undo_partition(gathered.split(split.widths, dim), self.layout, self.shape)
 
     def gather(self, local: Tensor) -> Tensor | None:
         """Gather the whole tensor on rank 0 alone, shard by shard; None on the others."""
         split, group = self.layout.split, self.group.process_group
-        local = local.detach()
         if split is None or self.layout.dim is None or group is None:
             return local if self.group.rank == 0 else None
         senders = sorted({piece.rank for piece in split.pieces} - {0})
@@ -136,10 +135,14 @@ def full_tensor(param: Tensor, value: Tensor | None = None) -> Tensor:
     """
     shard: ParamShard | None = getattr(param, "tp_shard", None)
     tensor = param if value is None else value
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if shard is not None:
-        return shard.full(local)
+        return shard.full(local_tensor(tensor))
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter, gradient or DTensor: a plain tensor that shares its memory, detached."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def take(param: T, layout: Layout, rank: int) -> T:

@@ -1,0 +1,38 @@
+# `make demo` and `make test` work on a fresh clone; they set up .venv themselves.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+RANKS ?= 2
+VENV := .venv
+PY := $(VENV)/bin/python
+
+.PHONY: demo test lint versions clean
+
+demo: $(VENV)/ready
+	$(PY) -m tp_transformers.demo --ranks $(RANKS)
+
+test: lint
+	$(PY) -m pytest
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+# The fast tests with other releases of transformers: make versions VERSIONS="5.6.2 5.17.0"
+versions: $(VERSIONS:%=$(VENV)/transformers-%)
+	@for version in $(VERSIONS); do \
+	  echo "transformers $$version"; \
+	  PYTHONPATH=$(VENV)/transformers-$$version $(PY) -m pytest -m "not slow" || exit 1; \
+	done
+
+$(VENV)/transformers-%: $(VENV)/ready
+	$(PY) -m pip install --quiet --target $@ transformers==$*
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet "$(TORCH)"
+	$(PY) -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

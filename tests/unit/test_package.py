@@ -1,0 +1,187 @@
+"""The package as a whole: importing it changes nothing, its rooms import one way, its hook comes off clean."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+import tp_transformers
+from tests.models import Case
+from tp_transformers import hook
+
+ROOT = Path(tp_transformers.__file__).parent
+
+ROOMS = [
+    "errors",
+    "layout",
+    "lazy",
+    "checkpoint.source",
+    "checkpoint.index",
+    "checkpoint.reader",
+    "checkpoint.conversion",
+    "mesh",
+    "collectives",
+    "strategies.shard",
+    "strategies.base",
+    "strategies.linear",
+    "strategies.replicate",
+    "strategies",
+    "checkpoint.save",
+    "plan",
+    "resolve",
+    "parallelize",
+    "loader",
+    "hook",
+    "",
+    "demo",
+    "__main__",
+]
+"""Every module of the package, each importing only from those before it."""
+
+
+def test_imports_go_one_way() -> None:
+    modules = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(part for part in parts if part != "__init__")] = path
+    modules = {name: path for name, path in modules.items() if path.name != "__init__.py" or name != "checkpoint"}
+    assert sorted(set(modules) - {"checkpoint"}) == sorted(ROOMS)
+    for room in ROOMS:
+        path = modules[room]
+        package = room.split(".") if path.name == "__init__.py" and room else room.split(".")[:-1]
+        tree = ast.parse(path.read_text())
+        late = {id(node) for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)}
+        typing_only = {
+            id(node)
+            for block in ast.walk(tree)
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+            for node in ast.walk(block)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level and id(node) not in typing_only | late:
+                base = package[: len(package) - node.level + 1]
+                target = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+                assert ROOMS.index(target) < ROOMS.index(room), f"{room} imports {target}"
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    assert tp_transformers.__all__ == sorted(tp_transformers.__all__)
+    assert all(hasattr(tp_transformers, name) for name in tp_transformers.__all__)
+
+
+def test_importing_patches_and_starts_nothing() -> None:
+    program = (
+        "import torch, transformers\n"
+        "before = dict(vars(transformers.PreTrainedModel))\n"
+        "import tp_transformers\n"
+        "assert dict(vars(transformers.PreTrainedModel)) == before\n"
+        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def patched() -> dict[str, Any]:
+    return {
+        "model": vars(PreTrainedModel)["from_pretrained"],
+        "loader": vars(PreTrainedModel)["_load_pretrained_model"],
+        "auto": vars(AutoModelForCausalLM)["from_pretrained"],
+        "base auto": vars(_BaseAutoModelClass)["from_pretrained"],
+    }
+
+
+def test_disable_restores_the_same_objects_and_both_are_idempotent() -> None:
+    before = patched()
+    tp_transformers.enable()
+    during = patched()
+    assert all(during[name] is not before[name] for name in before)
+    tp_transformers.enable()
+    assert patched() == during
+    with tp_transformers.enable():
+        pass
+    assert patched() == during, "an inner context leaves the hook as it found it"
+    tp_transformers.disable()
+    tp_transformers.disable()
+    assert all(patched()[name] is before[name] for name in before)
+    with pytest.raises(KeyError), tp_transformers.enable():
+        raise KeyError
+    assert all(patched()[name] is before[name] for name in before)
+
+
+def test_without_tp_plan_transformers_runs_untouched(cases: Any) -> None:
+    case: Case = cases(8, 4)
+    plain = LlamaForCausalLM.from_pretrained(case.folder)
+    with tp_transformers.enable():
+        hooked, info = LlamaForCausalLM.from_pretrained(case.folder, output_loading_info=True)
+    assert type(hooked) is LlamaForCausalLM
+    assert not tp_transformers.is_tensor_parallel(hooked)
+    assert not info["missing_keys"]
+    assert vars(hooked).keys() == vars(plain).keys()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), hooked.parameters(), strict=True))
+    assert not torch.distributed.is_initialized()
+
+
+def test_one_process_is_size_one_without_a_group(cases: Any) -> None:
+    case: Case = cases(9, 3)
+    with tp_transformers.enable():
+        model = AutoModelForCausalLM.from_pretrained(case.folder, tp_plan="auto")
+    assert not torch.distributed.is_initialized()
+    assert tp_transformers.is_tensor_parallel(model)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert isinstance(model, LlamaForCausalLM)
+    assert model.tp_size == 1
+    plain = LlamaForCausalLM.from_pretrained(case.folder)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert model.tp_plan == model._tp_plan
+    assert model.tp_plan["model.layers.*.self_attn.q_proj"] == "colwise"
+    assert model.tp_plan["lm_head"] == "colwise_rep"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ({"tp_plan": "auto", "device_map": "auto"}, tp_transformers.PlanError, "both tp_plan and device_map"),
+        ({"tp_plan": "auto", "tp_size": 2}, tp_transformers.MeshError, "torchrun --nproc-per-node 2"),
+        ({"tp_plan": 7}, tp_transformers.PlanError, "tp_plan: got 7"),
+        ({"tp_plan": "no/such.yaml"}, tp_transformers.PlanError, "no/such.yaml"),
+        ({"tp_plan": {"model.norm": "colwize"}}, tp_transformers.PlanError, "unknown strategy 'colwize'"),
+        ({"tp_plan": {"model.normal": "replicate"}}, tp_transformers.PlanError, "matches no module"),
+    ],
+)
+def test_bad_arguments(cases: Any, arguments: dict[str, Any], kind: type[Exception], says: str) -> None:
+    with tp_transformers.enable(), pytest.raises(kind) as caught:
+        AutoModelForCausalLM.from_pretrained(cases(8, 4).folder, **arguments)
+    assert says in str(caught.value)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_transformers_whose_seam_changed_is_refused_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(model: Any, weights: Any) -> None: ...
+
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(changed))
+    before = patched()
+    with pytest.raises(tp_transformers.UnsupportedError, match=r"_load_pretrained_model\(model, weights\)"):
+        tp_transformers.enable()
+    assert patched() == before
+    monkeypatch.undo()
+    for version in ("4.57.1", "6.0.0", "6.0.0.dev0"):
+        monkeypatch.setattr(hook.transformers, "__version__", version)
+        with pytest.raises(tp_transformers.UnsupportedError, match=version):
+            tp_transformers.enable()
+
+
+@pytest.mark.parametrize("argument", [[], ["no_such_script.py"], ["-m"]])
+def test_the_runner_explains_itself(argument: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tp_transformers", *argument], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    assert "usage: torchrun" in done.stderr
+    assert "Traceback" not in done.stderr
