@@ -29,12 +29,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
     """Identity; backward sums the gradients of all ranks of `group` (all-reduce)."""
-    return _CopyToRegion.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x
+    return _apply(_CopyToRegion, x, group) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """Sum over the ranks of `group` (all-reduce); backward is the identity."""
-    return _ReduceFromRegion.apply(x, group)
+    return _apply(_ReduceFromRegion, x, group)
 
 
 def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
@@ -42,12 +42,12 @@ def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: i
 
     `widths[rank]` is the length of that rank's slice; `x` has length `widths[own rank]` along `dim`.
     """
-    return _GatherFromRegion.apply(x, tuple(widths), group, dim)
+    return _apply(_GatherFromRegion, x, tuple(widths), group, dim)
 
 
 def scatter_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """This rank's slice of `x` along `dim`; backward joins the gradients of all ranks (all-gather)."""
-    return _ScatterToRegion.apply(x, tuple(widths), group, dim)
+    return _apply(_ScatterToRegion, x, tuple(widths), group, dim)
 
 
 def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
@@ -61,6 +61,11 @@ def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: in
     _all_gather(gathered, x.contiguous(), group=group)
     slices = gathered.view(len(widths), *x.shape)
     return torch.cat([piece.narrow(dim, 0, width) for piece, width in zip(slices, widths, strict=True)], dim)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    output: Tensor = function.apply(*args)
+    return output
 
 
 def _own_slice(x: Tensor, widths: Sequence[int], group: Group, dim: int) -> Tensor:

@@ -24,9 +24,9 @@ import transformers
 from packaging.version import Version
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto import modeling_auto  # noqa: F401 - defines the Auto classes
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from .errors import CheckpointError, PlanError, UnsupportedError, describe
@@ -230,14 +230,18 @@ def _load_pretrained_model(
         "error_msgs": [],
         "conversion_errors": {},
     }
-    others = {info.name: set() for info in dataclasses.fields(LoadStateDictInfo) if info.name not in found}
+    others: dict[str, set[str]] = {
+        info.name: set() for info in dataclasses.fields(LoadStateDictInfo) if info.name not in found
+    }
     return LoadStateDictInfo(**found, **others), None
 
 
 def _read_plan(tp_plan: Any) -> Plan | str:
     """The plan that the caller means; "auto" stays, until the model is known. Raises PlanError on anything else."""
-    if isinstance(tp_plan, Plan) or tp_plan == "auto":
+    if isinstance(tp_plan, Plan):
         return tp_plan
+    if tp_plan == "auto":
+        return "auto"
     if isinstance(tp_plan, Mapping):
         return Plan.from_dict(tp_plan)
     if isinstance(tp_plan, str | os.PathLike):

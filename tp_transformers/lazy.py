@@ -264,7 +264,7 @@ class Shape(LazyTensor):
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor as a writable memoryview of format "B"."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def _lengths(selection: Selection) -> list[int]:

@@ -62,9 +62,9 @@ class TensorParallelGroup:
         dist.all_gather_object(reports, _report(failure), group=self.process_group)
         if not any(reports):
             return
-        error = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure
-        error._agreed_on = True  # type: ignore[attr-defined]
-        raise error from (failure if error is not failure else None)
+        common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure
+        common._agreed_on = True  # type: ignore[attr-defined]
+        raise common from (failure if common is not failure else None)
 
 
 def join(*, tp_size: int | None = None, device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
@@ -76,7 +76,7 @@ def join(*, tp_size: int | None = None, device_mesh: DeviceMesh | None = None) -
     Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D), where `tp_size` is not the length of the
     axis, or where a node has more ranks than GPUs.
     """
-    if device_mesh is None and (dist.is_available() and dist.is_initialized() or "WORLD_SIZE" in os.environ):
+    if device_mesh is None and ((dist.is_available() and dist.is_initialized()) or "WORLD_SIZE" in os.environ):
         device_type = _start_process_group()
         device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
     elif device_mesh is not None:
@@ -94,9 +94,10 @@ def join(*, tp_size: int | None = None, device_mesh: DeviceMesh | None = None) -
         )
     if device_mesh is None:
         return TensorParallelGroup(None, 0, 1, _local_device(_default_device_type()))
-    return TensorParallelGroup(
-        device_mesh, device_mesh.get_local_rank(), size, _local_device(device_mesh.device_type)
-    )
+    device = _local_device(device_mesh.device_type)
+    if device.type != "cpu":
+        torch.get_device_module(device.type).set_device(device)
+    return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), size, device)
 
 
 def world_rank() -> int:
@@ -155,11 +156,12 @@ def _start_process_group() -> str:
 
 
 def _local_device(device_type: str) -> torch.device:
-    """The device of this rank: GPU LOCAL_RANK, or the only one that it can see."""
+    """The device of this rank: GPU LOCAL_RANK, or the only one that it can see; without torchrun, the current one."""
     if device_type == "cpu":
         return torch.device("cpu")
-    count = torch.get_device_module(device_type).device_count()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    module = torch.get_device_module(device_type)
+    count = module.device_count()
+    local_rank = int(os.environ.get("LOCAL_RANK", module.current_device()))
     if local_rank >= count > 1:
         raise MeshError(
             describe(

@@ -54,7 +54,8 @@ def parallelize(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) 
         PlanError: if the plan does not fit; the model is then untouched.
     """
     # 1. Bind the plan to the modules. Nothing is changed before every fault is known.
-    resolution = resolve(plan, model, group.size)
+    with group.agree():
+        resolution = resolve(plan, model, group.size)
     if group.rank == 0:
         for note in resolution.notes:
             warnings.warn(note, stacklevel=2)
@@ -117,8 +118,8 @@ def _owners(resolution: Resolution) -> dict[str, TensorParallelLayer]:
 
 
 def _become_tensor_parallel(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
-    """Make the model an instance of a subclass of its own class, of the same name, with what TensorParallelModel adds."""
-    model.__class__ = _tensor_parallel_class(type(model))
+    """Make the model an instance of a subclass of its class, of the same name, that is a TensorParallelModel too."""
+    model.__class__ = _tensor_parallel_class(type(model))  # type: ignore[arg-type]
     model.tp_group = group  # type: ignore[assignment]
     model.tp_resolution = resolution  # type: ignore[assignment]
 

@@ -18,17 +18,19 @@ The YAML format, by example (`model_plans/llama.yaml` is a real one):
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from torch import nn
 
 from .errors import PlanError, describe, nearest
 from .strategies import STRATEGIES, TensorParallelLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Strategy = str | TensorParallelLayer
 
@@ -103,12 +105,12 @@ class Plan:
         return _parse(data, str(path))
 
     @classmethod
-    def for_model(cls, model: nn.Module) -> Plan | None:
+    def for_model(cls, model: PreTrainedModel) -> Plan | None:
         """The plan for `model.config.model_type`: ours from `model_plans/`, else what its transformers class declares.
 
         None where there is neither.
         """
-        path = available_plans().get(model.config.model_type)  # type: ignore[union-attr]
+        path = available_plans().get(model.config.model_type)
         if path is not None:
             return cls.from_yaml(path)
         declared = getattr(model, "_tp_plan", None)
@@ -121,6 +123,11 @@ class Plan:
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:
         """{name in the full model: strategy name}, in the order of the plan."""
         return {full_pattern(rule, base_model_prefix): rule.strategy_name for rule in self.rules}
+
+
+def strategy_of(rule: Rule) -> TensorParallelLayer:
+    """The strategy that the rule means."""
+    return STRATEGIES[rule.strategy] if isinstance(rule.strategy, str) else rule.strategy
 
 
 def full_pattern(rule: Rule | Attention, base_model_prefix: str) -> str:
@@ -256,6 +263,8 @@ def _parse_attention(pattern: str, children: Any, in_base_model: bool, faults: l
     return Attention(pattern, dict(children), in_base_model)
 
 
-def fault_list(title: str, faults: list[str]) -> str:
-    count = f"{len(faults)} fault" + "s" * (len(faults) > 1)
-    return f"{title}, {count}:" + "".join(f"\n  - {fault}" for fault in sorted(faults))
+def fault_list(title: str, faults: Iterable[str]) -> str:
+    """One message of all `faults`, each told once."""
+    lines = sorted(set(faults))
+    count = f"{len(lines)} fault" + "s" * (len(lines) > 1)
+    return f"{title}, {count}:" + "".join(f"\n  - {line}" for line in lines)

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from .attention import AttentionCut, AttentionHeads, cut_attention
 from .errors import PlanError, nearest
-from .layout import Layout, Split, even, heads, packed
-from .plan import Attention, Plan, Rule, fault_list, fold_layers, full_pattern, match
-from .strategies import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, TensorParallelLayer
+from .layout import Layout, Split, even, packed
+from .plan import Plan, Rule, fault_list, fold_layers, full_pattern, match, strategy_of
+from .strategies import ColwiseParallel, ReplicateParallel, RowwiseParallel, TensorParallelLayer
 
-logger = logging.getLogger(__name__)
-
-PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-"""The children by which attention is recognised where a plan does not say (a dict, a declared plan)."""
-
-
-@dataclass(frozen=True)
-class AttentionHeads:
-    """How the heads of one attention module are cut; None where every rank holds all of them."""
-
-    head_dim: int
-    query: Split
-    kv: Split
-
-    def attributes(self, rank: int) -> dict[str, int]:
-        """What the module's head counts are on `rank`, by the names that transformers uses."""
-        query, kv = self.query.local_length(rank), self.kv.local_length(rank)
-        return {"num_heads": query, "num_key_value_heads": kv, "num_key_value_groups": query // kv}
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -49,7 +34,7 @@ class Resolution:
     """Attention module name -> how its heads are cut."""
     uncovered: tuple[str, ...] = ()
     """Parameters that no rule covers: every rank holds them whole."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     """What the user should know, worth a warning each."""
 
     def layout(self, name: str, shape: torch.Size, size: int) -> Layout:
@@ -58,7 +43,7 @@ class Resolution:
         return slicer.layout(name.rpartition(".")[2], shape, size) if slicer is not None else Layout()
 
 
-def resolve(plan: Plan, model: nn.Module, size: int) -> Resolution:
+def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     """Bind `plan` to the modules of `model` for `size` ranks.
 
     Args:
@@ -75,14 +60,13 @@ def resolve(plan: Plan, model: nn.Module, size: int) -> Resolution:
 class _Resolver:
     """The state of one `resolve`: what was matched, and what is wrong."""
 
-    def __init__(self, plan: Plan, model: nn.Module, size: int) -> None:
+    def __init__(self, plan: Plan, model: PreTrainedModel, size: int) -> None:
         self.plan, self.model, self.size = plan, model, size
         base_model = getattr(model, "base_model", model)
-        self.prefix = "" if base_model is model else str(model.base_model_prefix)
+        self.prefix = "" if base_model is model else model.base_model_prefix
         self.modules = dict(model.named_modules())
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.faults: list[str] = []
-        self.notes: list[str] = []
 
     def resolve(self) -> Resolution:
         """Match, bind, check; see the module's `resolve`."""
@@ -92,15 +76,14 @@ class _Resolver:
         self._report_unmatched(module_rules, param_rules)
         if self.plan.declared:
             self._follow_tied(module_rules)
-        attention = self._cut_attention(module_rules)
-        splits = self._projection_splits(attention, module_rules)
-        layers = {name: self._bind(name, rule, attention, splits) for name, rule in module_rules.items()}
+        cut = cut_attention(self.plan, self.model, module_rules, self.prefix, self.size, self.faults)
+        layers = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
         slicers: dict[str, TensorParallelLayer] = {}
         uncovered = []
         for name in self.parameters:
             owner = name.rpartition(".")[0]
             if name in param_rules:
-                slicers[name] = self._bind(owner, param_rules[name], attention, {})
+                slicers[name] = self._bind(owner, param_rules[name], AttentionCut())
             elif owner in layers:
                 slicers[name] = layers[owner]
             else:
@@ -116,11 +99,10 @@ class _Resolver:
             owner, _, param_type = name.rpartition(".")
             rule = param_rules.get(name) or module_rules[owner]
             strategies.setdefault(owner, {})[param_type] = rule.strategy_name
-        cut = {name: group for name, group in attention.items() if group is not None}
-        return Resolution(self.plan, strategies, layers, slicers, cut, tuple(uncovered), tuple(self.notes))
+        return Resolution(self.plan, strategies, layers, slicers, cut.heads, tuple(uncovered), self._notes(cut))
 
     def _check_architecture(self) -> None:
-        model_type = self.model.config.model_type  # type: ignore[union-attr]
+        model_type = self.model.config.model_type
         if self.plan.model_types and model_type not in self.plan.model_types:
             raise PlanError(
                 f"plan {self.plan.source} is for {', '.join(self.plan.model_types)}, the model is a {model_type} "
@@ -148,107 +130,27 @@ class _Resolver:
         """A declared plan may cut the head but not the embedding that is tied to it: cut both."""
         for target, source in _tied(self.model).items():
             owner, partner = source.rpartition(".")[0], target.rpartition(".")[0]
-            if partner in module_rules and owner not in module_rules:
-                if isinstance(self.modules[owner], nn.Embedding):
-                    module_rules[owner] = Rule(owner, "embedding_rowwise")
+            if partner in module_rules and owner not in module_rules and isinstance(self.modules[owner], nn.Embedding):
+                module_rules[owner] = Rule(owner, "embedding_rowwise")
 
-    def _cut_attention(self, module_rules: Mapping[str, Rule]) -> dict[str, AttentionHeads | None]:
-        groups = {
-            name: group.children
-            for group in self.plan.attention
-            for name in self._attention_modules(group)
-        }
-        if not self.plan.attention:
-            groups = {
-                name: PROJECTIONS
-                for name, module in self.modules.items()
-                if all(f"{name}.{child}" in module_rules for child in PROJECTIONS.values())
-                and _head_dim(module, self.model) is not None
-            }
-        cut = {name: self._cut_heads(name, children) for name, children in groups.items()}
-        self.children = groups
-        whole = sorted({fold_layers(name) for name, group in cut.items() if group is None})
-        if whole and not self.faults:
-            self.notes.append(
-                f"{', '.join(whole)}: {self.size} ranks are more than the query heads, so every rank holds and computes "
-                "all of them; the rest is still split"
-            )
-        return cut
+    def _notes(self, cut: AttentionCut) -> tuple[str, ...]:
+        if not cut.whole:
+            return ()
+        names = ", ".join(sorted(set(map(fold_layers, cut.whole.values()))))
+        return (
+            f"{names}: {self.size} ranks are more than the query heads, so every rank holds and computes all of them; "
+            "the rest is still split",
+        )
 
-    def _attention_modules(self, group: Attention) -> list[str]:
-        names = list(match(group, self.modules, self.prefix))
-        if not names:
-            pattern = full_pattern(group, self.prefix)
-            self.faults.append(f"attention {pattern}: matches no module{nearest(pattern, map(fold_layers, self.modules))}")
-        for child in group.children.values() if names else ():
-            if f"{names[0]}.{child}" not in self.modules:
-                self.faults.append(f"attention {names[0]}: it has no child {child!r}")
-                return []
-        return names
-
-    def _cut_heads(self, name: str, children: Mapping[str, str]) -> AttentionHeads | None:
-        """The head splits of one attention module; None where its heads are too few for the ranks."""
-        module = self.modules[name]
-        head_dim = _head_dim(module, self.model)
-        config = getattr(module, "config", None) or self.model.config.get_text_config()  # type: ignore[union-attr]
-        if head_dim is None:
-            self.faults.append(f"attention {name}: it has no head_dim, and its config has none")
-            return None
-
-        def count(role: str, attribute: str) -> int | None:
-            if role not in children:
-                return getattr(config, attribute, None)
-            width = self.modules[f"{name}.{children[role]}"].weight.shape[0]  # type: ignore[union-attr,index]
-            if width % head_dim:
-                self.faults.append(f"{name}.{children[role]}: {width} features are not whole heads of {head_dim}")
-            return int(width) // head_dim
-
-        query = count("query", "num_attention_heads")
-        kv = count("key", "num_key_value_heads") or query
-        if self.faults or query is None or kv is None:
-            return None
-        if query % kv:
-            self.faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
-            return None
-        if self.size > query:
-            return None
-        return AttentionHeads(head_dim, *heads(query, kv, self.size))
-
-    def _projection_splits(
-        self, attention: Mapping[str, AttentionHeads | None], module_rules: Mapping[str, Rule]
-    ) -> dict[str, Split | None]:
-        """How each projection of each attention module is cut, in features; None where it stays whole."""
-        splits: dict[str, Split | None] = {}
-        for name, group in attention.items():
-            for role, child in self.children[name].items():
-                if role == "fused" and group is not None:
-                    rule = module_rules.get(f"{name}.{child}")
-                    parts = rule.parts if rule is not None and isinstance(rule.parts, tuple) else ("query", "key", "value")
-                    splits[f"{name}.{child}"] = packed(
-                        [(group.query if part == "query" else group.kv).scaled(group.head_dim) for part in parts]
-                    )
-                elif group is not None:
-                    cut = group.kv if role in ("key", "value") else group.query
-                    splits[f"{name}.{child}"] = cut.scaled(group.head_dim)
-                else:
-                    splits[f"{name}.{child}"] = None
-        return splits
-
-    def _bind(
-        self,
-        name: str,
-        rule: Rule,
-        attention: Mapping[str, AttentionHeads | None],
-        splits: Mapping[str, Split | None],
-    ) -> TensorParallelLayer:
+    def _bind(self, name: str, rule: Rule, cut: AttentionCut) -> TensorParallelLayer:
         """A copy of the rule's strategy for the module `name`."""
-        layer = STRATEGIES[rule.strategy] if isinstance(rule.strategy, str) else rule.strategy
-        module = self.modules[name]
-        if name in splits and splits[name] is None:
-            layer = ReplicateParallel()
-        elif name not in splits and rule.parts is not None:
-            return layer.bind(module, self.size, split=self._parts_split(name, rule, module, layer))
-        return layer.bind(module, self.size, split=splits.get(name))
+        layer, module = strategy_of(rule), self.modules[name]
+        if name in cut.whole:
+            return ReplicateParallel().bind(module, self.size)
+        split = cut.splits.get(name)
+        if split is None and rule.parts is not None:
+            split = self._parts_split(name, rule, module, layer)
+        return layer.bind(module, self.size, split=split)
 
     def _parts_split(self, name: str, rule: Rule, module: nn.Module, layer: TensorParallelLayer) -> Split | None:
         """The split of a fused projection whose parts are numbers."""
@@ -295,17 +197,17 @@ class _Resolver:
                 )
 
 
-def _tied(model: nn.Module) -> Mapping[str, str]:
+def _tied(model: PreTrainedModel) -> Mapping[str, str]:
     """{tied parameter: the parameter that it is tied to}."""
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 
-def _head_dim(module: nn.Module, model: nn.Module) -> int | None:
+def _head_dim(module: nn.Module, model: PreTrainedModel) -> int | None:
     for attribute in ("head_dim", "head_size", "attention_head_size"):
         value = getattr(module, attribute, None)
         if isinstance(value, int):
             return value
-    config = getattr(module, "config", None) or model.config.get_text_config()  # type: ignore[union-attr]
+    config = getattr(module, "config", None) or model.config.get_text_config()
     return getattr(config, "head_dim", None)
 
 

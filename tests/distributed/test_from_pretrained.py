@@ -156,7 +156,11 @@ def ways_in(folder: str, reference: str, plan_file: str) -> dict[str, float]:
         ("yaml", AutoModelForCausalLM, {"tp_plan": plan_file}),
         ("path", AutoModelForCausalLM, {"tp_plan": Path(plan_file)}),
         ("Plan", AutoModelForCausalLM, {"tp_plan": Plan.from_yaml(available_plans()["llama"])}),
-        ("dict", AutoModelForCausalLM, {"tp_plan": {"model.layers.*.mlp.up_proj": "colwise_rep", "lm_head": "colwise_rep"}}),
+        (
+            "dict",
+            AutoModelForCausalLM,
+            {"tp_plan": {"model.layers.*.mlp.up_proj": "colwise_rep", "lm_head": "colwise_rep"}},
+        ),
     ):
         errors[name] = logits_error(load(folder, auto, **arguments), reference)
     base = load(folder, AutoModel)
@@ -532,6 +536,18 @@ def test_a_fault_on_one_rank_stops_all_with_its_error(pool: Any, cases: Any, tmp
     assert len(set(errors.values())) == 1
     assert errors[0].startswith("CheckpointError: rank 1: ")
     assert "truncated" in errors[0]
+
+
+def load_with_own_plan(folder: str) -> None:
+    load(folder, tp_plan={"model.nope": "colwise"} if os.environ["RANK"] == "1" else "auto")
+
+
+def test_a_plan_that_does_not_fit_on_one_rank_stops_all(pool: Any, cases: Any) -> None:
+    # Replicated KV heads need process groups of their own, which must not be waited for.
+    with pytest.raises(WorkerError) as caught:
+        pool.run(4, load_with_own_plan, cases(8, 1).folder, timeout=60)
+    assert len(caught.value.errors) == 4
+    assert all(error.startswith("PlanError: rank 1: plan tp_plan") for error in caught.value.errors.values())
 
 
 def test_a_fault_in_transformers_on_one_rank_stops_all(pool: Any, cases: Any, tmp_path: Path) -> None:

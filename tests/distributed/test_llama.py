@@ -43,7 +43,9 @@ def compare(folder: str, reference_file: str, saved: str, plan: Any = "auto") ->
         "tokens": torch.equal(seen["tokens"], reference["tokens"]),
         "loss": relative(seen["loss"], reference["loss"]),
         "grads": max(grads.items(), key=lambda item: item[1]),
-        "agree": all(torch.equal(logits, seen["logits"]) and torch.equal(tokens, seen["tokens"]) for logits, tokens in everyone),
+        "agree": all(
+            torch.equal(logits, seen["logits"]) and torch.equal(tokens, seen["tokens"]) for logits, tokens in everyone
+        ),
         "full": all(
             torch.equal(tp_transformers.full_tensor(param), value)
             for (_, param), value in zip(model.named_parameters(), whole_values(folder, model), strict=True)
@@ -58,7 +60,9 @@ def whole_values(folder: str, model: Any) -> list[torch.Tensor]:
 
 
 def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
 
 
 def check(pool: Any, case: Any, size: int, plan: Any = "auto") -> None:

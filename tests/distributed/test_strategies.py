@@ -57,7 +57,9 @@ def run_strategy(name: str, kind: str, by_keyword: bool) -> dict[str, float]:
     given = own_x
     process_group = group.process_group
     if name == "rowwise" and kind != "embedding":
-        given = scatter_to_region(own_x, layer.layout("weight", module.weight.shape, group.size).split.widths, process_group)
+        given = scatter_to_region(
+            own_x, layer.layout("weight", module.weight.shape, group.size).split.widths, process_group
+        )
     output = local(input=given) if by_keyword else local(given)
     if name == "colwise":
         output = gather_from_region(output, layer.output_widths(local), process_group)

@@ -140,7 +140,9 @@ def test_neighbours_are_read_by_one_call(stored) -> None:
     checkpoint, _ = stored
     (source,) = checkpoint.sources
     before = source.reads, source.bytes_read
-    requests = [Request(tensor, torch.empty(tensor.shape, dtype=tensor.dtype)) for tensor in checkpoint.tensors.values()]
+    requests = [
+        Request(tensor, torch.empty(tensor.shape, dtype=tensor.dtype)) for tensor in checkpoint.tensors.values()
+    ]
     read(requests)
     assert source.reads - before[0] == 1
     assert source.bytes_read - before[1] == sum(request.tensor.nbytes for request in requests)

@@ -34,7 +34,9 @@ def splits(draw: st.DrawFn) -> Split:
     query, kv, size = draw(attention())
     width = draw(st.integers(1, 8))
     query_split, kv_split = (split.scaled(width) for split in heads(query, kv, size))
-    return packed([query_split, kv_split, kv_split]) if kind == "qkv" else draw(st.sampled_from([query_split, kv_split]))
+    return (
+        packed([query_split, kv_split, kv_split]) if kind == "qkv" else draw(st.sampled_from([query_split, kv_split]))
+    )
 
 
 def indices(split: Split, rank: int) -> list[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -69,7 +67,8 @@ def test_a_leading_slice_is_one_run_and_a_trailing_one_a_run_a_row(checkpoint) -
 
 
 @pytest.mark.parametrize(
-    "index", [..., 1, -1, slice(1, 3), (slice(None), 2), (..., slice(0, 2)), (1, ..., 0), (slice(2, 1),), ([0, 2],), (None, 1)]
+    "index",
+    [..., 1, -1, slice(1, 3), (slice(None), 2), (..., slice(0, 2)), (1, ..., 0), (slice(2, 1),), ([0, 2],), (None, 1)],
 )
 def test_indexing_is_torchs(checkpoint, index) -> None:
     opened, tensors = checkpoint

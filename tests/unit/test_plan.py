@@ -77,7 +77,12 @@ def test_a_manual_dict_cuts_whole_heads_and_leaves_the_rest() -> None:
 
 def test_every_fault_is_told_at_once_with_the_nearest_names() -> None:
     plan = Plan.from_dict(
-        {**MEGATRON, LAYER + "mlp.gate_prj": "colwise", "model.layers.0.mlp.up_proj": "rowwise", "model.norm": "colwise"}
+        {
+            **MEGATRON,
+            LAYER + "mlp.gate_prj": "colwise",
+            "model.layers.0.mlp.up_proj": "rowwise",
+            "model.norm": "colwise",
+        }
     )
     text = faults(plan)
     assert "3 faults" in text
@@ -142,7 +147,9 @@ def test_extends_replaces_removes_and_adds_rules(tmp_path: Path) -> None:
 
 def test_a_plan_for_another_architecture() -> None:
     plan = Plan.from_yaml(available_plans()["llama"])
-    mistral = MistralConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    mistral = MistralConfig(
+        vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
     text = faults(plan, meta_model(config=mistral))
     assert "is for llama, the model is a mistral" in text
 
@@ -189,6 +196,24 @@ def test_more_ranks_than_heads_replicates_attention_with_one_note() -> None:
     assert resolution.layout("model.layers.0.mlp.up_proj.weight", torch.Size((100, 64)), 4).dim == 0
 
 
+GATHERED = {"q_proj": "colwise_rep", "k_proj": "colwise_rep", "v_proj": "colwise_rep", "o_proj": "rowwise_rep"}
+
+
+def test_projections_that_are_gathered_are_not_cut_by_heads() -> None:
+    rules = {LAYER + "self_attn." + name: strategy for name, strategy in GATHERED.items()}
+    resolution = resolve(Plan.from_dict(rules), meta_model(num_key_value_heads=2), 4)
+    assert not resolution.attention
+    assert resolution.layout("model.layers.0.self_attn.k_proj.weight", torch.Size((16, 64)), 4).split.widths == (4,) * 4
+
+
+def test_projections_that_do_not_fit_together() -> None:
+    rules = {LAYER + "self_attn.q_proj": "colwise", LAYER + "self_attn.k_proj": "colwise_rep"}
+    text = faults(Plan.from_dict(rules))
+    assert (
+        "attention model.layers.*.self_attn: q_proj leave their features sharded, k_proj, o_proj, v_proj do not" in text
+    )
+
+
 def fused(parts: Any) -> Resolution:
     """A Llama whose query, key and value (or gate and up) projections are one."""
     model = meta_model()
@@ -198,7 +223,10 @@ def fused(parts: Any) -> Resolution:
     from tp_transformers.plan import _parse
 
     data = {
-        "rules": {LAYER + "self_attn.qkv_proj": {"strategy": "packed_colwise", "parts": parts}},
+        "rules": {
+            LAYER + "self_attn.qkv_proj": {"strategy": "packed_colwise", "parts": parts},
+            LAYER + "self_attn.o_proj": "rowwise",
+        },
         "attention": {LAYER + "self_attn": {"fused": "qkv_proj", "output": "o_proj"}} if parts[0] == "query" else {},
     }
     return resolve(_parse(data, "fused"), model, 3)

@@ -40,7 +40,9 @@ def test_undo_of_all_partitions_is_the_original(name: str, kind: str, size: int)
         for rank in range(size):
             lazy = layer.partition_tensor(Resident(whole), whole, param_type, None, True, rank, FakeMesh(size))
             real = layer.partition_tensor(whole, whole, param_type, torch.float64, True, rank, FakeMesh(size))
-            shape = layer.partition_tensor(Shape(whole.shape, whole.dtype), whole, param_type, None, True, rank, FakeMesh(size))
+            shape = layer.partition_tensor(
+                Shape(whole.shape, whole.dtype), whole, param_type, None, True, rank, FakeMesh(size)
+            )
             assert isinstance(lazy, LazyTensor)
             assert real.dtype == torch.float64
             assert real.is_contiguous()

@@ -82,7 +82,9 @@ class TensorParallelLayer:
         dim %= len(shape)
         split = self.split or even(shape[dim], size)
         if split.length != shape[dim]:
-            raise ValueError(f"{param_type} has length {shape[dim]} along dim {dim}, its parts add up to {split.length}")
+            raise ValueError(
+                f"{param_type} has length {shape[dim]} along dim {dim}, its parts add up to {split.length}"
+            )
         return Layout(dim, split)
 
     def partition_tensor(
@@ -191,7 +193,9 @@ def _enter_local_view(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Let the module see local tensors in place of its parameters; returns what was there."""
     parameters = module._parameters
-    saved = {name: parameters[name] for name in (*views, *layer.hidden) if parameters.get(name) is not None}
+    saved: dict[str, Any] = {
+        name: parameters[name] for name in (*views, *layer.hidden) if parameters.get(name) is not None
+    }
     for name, param in saved.items():
         parameters[name] = None if name in layer.hidden else views[name].view(param)  # type: ignore[assignment]
     attributes = layer.local_attributes(module, rank)

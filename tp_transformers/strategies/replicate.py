@@ -8,5 +8,5 @@ from .base import TensorParallelLayer
 class ReplicateParallel(TensorParallelLayer):
     """Every rank holds the whole parameter and computes the whole output from the whole input; no communication.
 
-        x ── A ── xA
+    x ── A ── xA
     """

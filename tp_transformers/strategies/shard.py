@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,6 @@ from ..collectives import all_gather_uneven, copy_to_region
 from ..layout import Layout
 from ..lazy import LazyTensor
 from ..mesh import TensorParallelGroup
-
-T = TypeVar("T", Tensor, LazyTensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +143,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def take(param: T, layout: Layout, rank: int) -> T:
+@overload
+def take(param: LazyTensor, layout: Layout, rank: int) -> LazyTensor: ...
+@overload
+def take(param: Tensor, layout: Layout, rank: int) -> Tensor: ...
+@overload
+def take(param: Tensor | LazyTensor, layout: Layout, rank: int) -> Tensor | LazyTensor: ...
+def take(param: Tensor | LazyTensor, layout: Layout, rank: int) -> Tensor | LazyTensor:
     """The shard of `rank`: a lazy slice of a lazy tensor, a view (one range) or a copy of a tensor."""
     if layout.dim is None or layout.split is None:
         return param
@@ -168,7 +172,8 @@ def undo_partition(shards: Sequence[Tensor], layout: Layout, shape: Sequence[int
 
 def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
     """Copy what the whole takes from the shard of `rank`."""
-    assert layout.dim is not None and layout.split is not None
+    assert layout.dim is not None
+    assert layout.split is not None
     for piece in layout.split.pieces:
         if piece.rank == rank:
             target = whole.narrow(layout.dim, piece.start, piece.length)
@@ -178,4 +183,5 @@ def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
 @cache
 def _subgroup(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The process group of `ranks` (world ranks), made once for each default group; only they take part."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group
