@@ -8,7 +8,6 @@ around it (tying, initialising what is missing, the report, the generation confi
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import inspect
 import logging
@@ -19,7 +18,6 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from safetensors import SafetensorError
@@ -164,10 +162,7 @@ def _load_tensor_parallel(
                 )
             )
     # 2. Find the ranks.
-    had_group = dist.is_initialized()
     group = join(tp_size=tp_size, device_mesh=device_mesh)
-    if not had_group and dist.is_initialized():
-        atexit.register(_stop_process_group)
     # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
     with group.agree():
         current = _Load(_read_plan(tp_plan), group, begun)
@@ -296,8 +291,3 @@ def _check_transformers() -> None:
                 fix="Nothing was patched. Install a supported transformers, or a newer tp_transformers.",
             )
         )
-
-
-def _stop_process_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -114,9 +114,6 @@ class Layout:
         return tuple(local)
 
 
-REPLICATED = Layout()
-
-
 def even(length: int, size: int, *, unit: int = 1) -> Split:
     """Cut `length` in blocks of `unit` that stay whole; the first ranks hold one block more.
 
@@ -173,11 +170,6 @@ def packed(parts: Sequence[Split]) -> Split:
             held[rank].extend((offset + start, offset + stop) for start, stop in ranges)
         offset += part.length
     return Split(offset, tuple(map(tuple, held)))
-
-
-def replicated(length: int, size: int) -> Split:
-    """Every rank holds all of `length`."""
-    return Split(length, (((0, length),),) * size)
 
 
 def _joined(ranges: Sequence[Range]) -> list[Range]:

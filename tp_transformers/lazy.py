@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -240,26 +240,6 @@ class Deferred(LazyTensor):
         for dim, ranges in self.selections:
             value = value.select(dim, ranges)
         return value.materialize()
-
-
-class Shape(LazyTensor):
-    """A shape alone: what a strategy is given to learn the local shape before any file is opened."""
-
-    device: ClassVar[torch.device] = torch.device("meta")
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
-
-    def select(self, dim: int, ranges: Sequence[Range]) -> Shape:
-        """The shape of the selection."""
-        shape = list(self.shape)
-        shape[dim] = sum(stop - start for start, stop in ranges)
-        return Shape(shape, self.dtype)
-
-    def materialize(self) -> torch.Tensor:
-        """A meta tensor."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

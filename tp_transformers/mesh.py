@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -152,7 +153,14 @@ def _start_process_group() -> str:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
+    atexit.register(_stop_process_group)
     return device_type
+
+
+def _stop_process_group() -> None:
+    """At exit, end the group that we started: torch warns of one that is left, and NCCL may hang on it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _local_device(device_type: str) -> torch.device:

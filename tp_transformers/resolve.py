@@ -11,7 +11,7 @@ from torch import nn
 
 from .attention import AttentionCut, AttentionHeads, cut_attention
 from .errors import PlanError, nearest
-from .layout import Layout, Split, even, packed
+from .layout import Layout
 from .plan import Plan, Rule, fault_list, fold_layers, full_pattern, match, strategy_of
 from .strategies import ColwiseParallel, ReplicateParallel, RowwiseParallel, TensorParallelLayer
 
@@ -24,8 +24,6 @@ class Resolution:
     """A plan that fits a model: what happens to every module and parameter."""
 
     plan: Plan
-    strategies: Mapping[str, dict[str, str]]
-    """Module name -> {parameter name within the module: strategy name}, for the report."""
     layers: Mapping[str, TensorParallelLayer]
     """Module name -> the strategy that communicates around its forward."""
     slicers: Mapping[str, TensorParallelLayer]
@@ -94,12 +92,7 @@ class _Resolver:
             raise PlanError(
                 fault_list(f"plan {self.plan.source} does not fit {type(self.model).__name__}", self.faults)
             )
-        strategies: dict[str, dict[str, str]] = {}
-        for name in slicers:
-            owner, _, param_type = name.rpartition(".")
-            rule = param_rules.get(name) or module_rules[owner]
-            strategies.setdefault(owner, {})[param_type] = rule.strategy_name
-        return Resolution(self.plan, strategies, layers, slicers, cut.heads, tuple(uncovered), self._notes(cut))
+        return Resolution(self.plan, layers, slicers, cut.heads, tuple(uncovered), self._notes(cut))
 
     def _check_architecture(self) -> None:
         model_type = self.model.config.model_type
@@ -147,25 +140,9 @@ class _Resolver:
         layer, module = strategy_of(rule), self.modules[name]
         if name in cut.whole:
             return ReplicateParallel().bind(module, self.size)
-        split = cut.splits.get(name)
-        if split is None and rule.parts is not None:
-            split = self._parts_split(name, rule, module, layer)
-        return layer.bind(module, self.size, split=split)
-
-    def _parts_split(self, name: str, rule: Rule, module: nn.Module, layer: TensorParallelLayer) -> Split | None:
-        """The split of a fused projection whose parts are numbers."""
-        weight = next((param for param in module.parameters(recurse=False)), None)
-        dim = layer.split_dim("weight", weight.ndim) if weight is not None else None
-        if weight is None or dim is None:
-            return None
-        length = weight.shape[dim]
-        parts = rule.parts
-        if isinstance(parts, int) and parts > 0 and length % parts == 0:
-            return packed([even(length // parts, self.size)] * parts)
-        if isinstance(parts, tuple) and all(isinstance(part, int) for part in parts) and sum(parts) == length:  # type: ignore[arg-type]
-            return packed([even(int(part), self.size) for part in parts])
-        self.faults.append(f"{name}: parts {rule.parts!r} do not make up its {length} features")
-        return None
+        if rule.parts is not None and layer.parts is None:
+            self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
+        return layer.bind(module, self.size, split=cut.splits.get(name), parts=rule.parts)
 
     def _check_param_rules(self, param_rules: Mapping[str, Rule], module_rules: Mapping[str, Rule]) -> None:
         """A linear or embedding that is cut has to communicate, so the rule has to name the module."""
@@ -200,15 +177,6 @@ class _Resolver:
 def _tied(model: PreTrainedModel) -> Mapping[str, str]:
     """{tied parameter: the parameter that it is tied to}."""
     return getattr(model, "all_tied_weights_keys", None) or {}
-
-
-def _head_dim(module: nn.Module, model: PreTrainedModel) -> int | None:
-    for attribute in ("head_dim", "head_size", "attention_head_size"):
-        value = getattr(module, attribute, None)
-        if isinstance(value, int):
-            return value
-    config = getattr(module, "config", None) or model.config.get_text_config()
-    return getattr(config, "head_dim", None)
 
 
 def _draw(layout: Layout) -> str:

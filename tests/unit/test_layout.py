@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_transformers.layout import Layout, Split, even, heads, packed, replicated
+from tp_transformers.layout import Layout, Split, even, heads, packed
 
 sizes = st.integers(1, 16)
 
@@ -24,11 +24,9 @@ def attention(draw: st.DrawFn) -> tuple[int, int, int]:
 def splits(draw: st.DrawFn) -> Split:
     """Any split that a plan can ask for."""
     size = draw(sizes)
-    kind = draw(st.sampled_from(["even", "heads", "packed", "qkv", "replicated"]))
+    kind = draw(st.sampled_from(["even", "heads", "packed", "qkv"]))
     if kind == "even":
         return even(draw(st.integers(0, 200)), size, unit=draw(st.integers(1, 9)))
-    if kind == "replicated":
-        return replicated(draw(st.integers(1, 50)), size)
     if kind == "packed":
         return packed([even(length, size) for length in draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))])
     query, kv, size = draw(attention())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tp_transformers.checkpoint.index import Checkpoint
-from tp_transformers.lazy import Deferred, LazyTensor, Resident, Shape
+from tp_transformers.lazy import Deferred, LazyTensor, Resident
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64]
 
@@ -107,9 +107,3 @@ def test_scalars_and_empty_tensors(checkpoint) -> None:
     opened, tensors = checkpoint
     for name in ("scalar", "empty"):
         assert torch.equal(opened.tensors[name].materialize(), tensors[name])
-
-
-def test_a_shape_slices_like_a_tensor() -> None:
-    shape = Shape((6, 4), torch.float32)
-    assert shape[1:3].shape == (2, 4)
-    assert shape.select(1, [(0, 1), (3, 4)]).materialize().shape == (6, 2)

@@ -240,13 +240,13 @@ def test_fused_attention_parts_are_cut_by_their_heads() -> None:
 
 
 def test_fused_parts_by_length() -> None:
-    split = fused([64, 32, 32]).layers["model.layers.0.self_attn.qkv_proj"].split
+    split = fused([64, 32, 32]).layout("model.layers.0.self_attn.qkv_proj.weight", torch.Size((128, 64)), 3).split
     assert split is not None
     assert split.ranges[0] == ((0, 22), (64, 75), (96, 107))
 
 
 def test_fused_parts_that_do_not_add_up() -> None:
-    with pytest.raises(PlanError, match="do not make up its 128 features"):
+    with pytest.raises(PlanError, match="length 128 along dim 0, its parts add up to 96"):
         fused([64, 32])
 
 

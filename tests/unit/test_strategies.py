@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from tp_transformers.lazy import LazyTensor, Resident, Shape
+from tp_transformers.lazy import LazyTensor, Resident
 from tp_transformers.strategies import STRATEGIES
 
 
@@ -31,33 +33,29 @@ MODULES = {
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 def test_undo_of_all_partitions_is_the_original(name: str, kind: str, size: int) -> None:
     module = MODULES[kind]()
-    layer = STRATEGIES[name].bind(module, size)
-    if name.startswith("packed") and kind == "embedding":
-        layer.parts = (12, 11) if name == "packed_rowwise" else 2
+    parts = (12, 11) if name == "packed_rowwise" and kind == "embedding" else None
+    layer = STRATEGIES[name].bind(module, size, parts=parts)
     for param_type, param in module.named_parameters():
         whole = param.detach()
         shards = []
         for rank in range(size):
             lazy = layer.partition_tensor(Resident(whole), whole, param_type, None, True, rank, FakeMesh(size))
             real = layer.partition_tensor(whole, whole, param_type, torch.float64, True, rank, FakeMesh(size))
-            shape = layer.partition_tensor(
-                Shape(whole.shape, whole.dtype), whole, param_type, None, True, rank, FakeMesh(size)
-            )
             assert isinstance(lazy, LazyTensor)
             assert real.dtype == torch.float64
             assert real.is_contiguous()
             assert torch.equal(lazy.materialize().double(), real)
-            assert lazy.shape == shape.shape
             shards.append(lazy.materialize())
         assert torch.equal(layer.undo_partition(shards, param_type, whole.shape), whole)
         if name != "replicate" and whole.ndim > 1:
             assert sum(shard.numel() for shard in shards) == whole.numel()
 
 
-def test_packed_parts_that_do_not_fit() -> None:
-    layer = STRATEGIES["packed_colwise"].bind(nn.Linear(4, 7), 2)
-    with pytest.raises(ValueError, match="not 2 equal parts"):
-        layer.layout("weight", (7, 4), 2)
-    layer.parts = (4, 4)
-    with pytest.raises(ValueError, match="add up to 8"):
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [(None, "not 2 equal parts"), (3, "not 3 equal parts"), ((4, 4), "add up to 8"), (("query", "key"), "not lengths")],
+)
+def test_packed_parts_that_do_not_fit(parts: Any, says: str) -> None:
+    layer = STRATEGIES["packed_colwise"].bind(nn.Linear(4, 7), 2, parts=parts)
+    with pytest.raises(ValueError, match=says):
         layer.layout("weight", (7, 4), 2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from ..layout import Layout, Split, even
+from ..layout import Layout, Split, even, packed
 from ..lazy import LazyTensor
 from .shard import ParamShard, take, undo_partition
 
@@ -21,16 +21,18 @@ Placements = Sequence[Placement] | Placement | None
 class TensorParallelLayer:
     """How one module (or parameter) is split, and what its forward has to communicate.
 
-    A strategy of your own is a subclass. To cut parameters along a dim, implement `split_dim`; for any other slicing,
-    override `partition_tensor`. To communicate, implement `_prepare_input_fn` and `_prepare_output_fn`, which run
-    before and after the module's forward; in between, the module computes with this rank's local tensors (or with
-    DTensor parameters, if `_prepare_input_fn` returned a DTensor).
+    A strategy of your own is a subclass. To cut parameters along a dim, implement `split_dim`. To communicate,
+    implement `_prepare_input_fn` and `_prepare_output_fn`, which run before and after the module's forward; in between,
+    the module computes with this rank's local tensors (or with DTensor parameters, if `_prepare_input_fn` returned a
+    DTensor).
 
     One instance serves as a template; every module that a rule matches gets its own copy, bound to it.
     """
 
     hidden: tuple[str, ...] = ()
     """Parameters that the local forward must not see (a bias that may be added only once)."""
+    parts: int | Sequence[int | str] | None = None
+    """Of a fused projection: how many equal parts, or their lengths; each is cut by itself."""
 
     def __init__(
         self,
@@ -59,11 +61,20 @@ class TensorParallelLayer:
         self.size = 1
         self.is_embedding = False
 
-    def bind(self, module: nn.Module, size: int, *, split: Split | None = None) -> TensorParallelLayer:
-        """A copy for `module` on `size` ranks, which cuts by `split` (heads, packed parts) rather than evenly."""
+    def bind(
+        self,
+        module: nn.Module,
+        size: int,
+        *,
+        split: Split | None = None,
+        parts: int | Sequence[int | str] | None = None,
+    ) -> TensorParallelLayer:
+        """A copy for `module` on `size` ranks, which cuts by `split` (attention heads), or each of `parts` evenly."""
         bound = copy.copy(self)
         bound.split = split
         bound.size = size
+        if parts is not None:
+            bound.parts = parts
         bound.is_embedding = isinstance(module, nn.Embedding)
         return bound
 
@@ -74,18 +85,31 @@ class TensorParallelLayer:
     def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout:
         """Who holds what of the parameter `param_type` of `shape` over `size` ranks.
 
-        Raises ValueError where the bound split does not fit the shape.
+        Raises ValueError where the bound split or parts do not fit the shape.
         """
         dim = self.split_dim(param_type, len(shape))
         if dim is None:
             return Layout()
         dim %= len(shape)
-        split = self.split or even(shape[dim], size)
+        split = self.split or packed([even(length, size) for length in self._part_lengths(shape[dim])])
         if split.length != shape[dim]:
             raise ValueError(
                 f"{param_type} has length {shape[dim]} along dim {dim}, its parts add up to {split.length}"
             )
         return Layout(dim, split)
+
+    def _part_lengths(self, length: int) -> Sequence[int]:
+        """The lengths of the parts that make up `length`. Raises ValueError where they do not."""
+        if self.parts is None:
+            return [length]
+        if isinstance(self.parts, int):
+            if self.parts < 1 or length % self.parts:
+                raise ValueError(f"{length} features are not {self.parts} equal parts")
+            return [length // self.parts] * self.parts
+        lengths = [part for part in self.parts if isinstance(part, int)]
+        if len(lengths) < len(self.parts):
+            raise ValueError(f"parts {list(self.parts)} are not lengths, and no attention gives their heads")
+        return lengths
 
     def partition_tensor(
         self,

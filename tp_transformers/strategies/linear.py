@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
-from ..layout import Layout, even, packed
+from ..layout import even
 from .base import Placements, TensorParallelLayer
 
 LAST = -1
@@ -167,48 +167,21 @@ class RowwiseParallel(TensorParallelLayer):
 
 
 class PackedColwiseParallel(ColwiseParallel):
-    """Cut each part of a fused projection's output features: `AABB -> [AB, AB]`, so that nothing is gathered.
-
-    `parts`: the number of equal parts, or their lengths; a plan's `parts: [query, key, value]` binds head splits.
-    """
+    """Cut each part of a fused projection's output features: `AABB -> [AB, AB]`, so that nothing is gathered."""
 
     def __init__(self, *, parts: int | Sequence[int] = 2, use_dtensor: bool = True) -> None:
+        """`parts`: the number of equal parts, or their lengths; a plan's `parts` replaces it."""
         super().__init__(use_dtensor=use_dtensor)
         self.parts = parts
-
-    def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout:
-        """See `TensorParallelLayer.layout`; each part is cut by itself."""
-        return _packed_layout(self, self.parts, param_type, shape, size)
 
 
 class PackedRowwiseParallel(RowwiseParallel):
-    """Cut each part of a fused projection's input features; see `PackedColwiseParallel`."""
+    """Cut each part of a fused projection's input features: `AABB -> [AB, AB]`; sum the outputs."""
 
     def __init__(self, *, parts: int | Sequence[int] = 2, use_dtensor: bool = True) -> None:
+        """`parts`: the number of equal parts, or their lengths; a plan's `parts` replaces it."""
         super().__init__(use_dtensor=use_dtensor)
         self.parts = parts
-
-    def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout:
-        """See `TensorParallelLayer.layout`; each part is cut by itself."""
-        return _packed_layout(self, self.parts, param_type, shape, size)
-
-
-def _packed_layout(
-    layer: TensorParallelLayer, parts: int | Sequence[int], param_type: str, shape: Sequence[int], size: int
-) -> Layout:
-    dim = layer.split_dim(param_type, len(shape))
-    if dim is None:
-        return Layout()
-    dim %= len(shape)
-    if layer.split is not None:
-        return TensorParallelLayer.layout(layer, param_type, shape, size)
-    if isinstance(parts, int):
-        if shape[dim] % parts:
-            raise ValueError(f"{param_type} has length {shape[dim]} along dim {dim}, which is not {parts} equal parts")
-        parts = [shape[dim] // parts] * parts
-    if sum(parts) != shape[dim]:
-        raise ValueError(f"{param_type} has length {shape[dim]} along dim {dim}, its parts add up to {sum(parts)}")
-    return Layout(dim, packed([even(part, size) for part in parts]))
 
 
 def _only(layouts: Placements) -> Placement | None:
