@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 HEAD_DIM = 8
@@ -85,3 +86,10 @@ def observe(model: Any) -> dict[str, Any]:
 def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Largest difference, relative to the largest magnitude of the reference."""
     return ((value - reference).abs().max() / reference.abs().max().clamp_min(1e-12)).item()
+
+
+def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, by safetensors' own reader."""
+    return {
+        name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from .errors import nearest
 from .layout import Split, heads, packed
-from .plan import Plan, Rule, fold_layers, full_pattern, match, strategy_of
-from .strategies import ColwiseParallel, RowwiseParallel
+from .plan import Plan, Rule, fold_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +67,7 @@ def cut_attention(
     cut = AttentionCut()
     for name, children in _groups(plan, modules, prefix, faults).items():
         roles = {role: f"{name}.{child}" for role, child in children.items()}
-        sharded = {role for role, child in roles.items() if _stays_sharded(role, module_rules.get(child))}
+        sharded = {role for role, child in roles.items() if _is_sharded(role, module_rules.get(child))}
         if sharded != set(roles):
             if sharded:
                 faults.append(
@@ -92,7 +91,34 @@ def cut_attention(
                 cut.splits[child] = packed([group.features(str(part)) for part in names])
             else:
                 cut.splits[child] = group.features(role)
+    _refuse_unrecognised(modules, model, module_rules, cut, size, faults)
     return cut
+
+
+def _refuse_unrecognised(
+    modules: Mapping[str, nn.Module],
+    model: PreTrainedModel,
+    module_rules: Mapping[str, Rule],
+    cut: AttentionCut,
+    size: int,
+    faults: list[str],
+) -> None:
+    """Attention whose projections are cut, though nothing says where its heads are: right only if all counts divide."""
+    known = cut.splits.keys() | cut.whole.keys()
+    for child, rule in module_rules.items():
+        name = child.rpartition(".")[0]
+        if "Attention" not in type(modules[name]).__name__ or child in known or not _is_sharded("query", rule):
+            continue
+        config = getattr(modules[name], "config", None) or model.config.get_text_config()
+        query = int(getattr(config, "num_attention_heads", 0) or 0)
+        common = math.gcd(query, int(getattr(config, "num_key_value_heads", 0) or query))
+        if common % size:
+            valid = [str(count) for count in range(1, common + 1) if common % count == 0]
+            faults.append(
+                f"attention {fold_layers(name)}: the plan does not say where the heads of {child.rpartition('.')[2]} "
+                f"are, so they can be cut for {' or '.join(valid)} ranks, not for {size}; name its projections in a "
+                "YAML plan's attention section"
+            )
 
 
 def _groups(
@@ -104,9 +130,9 @@ def _groups(
         return {name: PROJECTIONS for name in modules if all(f"{name}.{child}" in modules for child in children)}
     groups: dict[str, Mapping[str, str]] = {}
     for group in plan.attention:
-        names = list(match(group, modules, prefix))
+        names = list(group.match(modules, prefix))
         if not names:
-            pattern = full_pattern(group, prefix)
+            pattern = group.full(prefix)
             faults.append(f"attention {pattern}: matches no module{nearest(pattern, map(fold_layers, modules))}")
         for name in names:
             absent = [child for child in group.children.values() if f"{name}.{child}" not in modules]
@@ -116,13 +142,12 @@ def _groups(
     return groups
 
 
-def _stays_sharded(role: str, rule: Rule | None) -> bool:
-    """Whether the rule of a projection leaves its features where the neighbouring projections need them."""
-    layer = strategy_of(rule) if rule is not None else None
-    if role == "output":
-        layouts = layer.input_layouts if isinstance(layer, RowwiseParallel) else None
-        return isinstance(layouts, tuple) and isinstance(layouts[0], Shard)
-    return isinstance(layer, ColwiseParallel) and isinstance(layer.output_layouts, Shard)
+def _is_sharded(role: str, rule: Rule | None) -> bool:
+    """Whether the features of a projection stay, or arrive, sharded over the ranks."""
+    strategy = rule.instance if rule is not None else None
+    if strategy is None:
+        return False
+    return strategy.takes_sharded_input if role == "output" else strategy.leaves_sharded_output
 
 
 def _count_heads(

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose.
+"""The errors that this package raises for what a user can mend.
 
     TensorParallelError
     ├── PlanError           a plan that does not fit the model (also a ValueError)
@@ -41,11 +41,18 @@ class RemoteRankError(TensorParallelError, RuntimeError):
 
 
 def describe(subject: str, *, got: str, expected: str, fix: str) -> str:
-    """Return the one form of message used throughout: subject, got, expected, what to do."""
+    """Return a message in its usual form: subject, got, expected, what to do."""
     return f"{subject}: got {got}, expected {expected}. {fix}"
 
 
-def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
+def nearest(name: str, valid: Iterable[str]) -> str:
     """Return " (nearest: a, b, c)" for the valid names closest to `name`, or ""."""
-    matches = difflib.get_close_matches(name, sorted(set(valid)), n=count, cutoff=0.5)
+    matches = difflib.get_close_matches(name, sorted(set(valid)), n=3, cutoff=0.5)
     return f" (nearest: {', '.join(matches)})" if matches else ""
+
+
+def list_faults(title: str, faults: Iterable[str]) -> str:
+    """Return one message of all `faults`, each told once."""
+    lines = sorted(set(faults))
+    count = f"{len(lines)} fault" + "s" * (len(lines) > 1)
+    return f"{title}, {count}:" + "".join(f"\n  - {line}" for line in lines)

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any
 
 import transformers
-from packaging.version import Version
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.modeling_utils import LoadStateDictConfig
@@ -36,7 +35,7 @@ from .resolve import Resolution
 
 logger = logging.getLogger(__name__)
 
-OLDEST, FIRST_UNSUPPORTED = "5.6", "6"
+OLDEST, FIRST_UNSUPPORTED = (5, 6), (6, 0)
 """The versions of transformers that the hook is made for: OLDEST <= version < FIRST_UNSUPPORTED."""
 
 _SEAM_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
@@ -271,9 +270,9 @@ def _auto_plan(model: PreTrainedModel) -> Plan:
 
 def _check_transformers() -> None:
     """Raise UnsupportedError unless the installed transformers has the seam that the hook is made for."""
-    version = Version(transformers.__version__)
+    version = transformers.__version__
     problems = []
-    if not Version(OLDEST) <= Version(version.base_version) < Version(FIRST_UNSUPPORTED):
+    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < FIRST_UNSUPPORTED:
         problems.append("another version")
     found = list(inspect.signature(PreTrainedModel._load_pretrained_model).parameters)
     if found[: len(_SEAM_ARGUMENTS)] != _SEAM_ARGUMENTS:
@@ -287,7 +286,11 @@ def _check_transformers() -> None:
             describe(
                 "tp_transformers.enable()",
                 got=f"transformers {version} with {'; '.join(problems)}",
-                expected=f"transformers >= {OLDEST}, < {FIRST_UNSUPPORTED}",
+                expected=f"transformers >= {_dotted(OLDEST)}, < {_dotted(FIRST_UNSUPPORTED)}",
                 fix="Nothing was patched. Install a supported transformers, or a newer tp_transformers.",
             )
         )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -11,7 +11,7 @@ ranks, a `Layout` says which dim of a tensor is cut by which split.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +27,15 @@ class Piece:
     local: int
     start: int
     length: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """`length` indices, from `local` on in what this rank holds, that all of `ranks` hold."""
+
+    local: int
+    length: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,15 +62,15 @@ class Split:
         """Local length of every rank."""
         return tuple(self.local_length(rank) for rank in range(self.size))
 
-    def shared(self, rank: int) -> tuple[tuple[Range, tuple[int, ...]], ...]:
-        """What `rank` holds together with others: ((local start, local stop), all ranks that hold it), ..."""
+    def shared(self, rank: int) -> tuple[Shared, ...]:
+        """What `rank` holds together with others."""
         shared = []
         local = 0
         for held in self.ranges[rank]:
             length = held[1] - held[0]
             ranks = tuple(other for other in range(self.size) if length and held in self.ranges[other])
             if len(ranks) > 1:
-                shared.append(((local, local + length), ranks))
+                shared.append(Shared(local, length, ranks))
             local += length
         return tuple(shared)
 
@@ -70,7 +79,7 @@ class Split:
         """Whether the cut is the one of `torch.chunk`, which is what DTensor's `Shard` placement means."""
         chunk = -(-self.length // self.size)
         return all(
-            _joined(held) == _joined([(rank * chunk, min((rank + 1) * chunk, self.length))])
+            joined(held) == joined([(rank * chunk, min((rank + 1) * chunk, self.length))])
             for rank, held in enumerate(self.ranges)
         )
 
@@ -100,18 +109,30 @@ class Split:
 class Layout:
     """Which indices of a tensor every rank holds: `dim` is cut by `split`, all other dims are whole.
 
-    `dim=None` means that every rank holds the whole tensor.
+    Where a function takes or returns `Layout | None`, None means that every rank holds the whole tensor.
     """
 
-    dim: int | None = None
-    split: Split | None = None
+    dim: int
+    split: Split
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Shape of the shard of `rank` of a tensor of `shape`."""
         local = list(shape)
-        if self.dim is not None and self.split is not None:
-            local[self.dim] = self.split.local_length(rank)
+        local[self.dim] = self.split.local_length(rank)
         return tuple(local)
+
+
+def joined(ranges: Iterable[Range]) -> list[Range]:
+    """The same indices in the same order, with neighbouring ranges joined and empty ones left out."""
+    result: list[Range] = []
+    for start, stop in ranges:
+        if start >= stop:
+            continue
+        if result and result[-1][1] == start:
+            result[-1] = (result[-1][0], stop)
+        else:
+            result.append((start, stop))
+    return result
 
 
 def even(length: int, size: int, *, unit: int = 1) -> Split:
@@ -170,17 +191,6 @@ def packed(parts: Sequence[Split]) -> Split:
             held[rank].extend((offset + start, offset + stop) for start, stop in ranges)
         offset += part.length
     return Split(offset, tuple(map(tuple, held)))
-
-
-def _joined(ranges: Sequence[Range]) -> list[Range]:
-    """The same indices with neighbouring ranges joined and empty ones left out."""
-    joined: list[Range] = []
-    for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        elif start < stop:
-            joined.append((start, stop))
-    return joined
 
 
 def _shares(count: int, size: int) -> Iterator[Range]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .layout import Range
+from .layout import Range, joined
 
 if TYPE_CHECKING:
     from .checkpoint.source import Source
@@ -25,10 +25,10 @@ Selection = tuple[tuple[Range, ...], ...]
 
 
 class LazyTensor(ABC):
-    """A tensor without data. `tensor[...]` takes slices and integers, and reads nothing.
+    """A tensor without data. Slices (`tensor[2:4, ..., 1:]`) are lazy tensors again, and read nothing.
 
-    Anything else that a tensor can do (methods, operators, torch functions) first reads the values: correct
-    everywhere, lazy where it matters.
+    Anything else that a tensor can do (other indices, methods, arithmetic, torch functions) first reads the values:
+    correct everywhere, lazy where it matters. `==` compares identities.
     """
 
     shape: torch.Size
@@ -41,6 +41,11 @@ class LazyTensor(ABC):
     @abstractmethod
     def materialize(self) -> torch.Tensor:
         """Read the values: a contiguous CPU tensor of `shape` and `dtype`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values are read to."""
+        return torch.device("cpu")
 
     @property
     def ndim(self) -> int:
@@ -64,10 +69,6 @@ class LazyTensor(ABC):
         """Shape, or the length of one dim."""
         return self.shape if dim is None else self.shape[dim]
 
-    def get_shape(self) -> list[int]:
-        """Shape as a list (the name that safetensors' slices use)."""
-        return list(self.shape)
-
     def contiguous(self) -> LazyTensor:
         """Itself: what is read is always contiguous."""
         return self
@@ -76,7 +77,7 @@ class LazyTensor(ABC):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        """Slice with step 1, `...` and integers, lazily; any other index reads the values first."""
+        """Slices of step 1 and `...` give a lazy tensor; an integer reads its slice, any other index everything."""
         items = index if isinstance(index, tuple) else (index,)
         if not all(
             item is Ellipsis or isinstance(item, int) or (isinstance(item, slice) and item.step in (None, 1))
@@ -122,6 +123,21 @@ class LazyTensor(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    def operator(self: LazyTensor, *args: Any) -> Any:
+        args = tuple(arg.materialize() if isinstance(arg, LazyTensor) else arg for arg in args)
+        return getattr(self.materialize(), name)(*args)
+
+    return operator
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"):
+    setattr(LazyTensor, f"__{_name}__", _reading(f"__{_name}__"))
+    setattr(LazyTensor, f"__r{_name}__", _reading(f"__r{_name}__"))
+for _name in ("neg", "abs", "invert", "lt", "le", "gt", "ge", "bool", "float", "int"):
+    setattr(LazyTensor, f"__{_name}__", _reading(f"__{_name}__"))
 
 
 class Stored(LazyTensor):
@@ -252,16 +268,12 @@ def _lengths(selection: Selection) -> list[int]:
 
 
 def _compose(current: Sequence[Range], ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Select `ranges`, counted within the concatenation of `current`; neighbours are joined."""
+    """Select `ranges`, counted within the concatenation of `current`."""
     result: list[Range] = []
     for start, stop in ranges:
         position = 0
         for first, last in current:
             low, high = max(start - position, 0), min(stop - position, last - first)
-            if low < high:
-                if result and result[-1][1] == first + low:
-                    result[-1] = (result[-1][0], first + high)
-                else:
-                    result.append((first + low, first + high))
+            result.append((first + low, first + high))
             position += last - first
-    return tuple(result) or ((0, 0),)
+    return tuple(joined(result)) or ((0, 0),)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from .errors import CheckpointError
 from .lazy import LazyTensor, Resident, Stored
 from .mesh import TensorParallelGroup
 from .resolve import Resolution
-from .strategies import ParamShard, local_tensor, take
+from .strategies import local_tensor, whole_like
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +57,6 @@ class LoadResult:
     """(name, shape in the checkpoint, shape in the model)."""
     bytes_read: int
     """Bytes that this rank read from files, headers included."""
-    seconds: float
 
 
 def load(
@@ -71,8 +69,7 @@ def load(
     Raises:
         CheckpointError: on files that are missing, malformed, truncated or of the wrong shape.
     """
-    started = time.perf_counter()
-    whole = {name: _whole(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     # 1. Open the files and read their headers.
     with group.agree():
         checkpoint = _open(request)
@@ -105,13 +102,8 @@ def load(
     missing = set(whole) - set(values)
     for name in missing:
         _restore_whole(model, name, whole[name])
-    return LoadResult(
-        missing - {name for name, _, _ in mismatched},
-        conversion.unexpected,
-        mismatched,
-        bytes_read,
-        time.perf_counter() - started,
-    )
+    missing -= {name for name, _, _ in mismatched}
+    return LoadResult(missing, conversion.unexpected, mismatched, bytes_read)
 
 
 def partition_initialized(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
@@ -125,11 +117,9 @@ def partition_initialized(model: nn.Module, resolution: Resolution, group: Tenso
         if group.process_group is not None:
             dist.broadcast(param.data, group=group.process_group, group_src=0)
         owner, param_type = _owner(model, name)
-        slicer = resolution.slicers.get(name)
-        layout = resolution.layout(name, param.shape, group.size)
-        shard = ParamShard(name, param.shape, layout, group, slicer is not None and slicer.use_dtensor)
-        local = take(param.data, layout, group.rank).clone()
-        owner._parameters[param_type] = shard.wrap(local, requires_grad=param.requires_grad)
+        shard = resolution.shard(name, param.shape, group)
+        local = _partition(name, Resident(param.data), resolution, group, whole_like(param)).materialize()
+        owner._parameters[param_type] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
 
 
 def _open(request: LoadRequest) -> Checkpoint:
@@ -137,13 +127,6 @@ def _open(request: LoadRequest) -> Checkpoint:
         return Checkpoint(())
     files = check_files(request.files, folder=request.name)
     return Checkpoint(files, weight_map=request.weight_map)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The meta tensor of unsharded shape that a parameter or buffer stands for."""
-    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
-    shape = shard.shape if shard is not None else tensor.shape
-    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
 def _take_mismatched(
@@ -170,11 +153,11 @@ def _partition(
     name: str, expression: LazyTensor, resolution: Resolution, group: TensorParallelGroup, whole: torch.Tensor
 ) -> LazyTensor:
     """This rank's slice of one parameter, by its strategy."""
-    slicer = resolution.slicers.get(name)
-    if slicer is None:
+    strategy = resolution.param_strategies.get(name)
+    if strategy is None:
         return expression
     param_type = name.rpartition(".")[2]
-    shard = slicer.partition_tensor(expression, whole, param_type, None, True, group.rank, group.device_mesh)
+    shard = strategy.partition_tensor(expression, whole, param_type, None, True, group.rank, group.device_mesh)
     return shard if isinstance(shard, LazyTensor) else Resident(local_tensor(shard))
 
 

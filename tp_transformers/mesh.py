@@ -77,7 +77,7 @@ def join(*, tp_size: int | None = None, device_mesh: DeviceMesh | None = None) -
     Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D), where `tp_size` is not the length of the
     axis, or where a node has more ranks than GPUs.
     """
-    if device_mesh is None and ((dist.is_available() and dist.is_initialized()) or "WORLD_SIZE" in os.environ):
+    if device_mesh is None and (dist.is_initialized() or "WORLD_SIZE" in os.environ):
         device_type = _start_process_group()
         device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
     elif device_mesh is not None:
@@ -99,13 +99,6 @@ def join(*, tp_size: int | None = None, device_mesh: DeviceMesh | None = None) -
     if device.type != "cpu":
         torch.get_device_module(device.type).set_device(device)
     return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), size, device)
-
-
-def world_rank() -> int:
-    """This process among all processes; 0 without torchrun. For log records and progress bars."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
 
 
 def _report(failure: Exception | None) -> tuple[type[TensorParallelError], str] | None:
@@ -145,7 +138,7 @@ def _default_device_type() -> str:
 def _start_process_group() -> str:
     """Start the default process group unless it runs; returns the device type of its meshes."""
     if dist.is_initialized():
-        return "cuda" if "nccl" in dist.get_backend() else "cpu"
+        return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
     device_type = _default_device_type()
     if device_type == "cuda":
         device = _local_device(device_type)
@@ -173,7 +166,7 @@ def _local_device(device_type: str) -> torch.device:
     if local_rank >= count > 1:
         raise MeshError(
             describe(
-                f"rank {world_rank()}",
+                "tensor-parallel ranks",
                 got=f"local rank {local_rank} on a node with {count} {device_type} devices",
                 expected="at most one rank a device",
                 fix=f"Launch with torchrun --nproc-per-node {count}.",

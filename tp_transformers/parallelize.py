@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .layout import Layout
+from .checkpoint.save import save_pretrained
+from .errors import UnsupportedError
 from .mesh import TensorParallelGroup
-from .plan import Plan, fold_layers
+from .plan import Plan, base_prefix, fold_layers
 from .resolve import Resolution, resolve
 from .strategies import ParamShard, TensorParallelLayer, attach
 
@@ -29,12 +31,19 @@ class TensorParallelModel:
     """The ranks that share the model."""
     tp_resolution: Resolution
     """The plan in force, module by module."""
+    tp_bytes_read: int
+    """Bytes that this rank read from checkpoint files."""
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Write a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.save.save_pretrained`."""
-        from .checkpoint.save import save_pretrained
+        save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore[arg-type]
 
-        save_pretrained(self, save_directory, **kwargs)  # type: ignore[arg-type]
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: it would upload from every rank."""
+        raise UnsupportedError(
+            "push_to_hub of a tensor-parallel model is not supported. Call model.save_pretrained(folder) on all ranks, "
+            "then upload the folder from one of them: huggingface_hub.upload_folder(repo_id=..., folder_path=folder)."
+        )
 
 
 def is_tensor_parallel(model: object) -> bool:
@@ -65,7 +74,7 @@ def parallelize(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) 
 
     # 2. Local shapes.
     shards = {
-        name: _local_parameter(model, name, resolution.slicers.get(name), group)
+        name: _local_parameter(model, name, resolution, group)
         for name, _ in list(model.named_parameters(remove_duplicate=False))
     }
 
@@ -78,32 +87,29 @@ def parallelize(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) 
 
     # 4. Communication.
     if group.device_mesh is not None:
-        for name, layer in _owners(resolution).items():
+        for name, strategy in _owners(resolution).items():
             module = model.get_submodule(name)
             own = {param: shards[f"{name}.{param}"] for param, _ in module.named_parameters(recurse=False)}
             for shard in own.values():
                 shard.connect()
-            attach(module, layer, own, group.device_mesh)
+            attach(module, strategy, own, group.device_mesh)
 
     # 5. The model knows what it is.
     for module in list(model.modules()):
         if hasattr(module, "save_pretrained"):
             _become_tensor_parallel(module, resolution, group)
-    model._tp_plan = plan.as_dict("" if model.base_model is model else model.base_model_prefix)
+    model._tp_plan = plan.as_dict(base_prefix(model))
     model._tp_size = group.size
     model._device_mesh = group.device_mesh
     return resolution
 
 
-def _local_parameter(
-    model: nn.Module, name: str, slicer: TensorParallelLayer | None, group: TensorParallelGroup
-) -> ParamShard:
+def _local_parameter(model: nn.Module, name: str, resolution: Resolution, group: TensorParallelGroup) -> ParamShard:
     """Swap one meta parameter for a meta parameter of this rank's shape; returns what the rank holds."""
     owner_name, _, param_type = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     whole: nn.Parameter = getattr(owner, param_type)
-    layout = slicer.layout(param_type, whole.shape, group.size) if slicer is not None else Layout()
-    shard = ParamShard(name, whole.shape, layout, group, slicer is not None and slicer.use_dtensor)
+    shard = resolution.shard(name, whole.shape, group)
     local = torch.empty(shard.local_shape, dtype=whole.dtype, device="meta")
     owner._parameters[param_type] = shard.wrap(local, requires_grad=whole.requires_grad)
     return shard
@@ -111,8 +117,8 @@ def _local_parameter(
 
 def _owners(resolution: Resolution) -> dict[str, TensorParallelLayer]:
     """Every module that needs attaching: those with a strategy, and those of which a rule cuts a parameter."""
-    owners = dict(resolution.layers)
-    for name in resolution.slicers:
+    owners = dict(resolution.module_strategies)
+    for name in resolution.param_strategies:
         owners.setdefault(name.rpartition(".")[0], TensorParallelLayer())
     return owners
 

@@ -1,53 +1,69 @@
-"""Plans: YAML or dict -> frozen rules -> one strategy for every parameter of a model, or every fault at once.
+"""Plans: YAML or dict -> frozen rules, and which names of a model they match.
 
 The YAML format, by example (`model_plans/llama.yaml` is a real one):
 
-    model_type: llama                  # config.model_type, or a list of them
-    extends: other                     # start from another plan; rules of the same name replace its own
-    base_model:                        # names inside the base model, so that every head class matches
-      layers.*.mlp.gate_proj: colwise  # `*` stands for a layer number; names match as a whole
+    model_type: phi3                    # config.model_type, or a list of them
+    extends: llama                      # start from another plan; rules of the same name replace its own, null removes
+    base_model:                         # names inside the base model, so that every head class matches
+      layers.*.mlp.down_proj: rowwise   # `*` stands for a layer number; names match as a whole
       layers.*.mlp.gate_up_proj: {strategy: packed_colwise, parts: 2}
       layers.*.self_attn.qkv_proj: {strategy: packed_colwise, parts: [query, key, value]}
-    heads:                             # names in the full model; skipped by classes that lack them
+    heads:                              # names in the full model; skipped by classes that lack them
       lm_head: colwise_rep
-    rules: {...}                       # names in the full model, all of which must match
-    attention:                         # modules whose projections are cut by whole heads
-      layers.*.self_attn: {query: q_proj, key: k_proj, value: v_proj, output: o_proj}
+    rules: {...}                        # names in the full model, all of which must match
+    attention:                          # modules, named as in base_model, whose projections are cut by whole heads
+      layers.*.self_attn: {fused: qkv_proj, output: o_proj}   # or query, key, value and output
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from .errors import PlanError, describe, nearest
+from .errors import PlanError, describe, list_faults, nearest
 from .strategies import STRATEGIES, TensorParallelLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Strategy = str | TensorParallelLayer
 
 ATTENTION_ROLES = ("query", "key", "value", "output", "fused")
 """What the children of an attention module can be; `fused` is a query-key-value projection in one."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One line of a plan: the modules or parameters that match `pattern` are split by `strategy`."""
+class Pattern:
+    """A name in a model, in which `*` stands for a layer number."""
 
     pattern: str
-    strategy: Strategy
+    in_base_model: bool = field(default=False, kw_only=True)
+    """Whether the name counts from the base model rather than from the full one."""
+
+    def full(self, base_model_prefix: str) -> str:
+        """The pattern, counted from the full model."""
+        return f"{base_model_prefix}.{self.pattern}" if self.in_base_model and base_model_prefix else self.pattern
+
+    def match(self, names: Iterable[str], base_model_prefix: str) -> Iterator[str]:
+        """The names that match as a whole."""
+        expression = r"\d+".join(map(re.escape, self.full(base_model_prefix).split("*")))
+        matches = re.compile(expression).fullmatch
+        return (name for name in names if matches(name))
+
+
+@dataclass(frozen=True)
+class Rule(Pattern):
+    """One line of a plan: the modules or parameters that match `pattern` are split by `strategy`."""
+
+    strategy: str | TensorParallelLayer
     parts: int | tuple[int | str, ...] | None = None
     """Of a fused projection: how many equal parts, their lengths, or the heads that they hold."""
-    in_base_model: bool = False
-    """Whether the pattern counts from the base model rather than from the full one."""
     optional: bool = False
     """Whether it may match nothing."""
 
@@ -56,15 +72,18 @@ class Rule:
         """What the plan calls the strategy."""
         return self.strategy if isinstance(self.strategy, str) else repr(self.strategy)
 
+    @property
+    def instance(self) -> TensorParallelLayer | None:
+        """The strategy itself; None where there is none of that name."""
+        return STRATEGIES.get(self.strategy) if isinstance(self.strategy, str) else self.strategy
+
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Pattern):
     """The modules that match `pattern` attend with heads: their projections are cut by whole heads."""
 
-    pattern: str
     children: Mapping[str, str]
     """Role (one of ATTENTION_ROLES) -> name of the child module."""
-    in_base_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +94,7 @@ class Plan:
     """What error messages call it: a file, "tp_plan", ..."""
     rules: tuple[Rule, ...]
     attention: tuple[Attention, ...] = ()
+    """Empty: attention is recognised by the names of its projections."""
     model_types: tuple[str, ...] = ()
     """The values of `config.model_type` that it is for; empty for any."""
     declared: bool = field(default=False, compare=False)
@@ -83,26 +103,63 @@ class Plan:
     @classmethod
     def from_dict(cls, rules: Mapping[str, Any], *, source: str = "tp_plan") -> Plan:
         """A plan from {name in the full model: strategy}. Raises PlanError on malformed rules."""
-        return _parse({"rules": dict(rules)}, source)
+        return cls.parse({"rules": dict(rules)}, source=source)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Plan:
-        """A plan from a YAML file. Raises PlanError where it is missing, not YAML, or malformed."""
+        """A plan from a YAML file. Raises PlanError where it cannot be read, is not YAML, or is malformed."""
         path = Path(path)
         try:
             data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-        except FileNotFoundError:
+        except OSError as error:
             raise PlanError(
                 describe(
                     f"plan {path}",
-                    got="no such file",
+                    got=(error.strerror or str(error)).lower(),
                     expected="a YAML file",
                     fix='Correct the path, or pass tp_plan="auto".',
                 )
             ) from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise PlanError(f"plan {path} is not YAML: {error}") from error
-        return _parse(data, str(path))
+        return cls.parse(data, source=str(path))
+
+    @classmethod
+    def parse(cls, data: Any, *, source: str) -> Plan:
+        """A plan from data in the form of the YAML files. Raises PlanError with every fault of the form."""
+        if not isinstance(data, Mapping):
+            raise PlanError(
+                describe(
+                    f"plan {source}",
+                    got=f"a {type(data).__name__}",
+                    expected=f"a mapping of {', '.join(_SECTIONS)}",
+                    fix="See model_plans/llama.yaml for one.",
+                )
+            )
+        faults = [
+            f"unknown section {key!r}{nearest(str(key), _SECTIONS)}; sections are {', '.join(_SECTIONS)}"
+            for key in data
+            if key not in _SECTIONS
+        ]
+        base = _extended(str(data["extends"]), source) if data.get("extends") else cls(source, ())
+        rules: dict[tuple[bool, str], Rule | None] = {(rule.in_base_model, rule.pattern): rule for rule in base.rules}
+        for section in ("base_model", "heads", "rules"):
+            for pattern, value in _mapping(data, section, faults).items():
+                # A rule of null takes the extended plan's rule away.
+                rule = None if value is None else _parse_rule(str(pattern), value, section, faults)
+                rules[section == "base_model", str(pattern)] = rule
+        attention = {entry.pattern: entry for entry in base.attention}
+        for pattern, children in _mapping(data, "attention", faults).items():
+            attention[str(pattern)] = _parse_attention(str(pattern), children, faults)
+        model_types = data.get("model_type") or ()
+        if faults:
+            raise PlanError(list_faults(f"plan {source} is malformed", faults))
+        return cls(
+            source,
+            tuple(rule for rule in rules.values() if rule is not None),
+            tuple(attention.values()),
+            (model_types,) if isinstance(model_types, str) else tuple(map(str, model_types)),
+        )
 
     @classmethod
     def for_model(cls, model: PreTrainedModel) -> Plan | None:
@@ -117,27 +174,12 @@ class Plan:
         if not declared:
             return None
         source = f"the plan that {type(model).__name__} declares"
-        rules = tuple(Rule(pattern, strategy, optional=True) for pattern, strategy in declared.items())
+        rules = tuple(Rule(pattern, strategy=strategy, optional=True) for pattern, strategy in declared.items())
         return cls(source, rules, declared=True)
 
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:
         """{name in the full model: strategy name}, in the order of the plan."""
-        return {full_pattern(rule, base_model_prefix): rule.strategy_name for rule in self.rules}
-
-
-def strategy_of(rule: Rule) -> TensorParallelLayer:
-    """The strategy that the rule means."""
-    return STRATEGIES[rule.strategy] if isinstance(rule.strategy, str) else rule.strategy
-
-
-def full_pattern(rule: Rule | Attention, base_model_prefix: str) -> str:
-    """The rule's pattern, counted from the full model."""
-    return f"{base_model_prefix}.{rule.pattern}" if rule.in_base_model and base_model_prefix else rule.pattern
-
-
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """A regular expression that matches whole names; `*` stands for one layer number."""
-    return re.compile(r"\d+".join(map(re.escape, pattern.split("*"))))
+        return {rule.full(base_model_prefix): rule.strategy_name for rule in self.rules}
 
 
 def fold_layers(name: str) -> str:
@@ -145,24 +187,22 @@ def fold_layers(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def match(rule: Rule | Attention, names: Mapping[str, Any], base_model_prefix: str) -> Iterator[str]:
-    """The names that the rule's pattern matches as a whole."""
-    matches = compile_pattern(full_pattern(rule, base_model_prefix)).fullmatch
-    return (name for name in names if matches(name))
+def base_prefix(model: PreTrainedModel) -> str:
+    """The base model's name in the full model; "" where they are one."""
+    return "" if model.base_model is model else str(model.base_model_prefix)
+
+
+def available_plans() -> Mapping[str, Path]:
+    """The plans that ship with the package: {model_type: YAML file}."""
+    package = Path(__file__).parent
+    wheel, checkout = package / "model_plans", package.parent / "model_plans"
+    return _plans_in(wheel if wheel.is_dir() else checkout)
 
 
 @cache
-def available_plans() -> dict[str, Path]:
-    """The plans that ship with the package: {model_type: YAML file}."""
-    package = Path(__file__).parent
-    for folder in (package / "model_plans", package.parent / "model_plans"):  # wheel, editable checkout
-        if folder.is_dir():
-            return {
-                model_type: path
-                for path in sorted(folder.glob("*.yaml"))
-                for model_type in Plan.from_yaml(path).model_types
-            }
-    return {}
+def _plans_in(folder: Path) -> Mapping[str, Path]:
+    plans = {path: Plan.from_yaml(path) for path in sorted(folder.glob("*.yaml"))}
+    return MappingProxyType({model_type: path for path, plan in plans.items() for model_type in plan.model_types})
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -178,54 +218,26 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 _SECTIONS = ("model_type", "extends", "base_model", "heads", "rules", "attention")
 
-
-def _parse(data: Any, source: str) -> Plan:
-    """Turn YAML or dict data into a Plan. Raises PlanError with every fault in it."""
-    if not isinstance(data, Mapping):
-        raise PlanError(
-            describe(f"plan {source}", got=f"a {type(data).__name__}", expected="a mapping", fix=f"See {__name__}.")
-        )
-    faults = [
-        f"unknown section {key!r}{nearest(str(key), _SECTIONS)}; sections are {', '.join(_SECTIONS)}"
-        for key in data
-        if key not in _SECTIONS
-    ]
-    base = Plan(source, ())
-    if data.get("extends"):
-        base = _extended(str(data["extends"]), source)
-    rules: dict[tuple[bool, str], Rule | None] = {(rule.in_base_model, rule.pattern): rule for rule in base.rules}
-    for section in ("base_model", "heads", "rules"):
-        in_base_model = section == "base_model"
-        for pattern, value in _mapping(data, section, faults).items():
-            # A rule of null takes the extended plan's rule away.
-            rule = None if value is None else _parse_rule(str(pattern), value, section, faults)
-            rules[in_base_model, str(pattern)] = rule
-    attention = {(group.in_base_model, group.pattern): group for group in base.attention}
-    for pattern, children in _mapping(data, "attention", faults).items():
-        in_base_model = bool(data.get("base_model")) or bool(data.get("extends"))
-        attention[in_base_model, str(pattern)] = _parse_attention(str(pattern), children, in_base_model, faults)
-    model_type = data.get("model_type", ())
-    if faults:
-        raise PlanError(fault_list(f"plan {source} is malformed", faults))
-    return Plan(
-        source,
-        tuple(rule for rule in rules.values() if rule is not None),
-        tuple(attention.values()),
-        (model_type,) if isinstance(model_type, str) else tuple(model_type),
-    )
+_extending: ContextVar[tuple[Path, ...]] = ContextVar("tp_transformers_extending", default=())
+"""The files whose `extends:` are being followed."""
 
 
 def _extended(name: str, source: str) -> Plan:
-    """The plan that `extends: name` starts from: a model type with a plan, or a file beside the plan."""
-    beside = Path(source).parent / (name if name.endswith(".yaml") else f"{name}.yaml")
-    if beside.resolve() == Path(source).resolve():
-        raise PlanError(f"plan {source} extends itself")
-    if beside.is_file():
-        return replace(Plan.from_yaml(beside), source=source)
-    path = available_plans().get(name)
+    """The plan that `extends: name` starts from: a file beside the plan, or a model type with a plan."""
+    own = Path(source).resolve()
+    path: Path | None = own.parent / (name if name.endswith(".yaml") else f"{name}.yaml")
+    if path is None or not path.is_file():
+        path = available_plans().get(name)
     if path is None:
         raise PlanError(f"plan {source} extends {name!r}, which is no plan{nearest(name, available_plans())}")
-    return replace(Plan.from_yaml(path), source=source)
+    chain = (*_extending.get(), own)
+    if path.resolve() in chain:
+        raise PlanError(f"plan {source} extends itself: {' -> '.join(step.name for step in (*chain, path))}")
+    token = _extending.set(chain)
+    try:
+        return replace(Plan.from_yaml(path), source=source)
+    finally:
+        _extending.reset(token)
 
 
 def _mapping(data: Mapping[str, Any], section: str, faults: list[str]) -> Mapping[Any, Any]:
@@ -247,24 +259,16 @@ def _parse_rule(pattern: str, value: Any, section: str, faults: list[str]) -> Ru
         strategy, parts = value["strategy"], value.get("parts")
         if isinstance(parts, list | tuple):
             parts = tuple(parts)
+        elif parts is not None and not isinstance(parts, int):
+            faults.append(f"{pattern}: parts is {parts!r}, neither a number nor a list")
     if not isinstance(strategy, str | TensorParallelLayer):
         faults.append(f"{pattern}: the strategy is {strategy!r}, neither a name nor a TensorParallelLayer")
         return None
-    if isinstance(strategy, str) and strategy not in STRATEGIES:
-        faults.append(f"{pattern}: unknown strategy {strategy!r}{nearest(strategy, STRATEGIES)}")
-        return None
-    return Rule(pattern, strategy, parts, in_base_model=section == "base_model", optional=section == "heads")
+    return Rule(pattern, strategy, parts, optional=section == "heads", in_base_model=section == "base_model")
 
 
-def _parse_attention(pattern: str, children: Any, in_base_model: bool, faults: list[str]) -> Attention:
+def _parse_attention(pattern: str, children: Any, faults: list[str]) -> Attention:
     if not isinstance(children, Mapping) or not set(children) <= set(ATTENTION_ROLES):
         faults.append(f"attention {pattern}: {children!r} does not map {', '.join(ATTENTION_ROLES)} to child names")
         children = {}
-    return Attention(pattern, dict(children), in_base_model)
-
-
-def fault_list(title: str, faults: Iterable[str]) -> str:
-    """One message of all `faults`, each told once."""
-    lines = sorted(set(faults))
-    count = f"{len(lines)} fault" + "s" * (len(lines) > 1)
-    return f"{title}, {count}:" + "".join(f"\n  - {line}" for line in lines)
+    return Attention(pattern, dict(children), in_base_model=True)

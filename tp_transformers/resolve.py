@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from .attention import AttentionCut, AttentionHeads, cut_attention
-from .errors import PlanError, nearest
+from .errors import PlanError, list_faults, nearest
 from .layout import Layout
-from .plan import Plan, Rule, fault_list, fold_layers, full_pattern, match, strategy_of
-from .strategies import ColwiseParallel, ReplicateParallel, RowwiseParallel, TensorParallelLayer
+from .mesh import TensorParallelGroup
+from .plan import Plan, Rule, base_prefix, fold_layers
+from .strategies import STRATEGIES, ParamShard, ReplicateParallel, TensorParallelLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
 class Resolution:
     """A plan that fits a model: what happens to every module and parameter."""
 
-    plan: Plan
-    layers: Mapping[str, TensorParallelLayer]
+    module_strategies: Mapping[str, TensorParallelLayer]
     """Module name -> the strategy that communicates around its forward."""
-    slicers: Mapping[str, TensorParallelLayer]
+    param_strategies: Mapping[str, TensorParallelLayer]
     """Parameter name -> the strategy that cuts it."""
     attention: Mapping[str, AttentionHeads]
     """Attention module name -> how its heads are cut."""
@@ -35,10 +35,13 @@ class Resolution:
     notes: tuple[str, ...] = ()
     """What the user should know, worth a warning each."""
 
-    def layout(self, name: str, shape: torch.Size, size: int) -> Layout:
-        """Who holds what of the parameter `name`."""
-        slicer = self.slicers.get(name)
-        return slicer.layout(name.rpartition(".")[2], shape, size) if slicer is not None else Layout()
+    def shard(self, name: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
+        """What this rank holds of the parameter `name` of `shape`."""
+        strategy = self.param_strategies.get(name)
+        if strategy is None:
+            return ParamShard(shape, None, group, use_dtensor=False)
+        layout = strategy.layout(name.rpartition(".")[2], shape, group.size)
+        return ParamShard(shape, layout, group, strategy.use_dtensor)
 
 
 def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
@@ -60,8 +63,7 @@ class _Resolver:
 
     def __init__(self, plan: Plan, model: PreTrainedModel, size: int) -> None:
         self.plan, self.model, self.size = plan, model, size
-        base_model = getattr(model, "base_model", model)
-        self.prefix = "" if base_model is model else model.base_model_prefix
+        self.prefix = base_prefix(model)
         self.modules = dict(model.named_modules())
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.faults: list[str] = []
@@ -69,30 +71,31 @@ class _Resolver:
     def resolve(self) -> Resolution:
         """Match, bind, check; see the module's `resolve`."""
         self._check_architecture()
-        module_rules = self._match(self.plan.rules, self.modules)
-        param_rules = self._match(self.plan.rules, self.parameters)
+        rules = self._known_rules()
+        module_rules = self._match(rules, self.modules)
+        param_rules = self._match(rules, self.parameters)
         self._report_unmatched(module_rules, param_rules)
         if self.plan.declared:
             self._follow_tied(module_rules)
         cut = cut_attention(self.plan, self.model, module_rules, self.prefix, self.size, self.faults)
-        layers = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
-        slicers: dict[str, TensorParallelLayer] = {}
+        module_strategies = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
+        param_strategies: dict[str, TensorParallelLayer] = {}
         uncovered = []
         for name in self.parameters:
             owner = name.rpartition(".")[0]
             if name in param_rules:
-                slicers[name] = self._bind(owner, param_rules[name], AttentionCut())
-            elif owner in layers:
-                slicers[name] = layers[owner]
+                param_strategies[name] = self._bind(owner, param_rules[name], AttentionCut())
+            elif owner in module_strategies:
+                param_strategies[name] = module_strategies[owner]
             else:
                 uncovered.append(name)
         self._check_param_rules(param_rules, module_rules)
-        self._check_shapes(slicers)
+        self._check_shapes(param_strategies)
         if self.faults:
             raise PlanError(
-                fault_list(f"plan {self.plan.source} does not fit {type(self.model).__name__}", self.faults)
+                list_faults(f"plan {self.plan.source} does not fit {type(self.model).__name__}", self.faults)
             )
-        return Resolution(self.plan, layers, slicers, cut.heads, tuple(uncovered), self._notes(cut))
+        return Resolution(module_strategies, param_strategies, cut.heads, tuple(uncovered), self._notes(cut))
 
     def _check_architecture(self) -> None:
         model_type = self.model.config.model_type
@@ -102,10 +105,17 @@ class _Resolver:
                 f'({type(self.model).__name__}). Pass tp_plan="auto", or a plan for {model_type}.'
             )
 
+    def _known_rules(self) -> list[Rule]:
+        for rule in self.plan.rules:
+            if rule.instance is None:
+                name = rule.strategy_name
+                self.faults.append(f"{rule.full(self.prefix)}: unknown strategy {name!r}{nearest(name, STRATEGIES)}")
+        return [rule for rule in self.plan.rules if rule.instance is not None]
+
     def _match(self, rules: Iterable[Rule], names: Mapping[str, object]) -> dict[str, Rule]:
         matched: dict[str, Rule] = {}
         for rule in rules:
-            for name in match(rule, names, self.prefix):
+            for name in rule.match(names, self.prefix):
                 if name in matched:
                     self.faults.append(f"{name}: two rules match it, {matched[name].pattern} and {rule.pattern}")
                 matched[name] = rule
@@ -115,8 +125,8 @@ class _Resolver:
         used = {id(rule) for rules in matched for rule in rules.values()}
         known = {fold_layers(name) for name in (*self.modules, *self.parameters) if name}
         for rule in self.plan.rules:
-            if id(rule) not in used and not rule.optional:
-                pattern = full_pattern(rule, self.prefix)
+            if id(rule) not in used and not rule.optional and rule.instance is not None:
+                pattern = rule.full(self.prefix)
                 self.faults.append(f"{pattern}: matches no module or parameter{nearest(pattern, known)}")
 
     def _follow_tied(self, module_rules: dict[str, Rule]) -> None:
@@ -137,12 +147,12 @@ class _Resolver:
 
     def _bind(self, name: str, rule: Rule, cut: AttentionCut) -> TensorParallelLayer:
         """A copy of the rule's strategy for the module `name`."""
-        layer, module = strategy_of(rule), self.modules[name]
-        if name in cut.whole:
+        strategy, module = rule.instance, self.modules[name]
+        if strategy is None or name in cut.whole:
             return ReplicateParallel().bind(module, self.size)
-        if rule.parts is not None and layer.parts is None:
+        if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
-        return layer.bind(module, self.size, split=cut.splits.get(name), parts=rule.parts)
+        return strategy.bind(module, self.size, split=cut.splits.get(name), parts=rule.parts)
 
     def _check_param_rules(self, param_rules: Mapping[str, Rule], module_rules: Mapping[str, Rule]) -> None:
         """A linear or embedding that is cut has to communicate, so the rule has to name the module."""
@@ -151,22 +161,16 @@ class _Resolver:
             if isinstance(self.modules[owner], nn.Linear | nn.Embedding) and owner not in module_rules:
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
 
-    def _check_shapes(self, slicers: Mapping[str, TensorParallelLayer]) -> None:
+    def _check_shapes(self, param_strategies: Mapping[str, TensorParallelLayer]) -> None:
         """Every parameter can be cut as its strategy says, and tied parameters are cut alike."""
-        layouts: dict[str, Layout] = {}
-        for name, slicer in slicers.items():
-            param = self.parameters[name]
-            if isinstance(slicer, ColwiseParallel | RowwiseParallel) and not (
-                slicer.is_embedding or param.ndim >= 2 or name.endswith(".bias")
-            ):
-                self.faults.append(f"{name}: {slicer!r} cuts linears and embeddings, its shape is {tuple(param.shape)}")
-                continue
+        layouts: dict[str, Layout | None] = {}
+        for name, strategy in param_strategies.items():
             try:
-                layouts[name] = slicer.layout(name.rpartition(".")[2], param.shape, self.size)
+                layouts[name] = strategy.layout(name.rpartition(".")[2], self.parameters[name].shape, self.size)
             except ValueError as error:
-                self.faults.append(f"{name}: {error}")
+                self.faults.append(f"{fold_layers(name)}: {error}")
         for target, source in _tied(self.model).items():
-            mine, theirs = layouts.get(target, Layout()), layouts.get(source, Layout())
+            mine, theirs = layouts.get(target), layouts.get(source)
             if self.size > 1 and mine != theirs:
                 self.faults.append(
                     f"{target}: tied to {source}, but they are cut differently ({_draw(mine)} and {_draw(theirs)}); "
@@ -179,5 +183,5 @@ def _tied(model: PreTrainedModel) -> Mapping[str, str]:
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 
-def _draw(layout: Layout) -> str:
-    return "whole" if layout.dim is None or layout.split is None else f"dim {layout.dim} into {layout.split.widths}"
+def _draw(layout: Layout | None) -> str:
+    return "whole" if layout is None else f"dim {layout.dim} into {layout.split.widths}"

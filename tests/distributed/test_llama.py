@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.models import observe, relative
+from tests.models import observe, read_folder, relative
 
 pytestmark = pytest.mark.distributed
 
@@ -57,12 +56,6 @@ def whole_values(folder: str, model: Any) -> list[torch.Tensor]:
     """The checkpoint's tensors, by safetensors' own reader, in the order of the model's parameters."""
     tensors = read_folder(folder)
     return [tensors[name] for name, _ in model.named_parameters()]
-
-
-def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
 
 
 def check(pool: Any, case: Any, size: int, plan: Any = "auto") -> None:

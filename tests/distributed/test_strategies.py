@@ -29,7 +29,7 @@ def shard_module(module: nn.Module, layer: Any, group: Any) -> nn.Module:
     layer = layer.bind(local, group.size)
     for name, param in list(local.named_parameters()):
         layout = layer.layout(name, param.shape, group.size)
-        shard = ParamShard(name, param.shape, layout, group, layer.use_dtensor)
+        shard = ParamShard(param.shape, layout, group, layer.use_dtensor)
         local._parameters[name] = shard.wrap(take(param.detach(), layout, group.rank).clone(), requires_grad=True)
         shards[name] = shard
     attach(local, layer, shards, group.device_mesh)
@@ -52,7 +52,7 @@ def run_strategy(name: str, kind: str, by_keyword: bool) -> dict[str, float]:
     (expected * weights).sum().backward()
 
     local = shard_module(module, STRATEGIES[name], group)
-    layer = local.tp_layer
+    layer = local.tp_strategy
     own_x = x.clone().requires_grad_(x.is_floating_point())
     given = own_x
     process_group = group.process_group
@@ -132,7 +132,7 @@ def run_shared_heads() -> list[float]:
 
     layout = Layout(0, packed([query, kv, kv]))
     weight = torch.arange(12.0, dtype=torch.float64).reshape(12, 1)
-    shard = ParamShard("weight", weight.shape, layout, group)
+    shard = ParamShard(weight.shape, layout, group)
     shard.connect()
     local = shard.wrap(take(weight, layout, group.rank).clone(), requires_grad=True)
     # Every rank adds its rank + 1 to the gradient of all that it holds.

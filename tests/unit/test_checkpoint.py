@@ -75,7 +75,7 @@ def test_an_index_at_odds_with_the_headers(tmp_path: Path, weight_map: dict[str,
 def test_missing_files_pickles_and_escapes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file"):
         Checkpoint([tmp_path / "gone.safetensors"])
-    with pytest.raises(CheckpointError, match=r"pickled.*save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*save_pretrained"):
         check_files([str(tmp_path / "pytorch_model.bin")], folder=tmp_path)
     with pytest.raises(CheckpointError, match="own folder"):
         check_files([str(tmp_path / ".." / "other" / "a.safetensors")], folder=tmp_path)
@@ -162,10 +162,8 @@ def test_partial_reads_are_continued(tmp_path: Path, monkeypatch) -> None:
 
 def test_a_file_that_shrinks_while_it_is_read(stored) -> None:
     checkpoint, path = stored
-    tensor = checkpoint.tensors["d"]
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 10)
     last = max(checkpoint.tensors.values(), key=lambda tensor: tensor.offset)
     with pytest.raises(CheckpointError, match=r"truncated|end of the file"):
         read([Request(last, torch.empty(last.shape, dtype=last.dtype))])
-    assert tensor.shape == (40, 300)

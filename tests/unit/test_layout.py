@@ -70,7 +70,7 @@ def test_pieces_undo_the_split(split: Split) -> None:
 def test_shared_names_exactly_the_indices_that_others_hold(split: Split) -> None:
     for rank in range(split.size):
         mine = indices(split, rank)
-        told = {mine[local]: ranks for (start, stop), ranks in split.shared(rank) for local in range(start, stop)}
+        told = {mine[part.local + offset]: part.ranks for part in split.shared(rank) for offset in range(part.length)}
         for index in mine:
             holders = tuple(other for other in range(split.size) if index in indices(split, other))
             assert told.get(index, (rank,)) == holders
@@ -160,4 +160,3 @@ def test_layout_gives_local_shapes(split: Split, dim: int) -> None:
         local = Layout(dim, split).local_shape(shape, rank)
         assert local[dim] == len(indices(split, rank))
         assert local[:dim] + local[dim + 1 :] == tuple(shape[:dim] + shape[dim + 1 :])
-    assert Layout().local_shape(shape, 0) == tuple(shape)

@@ -100,7 +100,11 @@ def test_torch_functions_methods_and_operators_read_the_values(checkpoint) -> No
     assert torch.equal(lazy.to(torch.float64), real.double())
     assert torch.equal(lazy.view(1, 11), real.view(1, 11))
     assert lazy.contiguous() is lazy
-    assert (lazy.size(0), lazy.dim(), len(lazy), lazy.numel(), lazy.get_shape()) == (11, 1, 11, 11, [11])
+    assert torch.equal(lazy + 1, real + 1)
+    assert torch.equal(2 * lazy - lazy, real)
+    assert torch.equal(-lazy < 0, -real < 0)
+    assert torch.equal(real @ lazy, real @ real)
+    assert (lazy.size(0), lazy.dim(), len(lazy), lazy.numel(), lazy.device.type) == (11, 1, 11, 11, "cpu")
 
 
 def test_scalars_and_empty_tensors(checkpoint) -> None:

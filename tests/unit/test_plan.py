@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPTNeoXConfig,
+    MistralConfig,
+)
 
 from tests.models import llama_config
-from tp_transformers import Plan, PlanError, TensorParallelLayer
-from tp_transformers.plan import available_plans, compile_pattern, fold_layers
+from tp_transformers import Plan, PlanError, Rule, TensorParallelLayer
+from tp_transformers.plan import Pattern, available_plans, fold_layers
 from tp_transformers.resolve import Resolution, resolve
 from tp_transformers.strategies import STRATEGIES
 
@@ -39,6 +45,11 @@ def faults(plan: Plan, model: Any = None, size: int = 2) -> str:
     return str(caught.value)
 
 
+def layout(resolution: Resolution, name: str, model: Any, size: int) -> Any:
+    """Who holds what of a parameter."""
+    return resolution.param_strategies[name].layout("weight", model.get_parameter(name).shape, size)
+
+
 def load(tmp_path: Path, text: str, name: str = "mine.yaml") -> Plan:
     (tmp_path / name).write_text(text)
     return Plan.from_yaml(tmp_path / name)
@@ -51,21 +62,22 @@ def test_the_llama_plan_covers_every_parameter_of_every_head_class(auto: Any) ->
     assert plan is not None
     resolution = resolve(plan, model, 2)
     assert resolution.uncovered == ()
-    assert set(resolution.slicers) == {name for name, _ in model.named_parameters()}
+    assert set(resolution.param_strategies) == {name for name, _ in model.named_parameters()}
     assert resolution.notes == ()
 
 
 def test_names_match_as_a_whole_and_stars_are_layer_numbers() -> None:
-    pattern = compile_pattern("layers.*.mlp")
-    assert pattern.fullmatch("layers.12.mlp")
-    for name in ("model.layers.1.mlp", "layers.1.mlp.up", "layers.x.mlp", "layers.1.2.mlp", "layersX1Xmlp"):
-        assert not pattern.fullmatch(name)
+    others = ["model.layers.1.mlp", "layers.1.mlp.up", "layers.x.mlp", "layers.1.2.mlp", "layersX1Xmlp"]
+    assert list(Pattern("layers.*.mlp").match(["layers.12.mlp", *others], "model")) == ["layers.12.mlp"]
+    assert list(Pattern("layers.*.mlp", in_base_model=True).match(others, "model")) == ["model.layers.1.mlp"]
     assert fold_layers("model.layers.10.experts.3.w1.weight") == "model.layers.*.experts.*.w1.weight"
 
 
 def test_a_manual_dict_cuts_whole_heads_and_leaves_the_rest() -> None:
     resolution = resolve(Plan.from_dict(MEGATRON), meta_model(), 3)
-    widths = {role: resolution.layers[f"model.layers.0.self_attn.{role}_proj"].split.widths for role in "qkvo"}
+    widths = {
+        role: resolution.module_strategies[f"model.layers.0.self_attn.{role}_proj"].split.widths for role in "qkvo"
+    }
     assert widths == {"q": (32, 16, 16), "k": (16, 8, 8), "v": (16, 8, 8), "o": (32, 16, 16)}
     assert {fold_layers(name) for name in resolution.uncovered} == {
         "model.layers.*.input_layernorm.weight",
@@ -79,25 +91,27 @@ def test_every_fault_is_told_at_once_with_the_nearest_names() -> None:
     plan = Plan.from_dict(
         {
             **MEGATRON,
+            "model.embed_tokens": "embeding_rowwise",
             LAYER + "mlp.gate_prj": "colwise",
             "model.layers.0.mlp.up_proj": "rowwise",
             "model.norm": "colwise",
         }
     )
     text = faults(plan)
-    assert "3 faults" in text
+    assert "4 faults" in text
+    assert "model.embed_tokens: unknown strategy 'embeding_rowwise' (nearest: embedding_rowwise" in text
     assert "model.layers.*.mlp.gate_prj: matches no module" in text
     assert "nearest: model.layers.*.mlp.gate_proj" in text
     assert "model.layers.0.mlp.up_proj: two rules match it" in text
-    assert "model.norm.weight: ColwiseParallel() cuts linears and embeddings" in text
+    assert "model.norm.weight: colwise cuts linears and embeddings" in text
 
 
-def test_unknown_strategies_and_malformed_rules(tmp_path: Path) -> None:
+def test_malformed_rules() -> None:
     with pytest.raises(PlanError) as caught:
-        Plan.from_dict({"a": "colwize", "b": 3, "c": {"strategy": "rowwise", "part": 2}})
+        Plan.from_dict({"a": {"strategy": "rowwise", "parts": "2"}, "b": 3, "c": {"strategy": "rowwise", "part": 2}})
     text = str(caught.value)
     assert "3 faults" in text
-    assert "unknown strategy 'colwize' (nearest: colwise" in text
+    assert "a: parts is '2'" in text
     assert "b: the strategy is 3" in text
     assert "c: a rule has" in text
 
@@ -112,18 +126,22 @@ def test_unknown_strategies_and_malformed_rules(tmp_path: Path) -> None:
         ("rules: [a]", "section rules is a list"),
         ("attention: {a: {keys: k_proj}}", "attention a"),
         ("extends: lama\n", "'lama', which is no plan (nearest: llama)"),
-        ("extends: mine\n", "extends itself"),
+        ("extends: mine\n", "extends itself: mine.yaml -> mine.yaml"),
+        ("extends: other\n", "extends itself: mine.yaml -> other.yaml -> mine.yaml"),
     ],
 )
 def test_malformed_yaml(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(PlanError, match=r"mine\.yaml") as caught:
+    (tmp_path / "other.yaml").write_text("extends: mine\n")
+    with pytest.raises(PlanError, match=r"\.yaml") as caught:
         load(tmp_path, text)
     assert says in str(caught.value)
 
 
-def test_a_missing_plan_file(tmp_path: Path) -> None:
+def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="no such file"):
         Plan.from_yaml(tmp_path / "gone.yaml")
+    with pytest.raises(PlanError, match="is a directory"):
+        Plan.from_yaml(tmp_path)
 
 
 def test_extends_replaces_removes_and_adds_rules(tmp_path: Path) -> None:
@@ -192,8 +210,8 @@ def test_more_ranks_than_heads_replicates_attention_with_one_note() -> None:
     assert "model.layers.*.self_attn: 4 ranks are more than the query heads" in resolution.notes[0]
     for name in ("q", "k", "v", "o"):
         layer = f"model.layers.0.self_attn.{name}_proj"
-        assert resolution.layout(f"{layer}.weight", model.get_parameter(f"{layer}.weight").shape, 4).dim is None
-    assert resolution.layout("model.layers.0.mlp.up_proj.weight", torch.Size((100, 64)), 4).dim == 0
+        assert layout(resolution, f"{layer}.weight", model, 4) is None
+    assert layout(resolution, "model.layers.0.mlp.up_proj.weight", model, 4).split.widths == (25, 25, 25, 25)
 
 
 GATHERED = {"q_proj": "colwise_rep", "k_proj": "colwise_rep", "v_proj": "colwise_rep", "o_proj": "rowwise_rep"}
@@ -201,9 +219,10 @@ GATHERED = {"q_proj": "colwise_rep", "k_proj": "colwise_rep", "v_proj": "colwise
 
 def test_projections_that_are_gathered_are_not_cut_by_heads() -> None:
     rules = {LAYER + "self_attn." + name: strategy for name, strategy in GATHERED.items()}
-    resolution = resolve(Plan.from_dict(rules), meta_model(num_key_value_heads=2), 4)
+    model = meta_model(num_key_value_heads=2)
+    resolution = resolve(Plan.from_dict(rules), model, 4)
     assert not resolution.attention
-    assert resolution.layout("model.layers.0.self_attn.k_proj.weight", torch.Size((16, 64)), 4).split.widths == (4,) * 4
+    assert layout(resolution, "model.layers.0.self_attn.k_proj.weight", model, 4).split.widths == (4,) * 4
 
 
 def test_projections_that_do_not_fit_together() -> None:
@@ -214,40 +233,60 @@ def test_projections_that_do_not_fit_together() -> None:
     )
 
 
-def fused(parts: Any) -> Resolution:
+def test_attention_that_is_not_recognised_is_cut_only_where_its_heads_divide() -> None:
+    config = GPTNeoXConfig(
+        vocab_size=99, hidden_size=48, num_hidden_layers=1, num_attention_heads=6, intermediate_size=64
+    )
+    model = meta_model(config=config)
+    rules = {
+        "gpt_neox.layers.*.attention.query_key_value": "colwise",
+        "gpt_neox.layers.*.attention.dense": "rowwise",
+    }
+    assert resolve(Plan.from_dict(rules), model, 3).uncovered
+    text = faults(Plan.from_dict(rules), model, 4)
+    assert "1 fault" in text
+    assert "the heads of query_key_value are, so they can be cut for 1 or 2 or 3 or 6 ranks, not for 4" in text
+
+
+def test_an_unknown_strategy_in_a_declared_plan_is_a_fault() -> None:
+    model = meta_model()
+    plan = Plan("declared", (Rule("model.norm", strategy="from_the_future", optional=True),), declared=True)
+    assert "model.norm: unknown strategy 'from_the_future'" in faults(plan, model)
+
+
+def fused(parts: Any, size: int = 3) -> Resolution:
     """A Llama whose query, key and value (or gate and up) projections are one."""
     model = meta_model()
     for layer in model.model.layers:
         layer.self_attn.qkv_proj = torch.nn.Linear(64, (8 + 4 + 4) * 8, bias=False, device="meta")
         del layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
-    from tp_transformers.plan import _parse
-
     data = {
         "rules": {
             LAYER + "self_attn.qkv_proj": {"strategy": "packed_colwise", "parts": parts},
             LAYER + "self_attn.o_proj": "rowwise",
         },
-        "attention": {LAYER + "self_attn": {"fused": "qkv_proj", "output": "o_proj"}} if parts[0] == "query" else {},
+        "attention": {"layers.*.self_attn": {"fused": "qkv_proj", "output": "o_proj"}} if parts[0] == "query" else {},
     }
-    return resolve(_parse(data, "fused"), model, 3)
+    return resolve(Plan.parse(data, source="fused"), model, size)
 
 
 def test_fused_attention_parts_are_cut_by_their_heads() -> None:
-    split = fused(["query", "key", "value"]).layers["model.layers.0.self_attn.qkv_proj"].split
+    split = fused(["query", "key", "value"]).module_strategies["model.layers.0.self_attn.qkv_proj"].split
     assert split is not None
     assert split.ranges[0] == ((0, 32), (64, 80), (96, 112))
     assert split.ranges[2] == ((48, 64), (88, 96), (120, 128))
 
 
 def test_fused_parts_by_length() -> None:
-    split = fused([64, 32, 32]).layout("model.layers.0.self_attn.qkv_proj.weight", torch.Size((128, 64)), 3).split
+    strategy = fused([64, 32, 32], size=4).module_strategies["model.layers.0.self_attn.qkv_proj"]
+    split = strategy.layout("weight", (128, 64), 4).split
     assert split is not None
-    assert split.ranges[0] == ((0, 22), (64, 75), (96, 107))
+    assert split.ranges[0] == ((0, 16), (64, 72), (96, 104))
 
 
 def test_fused_parts_that_do_not_add_up() -> None:
     with pytest.raises(PlanError, match="length 128 along dim 0, its parts add up to 96"):
-        fused([64, 32])
+        fused([64, 32], size=4)
 
 
 def test_strategies_are_a_mapping_that_takes_classes_and_instances() -> None:

@@ -59,3 +59,26 @@ def test_packed_parts_that_do_not_fit(parts: Any, says: str) -> None:
     layer = STRATEGIES["packed_colwise"].bind(nn.Linear(4, 7), 2, parts=parts)
     with pytest.raises(ValueError, match=says):
         layer.layout("weight", (7, 4), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rows_of_rank_1"),
+    [
+        ("colwise", "linear", (slice(5, 10), slice(None))),
+        ("rowwise", "linear", (slice(None), slice(4, 7))),
+        ("embedding_rowwise", "embedding", (slice(8, 16), slice(None))),
+        ("embedding_colwise", "embedding", (slice(None), slice(2, 4))),
+    ],
+)
+def test_what_rank_1_of_3_holds(name: str, kind: str, rows_of_rank_1: Any) -> None:
+    module = MODULES[kind]()
+    whole = module.weight.detach()
+    got = STRATEGIES[name].bind(module, 3).partition_tensor(whole, whole, "weight", None, True, 1, FakeMesh(3))
+    assert torch.equal(got, whole[rows_of_rank_1])
+
+
+def test_what_rank_1_of_2_holds_of_packed_parts() -> None:
+    whole = torch.arange(14.0)[:, None]
+    strategy = STRATEGIES["packed_colwise"].bind(nn.Linear(1, 14), 2, parts=(4, 10))
+    got = strategy.partition_tensor(whole, whole, "weight", None, True, 1, FakeMesh(2))
+    assert got.flatten().tolist() == [2, 3, 9, 10, 11, 12, 13]

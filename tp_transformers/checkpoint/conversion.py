@@ -3,7 +3,7 @@
 Renamings cost nothing. A converter that slices cannot be pushed through falls back: its sources are read whole,
 converted by transformers itself, and then sliced; that is said once at INFO.
 
-This file and `hook.py` are the only ones that use transformers' internals; those used here are the same from 5.6 on.
+The internals of transformers that are used here are the same from 5.6 on.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class Conversion:
     """Model parameter or buffer -> its whole value, lazily."""
     unexpected: set[str] = field(default_factory=set)
     """Checkpoint tensors (renamed) that the model has no place for."""
-    fallbacks: list[str] = field(default_factory=list)
-    """Parameters whose sources are read whole."""
 
 
 def convert(
@@ -76,24 +74,22 @@ def convert(
                 result.unexpected.add(name)
             continue
         converter = by_pattern[pattern]
-        targets = [name.replace(converter.target_patterns[0], target) for target in converter.target_patterns]
         if name not in names:
-            result.unexpected.update(targets)
+            result.unexpected.update(_targets(name, converter))
             continue
         if name not in groups:
-            groups[name] = _Group(name, copy.deepcopy(converter), model)
-        groups[name].add(key, pattern, tensors[key])
+            groups[name] = _Group(name, converter, model)
+        groups[name].sources.append((key, pattern, tensors[key]))
 
     for group in groups.values():
-        for target in group.targets:
+        for target in _targets(group.first_target, group.converter):
             if target in names:
                 result.expressions[target] = group.expression(target, shapes[target])
-                result.fallbacks.append(target)
-    if result.fallbacks:
+    if groups:
         logger.info(
             "%d parameters (%s, ...) are converted while loading; their sources are read whole",
-            len(result.fallbacks),
-            result.fallbacks[0],
+            len(groups),
+            next(iter(groups)),
         )
     # transformers reverts these on save.
     model._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]  # type: ignore[attr-defined]
@@ -113,6 +109,12 @@ def dtype_policy(dtype_plan: Mapping[str, torch.dtype]) -> Callable[[str], torch
     return policy
 
 
+def _targets(first_target: str, converter: WeightConverter) -> list[str]:
+    """The names of everything that the converter makes."""
+    first = converter.target_patterns[0]
+    return [first_target.replace(first, target) for target in converter.target_patterns]
+
+
 class _Group:
     """Checkpoint tensors that one converter turns into one or more parameters, by transformers' own code."""
 
@@ -120,11 +122,6 @@ class _Group:
         self.first_target, self.converter, self.model = first_target, converter, model
         self.sources: list[tuple[str, str, LazyTensor]] = []
         self.results: dict[str, torch.Tensor] = {}
-        first, *others = converter.target_patterns
-        self.targets = [first_target, *(first_target.replace(first, other) for other in others)]
-
-    def add(self, key: str, pattern: str, tensor: LazyTensor) -> None:
-        self.sources.append((key, pattern, tensor))
 
     def expression(self, target: str, shape: torch.Size) -> Deferred:
         return Deferred(lambda: self._value(target), shape=shape, dtype=self.sources[0][2].dtype)

@@ -34,6 +34,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
 """torch dtype -> its name in a safetensors header."""
@@ -97,7 +98,7 @@ class Checkpoint:
 def check_files(files: Iterable[str] | None, *, folder: str | os.PathLike[str] | None = None) -> list[str]:
     """Return `files` if they are safetensors files inside `folder` (where given).
 
-    Raises CheckpointError on no files at all, on a pickled (`.bin`) checkpoint, and on an index that points outside
+    Raises CheckpointError on no files at all, on another format (`.bin`), and on an index that points outside
     its folder.
     """
     paths = [os.fspath(path) for path in files or ()]
@@ -109,7 +110,7 @@ def check_files(files: Iterable[str] | None, *, folder: str | os.PathLike[str] |
             raise CheckpointError(
                 describe(
                     where,
-                    got=f"the pickled file {os.path.basename(path)}",
+                    got=f"the file {os.path.basename(path)}",
                     expected="safetensors files, of which a rank can read its slices alone",
                     fix="Convert once, in one process without tp_plan: AutoModelForCausalLM.from_pretrained(folder)"
                     ".save_pretrained(new_folder).",

@@ -1,8 +1,9 @@
-"""Many slice requests -> few large reads -> the memory that the parameters will live in.
+"""Slice requests -> reads in file order -> the memory that the parameters will live in.
 
-Each file is walked once, in offset order. Bytes that stand next to each other in the file are read by one `preadv`,
-whatever tensors they belong to, straight into place. Where the destination is on another device or of another dtype,
-they go through one bounded staging buffer.
+Requests are walked in file order. Bytes that stand next to each other in the file are read by one `preadv`, whatever
+tensors they belong to, straight into place; what a rank does not keep is never read, so that a slice of a trailing dim
+takes one read a row. Where the destination is on another device or of another dtype, bytes go through one bounded
+staging buffer.
 """
 
 from __future__ import annotations

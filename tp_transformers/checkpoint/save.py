@@ -6,6 +6,7 @@ rather than collected first. Names, file cuts and index are those of transformer
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -14,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import UnsupportedError
 from ..lazy import byte_view
-from ..strategies import ParamShard, local_tensor
+from ..strategies import ParamShard, local_tensor, whole_like
 from .index import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 def save_pretrained(
     model: PreTrainedModel,
     save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
     *,
     max_shard_size: int | str = "50GB",
     variant: str | None = None,
-    is_main_process: bool = True,
     save_original_format: bool = True,
     **unsupported: Any,
 ) -> None:
@@ -49,9 +49,9 @@ def save_pretrained(
     Args:
         model: a model loaded with `tp_plan`.
         save_directory: a folder, made if needed.
+        is_main_process: False on rank 0 writes nothing; the others never write.
         max_shard_size: the largest weight file, in bytes or such as "5GB".
         variant: put into the file names, as in `model.fp16.safetensors`.
-        is_main_process: False on rank 0 writes nothing; the others never write.
         save_original_format: whether weights are renamed and split back to the form that they were loaded from.
         **unsupported: other arguments of transformers' `save_pretrained`.
 
@@ -61,15 +61,15 @@ def save_pretrained(
     given = sorted(name for name, value in unsupported.items() if value not in (None, False))
     if given:
         raise UnsupportedError(
-            f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; "
-            "a plain model loaded from it takes them all, and model.push_to_hub(name) works as it is."
+            f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; a "
+            "plain model that is loaded from it takes them all."
         )
     group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
     writes = group.rank == 0 and is_main_process
     folder = Path(save_directory)
     # 1. What will stand in which file: from shapes alone, the same on all ranks.
     tensors = _state(model)
-    meta = {name: _meta(tensor) for name, tensor in tensors.items()}
+    meta = {name: whole_like(tensor) for name, tensor in tensors.items()}
     state = _reverted(model, meta, save_original_format)
     weights_name = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace(".", f".{variant}.")
     cut = split_torch_state_dict_into_shards(
@@ -100,7 +100,7 @@ def save_pretrained(
             for writer in writers.values():
                 writer.finish()
             if writes and cut.is_sharded:
-                total = sum(_meta(param).numel() for param in model.parameters())
+                total = sum(whole_like(param).numel() for param in model.parameters())
                 index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": cut.tensor_to_filename}
                 name = SAFE_WEIGHTS_INDEX_NAME if variant is None else f"model.safetensors.index.{variant}.json"
                 (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -166,12 +166,6 @@ def _state(model: PreTrainedModel) -> dict[str, Tensor]:
     return state
 
 
-def _meta(tensor: Tensor) -> Tensor:
-    """A meta tensor of the whole shape."""
-    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
-    return torch.empty(shard.shape if shard is not None else tensor.shape, dtype=tensor.dtype, device="meta")
-
-
 def _gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
     """The whole tensor on rank 0; None elsewhere."""
     local = local_tensor(tensor)
@@ -205,9 +199,10 @@ def _write_configs(model: PreTrainedModel, folder: Path) -> None:
     """Everything of a checkpoint but its weights, as transformers writes it."""
     if model._auto_class is not None:
         custom_object_save(model, folder, config=model.config)
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
 

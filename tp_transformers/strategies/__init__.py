@@ -13,7 +13,7 @@ from ..errors import PlanError, describe
 from .base import TensorParallelLayer, attach
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .replicate import ReplicateParallel
-from .shard import ParamShard, full_tensor, local_tensor, take, undo_partition
+from .shard import ParamShard, full_tensor, local_tensor, take, undo_partition, whole_like
 
 __all__ = [
     "STRATEGIES",
@@ -30,6 +30,7 @@ __all__ = [
     "local_tensor",
     "take",
     "undo_partition",
+    "whole_like",
 ]
 
 _BUILT_IN: dict[str, TensorParallelLayer] = {

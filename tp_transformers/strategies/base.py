@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..layout import Layout, Split, even, packed
 from ..lazy import LazyTensor
@@ -79,17 +79,20 @@ class TensorParallelLayer:
         return bound
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
-        """The dim along which the module's parameter `param_type` ("weight", ...) is cut; None if it stays whole."""
+        """The dim along which the module's parameter `param_type` ("weight", ...) is cut; None if it stays whole.
+
+        Raises ValueError where the strategy cannot cut such a parameter.
+        """
         return None
 
-    def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout:
-        """Who holds what of the parameter `param_type` of `shape` over `size` ranks.
+    def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout | None:
+        """Who holds what of the parameter `param_type` of `shape` over `size` ranks; None where all hold the whole.
 
         Raises ValueError where the bound split or parts do not fit the shape.
         """
         dim = self.split_dim(param_type, len(shape))
         if dim is None:
-            return Layout()
+            return None
         dim %= len(shape)
         split = self.split or packed([even(length, size) for length in self._part_lengths(shape[dim])])
         if split.length != shape[dim]:
@@ -144,6 +147,16 @@ class TensorParallelLayer:
         """The inverse of `partition_tensor` on all ranks: the whole parameter of `shape`."""
         return undo_partition(shards, self.layout(param_type, shape, len(shards)), shape)
 
+    @property
+    def takes_sharded_input(self) -> bool:
+        """Whether the module's features may arrive sharded over the ranks."""
+        return isinstance(only(self.input_layouts), Shard)
+
+    @property
+    def leaves_sharded_output(self) -> bool:
+        """Whether the module's features leave sharded over the ranks."""
+        return isinstance(only(self.output_layouts), Shard)
+
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """Attributes of the module that have another value while it computes with this rank's tensors."""
         return {}
@@ -156,7 +169,7 @@ class TensorParallelLayer:
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
-        """Turn the module's inputs into what its local forward needs. The bound strategy is `mod.tp_layer`."""
+        """Turn the module's inputs into what its local forward needs. The bound strategy is `mod.tp_strategy`."""
         return inputs
 
     @staticmethod
@@ -167,11 +180,16 @@ class TensorParallelLayer:
         outputs: Any,
         device_mesh: DeviceMesh,
     ) -> Any:
-        """Turn what the local forward returned into the module's output. The bound strategy is `mod.tp_layer`."""
+        """Turn what the local forward returned into the module's output. The bound strategy is `mod.tp_strategy`."""
         return outputs
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        return f"{type(self).__name__}(input={only(self.input_layouts)}, output={only(self.output_layouts)})"
+
+
+def only(layouts: Placements) -> Placement | None:
+    """The one placement of a 1-D mesh."""
+    return layouts[0] if isinstance(layouts, Sequence) else layouts
 
 
 def attach(module: nn.Module, layer: TensorParallelLayer, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
@@ -179,12 +197,12 @@ def attach(module: nn.Module, layer: TensorParallelLayer, shards: Mapping[str, P
 
     Args:
         module: the module that owns the parameters.
-        layer: the strategy, bound to the module; stays reachable as `module.tp_layer`.
+        layer: the strategy, bound to the module; stays reachable as `module.tp_strategy`.
         shards: what this rank holds, by parameter name within the module.
         mesh: the 1-D mesh of the `tp` axis.
     """
     # The hooks hold no reference to the module, so that a deep copy of it computes with its own parameters.
-    module.tp_layer = layer  # type: ignore[assignment]
+    module.tp_strategy = layer  # type: ignore[assignment]
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
     rank = mesh.get_local_rank()
     replaced: list[tuple[dict[str, Any], dict[str, Any]] | None] = []

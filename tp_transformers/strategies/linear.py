@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..layout import even
-from .base import Placements, TensorParallelLayer
+from .base import Placements, TensorParallelLayer, only
 
 LAST = -1
 """The feature dim of activations: (..., features)."""
@@ -47,6 +47,8 @@ class ColwiseParallel(TensorParallelLayer):
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The output features: dim -2 of a weight, the only dim of a bias; the hidden dim of an embedding."""
+        if ndim == 1 and param_type != "bias":
+            raise ValueError("colwise cuts linears and embeddings, not a vector")
         return -1 if self.is_embedding or ndim == 1 else -2
 
     @staticmethod
@@ -61,7 +63,7 @@ class ColwiseParallel(TensorParallelLayer):
         if isinstance(x, DTensor):
             x = x.redistribute(device_mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         else:
-            if isinstance(_only(input_layouts), Shard):
+            if isinstance(only(input_layouts), Shard):
                 x = gather_from_region(x, _input_widths(mod), device_mesh.get_group())
             x = copy_to_region(x, device_mesh.get_group())
         return (x, *inputs[1:])
@@ -70,10 +72,10 @@ class ColwiseParallel(TensorParallelLayer):
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        layer: ColwiseParallel = mod.tp_layer  # type: ignore[assignment]
-        if isinstance(_only(output_layouts), Replicate):
+        layer: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
+        if isinstance(only(output_layouts), Replicate):
             outputs = gather_from_region(outputs, layer.output_widths(mod), device_mesh.get_group())
-        return outputs if use_local_output else _as_dtensor(outputs, _only(output_layouts), mod, device_mesh)
+        return outputs if use_local_output else _as_dtensor(outputs, only(output_layouts), mod, device_mesh)
 
     def output_widths(self, module: nn.Module) -> tuple[int, ...]:
         """The number of output features that each rank computes."""
@@ -98,14 +100,13 @@ class RowwiseParallel(TensorParallelLayer):
         self,
         *,
         input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
         use_local_output: bool = True,
         use_dtensor: bool = True,
     ) -> None:
-        """`input_layouts`: Shard(-1) (default) or Replicate(). `output_layouts`: Replicate()."""
+        """`input_layouts`: Shard(-1) (default) or Replicate(). The output is whole."""
         super().__init__(
             input_layouts=(input_layouts or Shard(LAST),),
-            output_layouts=output_layouts or Replicate(),
+            output_layouts=Replicate(),
             desired_input_layouts=(Shard(LAST),),
             use_local_output=use_local_output,
             use_dtensor=use_dtensor,
@@ -115,6 +116,8 @@ class RowwiseParallel(TensorParallelLayer):
         """The input features: the last dim of a weight, the rows of an embedding; a bias stays whole."""
         if self.is_embedding:
             return 0
+        if ndim == 1 and param_type != "bias":
+            raise ValueError("rowwise cuts linears and embeddings, not a vector")
         return None if ndim == 1 else -1
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
@@ -133,7 +136,7 @@ class RowwiseParallel(TensorParallelLayer):
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
-        x, layer = inputs[0], mod.tp_layer
+        x, layer = inputs[0], mod.tp_strategy
         assert isinstance(layer, RowwiseParallel)
         if layer.is_embedding:
             # Ids of other ranks' rows look up any row here; the output hook zeroes what they found.
@@ -143,7 +146,7 @@ class RowwiseParallel(TensorParallelLayer):
             x = (x - start).masked_fill(outside, 0)
         elif isinstance(x, DTensor):
             x = x.redistribute(device_mesh, [Shard(x.ndim - 1)]).to_local()
-        elif isinstance(_only(input_layouts), Replicate):
+        elif isinstance(only(input_layouts), Replicate):
             x = scatter_to_region(x, _input_widths(mod), device_mesh.get_group())
         return (x, *inputs[1:])
 
@@ -184,13 +187,9 @@ class PackedRowwiseParallel(RowwiseParallel):
         self.parts = parts
 
 
-def _only(layouts: Placements) -> Placement | None:
-    return layouts[0] if isinstance(layouts, Sequence) else layouts
-
-
 def _input_widths(module: nn.Module) -> tuple[int, ...]:
     """How the input features of a linear are cut over the ranks."""
-    layer: TensorParallelLayer = module.tp_layer  # type: ignore[assignment]
+    layer: TensorParallelLayer = module.tp_strategy  # type: ignore[assignment]
     split = layer.split if isinstance(layer, RowwiseParallel) else None
     return (split or even(int(module.in_features), layer.size)).widths  # type: ignore[arg-type]
 
@@ -199,7 +198,7 @@ def _as_dtensor(x: Tensor, layout: Placement | None, mod: nn.Module, mesh: Devic
     """`x` as a DTensor; raises ValueError where its width is cut in a way that no placement describes."""
     if not isinstance(layout, Shard):
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    layer: ColwiseParallel = mod.tp_layer  # type: ignore[assignment]
+    layer: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
     widths = layer.output_widths(mod)
     if even(sum(widths), mesh.size()).widths != widths or not even(sum(widths), mesh.size()).is_chunked:
         raise ValueError(f"no DTensor placement describes features cut into {widths}; use use_local_output=True")

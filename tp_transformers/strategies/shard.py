@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, overload
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,32 +13,31 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..collectives import all_gather_uneven, copy_to_region
-from ..layout import Layout
-from ..lazy import LazyTensor
+from ..layout import Layout, Shared
+from ..lazy import LazyTensor, Resident
 from ..mesh import TensorParallelGroup
 
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """The shard that this rank holds of a parameter of `shape`."""
+    """The shard that this rank holds of a parameter of `shape`; `layout=None` where every rank holds it whole."""
 
-    name: str
     shape: torch.Size
-    layout: Layout
+    layout: Layout | None
     group: TensorParallelGroup
     use_dtensor: bool = True
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's shard."""
-        return self.layout.local_shape(self.shape, self.group.rank)
+        return tuple(self.shape) if self.layout is None else self.layout.local_shape(self.shape, self.group.rank)
 
-    @property
+    @cached_property
     def placement(self) -> Shard | Replicate | None:
         """The DTensor placement that describes the layout exactly; None where there is none."""
         if self.group.device_mesh is None or not self.use_dtensor:
             return None
-        if self.layout.dim is None or self.layout.split is None:
+        if self.layout is None:
             return Replicate()
         return Shard(self.layout.dim) if self.layout.split.is_chunked else None
 
@@ -55,8 +54,8 @@ class ParamShard:
 
     def connect(self) -> None:
         """Create the process groups of the ranks that hold the same indices; all of them do so in the same order."""
-        for _, ranks in self._shared:
-            self._subgroup(ranks)
+        for part in self._shared:
+            self._process_group(part.ranks)
 
     @property
     def needs_view(self) -> bool:
@@ -71,53 +70,53 @@ class ParamShard:
         """
         if isinstance(param, DTensor):
             return param.to_local() if torch.is_grad_enabled() else param._local_tensor
-        if not self._shared or not torch.is_grad_enabled():
+        if self.layout is None or not self._shared or not torch.is_grad_enabled():
             return param
-        if self._shared[0][0] == (0, param.shape[self.layout.dim or 0]):
-            return copy_to_region(param, self._subgroup(self._shared[0][1]))
-        dim, parts, position = self.layout.dim or 0, [], 0
-        for (start, stop), ranks in self._shared:
-            parts.append(param.narrow(dim, position, start - position))
-            parts.append(copy_to_region(param.narrow(dim, start, stop - start), self._subgroup(ranks)))
-            position = stop
+        dim, parts, position = self.layout.dim, [], 0
+        for part in self._shared:
+            if part.length == param.shape[dim]:
+                return copy_to_region(param, self._process_group(part.ranks))
+            parts.append(param.narrow(dim, position, part.local - position))
+            shared = param.narrow(dim, part.local, part.length)
+            parts.append(copy_to_region(shared, self._process_group(part.ranks)))
+            position = part.local + part.length
         parts.append(param.narrow(dim, position, param.shape[dim] - position))
         return torch.cat(parts, dim)
 
     def full(self, local: Tensor) -> Tensor:
         """Gather the whole tensor on every rank (one all-gather) from each rank's `local` values."""
-        split = self.layout.split
-        if split is None or self.layout.dim is None or self.group.process_group is None:
+        process_group = self.group.process_group
+        if self.layout is None or process_group is None:
             return local.clone()
-        dim = self.layout.dim
-        gathered = all_gather_uneven(local, split.widths, self.group.process_group, dim=dim)
-        return undo_partition(gathered.split(split.widths, dim), self.layout, self.shape)
+        dim, widths = self.layout.dim, self.layout.split.widths
+        gathered = all_gather_uneven(local, widths, process_group, dim=dim)
+        return undo_partition(gathered.split(widths, dim), self.layout, self.shape)
 
     def gather(self, local: Tensor) -> Tensor | None:
         """Gather the whole tensor on rank 0 alone, shard by shard; None on the others."""
-        split, group = self.layout.split, self.group.process_group
-        if split is None or self.layout.dim is None or group is None:
-            return local if self.group.rank == 0 else None
-        senders = sorted({piece.rank for piece in split.pieces} - {0})
-        if self.group.rank:
-            if self.group.rank in senders:
-                dist.send(local.contiguous(), group=group, group_dst=0)
+        rank, process_group = self.group.rank, self.group.process_group
+        if self.layout is None or process_group is None:
+            return local if rank == 0 else None
+        senders = sorted({piece.rank for piece in self.layout.split.pieces} - {0})
+        if rank:
+            if rank in senders:
+                dist.send(local.contiguous(), group=process_group, group_dst=0)
             return None
         whole = local.new_empty(self.shape)
-        for rank in [0, *senders]:
-            shard = local
-            if rank:
-                shard = local.new_empty(self.layout.local_shape(self.shape, rank))
-                dist.recv(shard, group=group, group_src=rank)
-            _put(whole, shard, self.layout, rank)
+        _put(whole, local, self.layout, 0)
+        for sender in senders:
+            shard = local.new_empty(self.layout.local_shape(self.shape, sender))
+            dist.recv(shard, group=process_group, group_src=sender)
+            _put(whole, shard, self.layout, sender)
         return whole
 
-    @property
-    def _shared(self) -> tuple[tuple[tuple[int, int], tuple[int, ...]], ...]:
-        return self.layout.split.shared(self.group.rank) if self.layout.split is not None else ()
+    @cached_property
+    def _shared(self) -> tuple[Shared, ...]:
+        return self.layout.split.shared(self.group.rank) if self.layout is not None else ()
 
-    def _subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def _process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         world = self.group.global_ranks
-        return _subgroup(dist.group.WORLD, tuple(world[rank] for rank in ranks))
+        return _process_group_of(dist.group.WORLD, tuple(world[rank] for rank in ranks))
 
 
 def full_tensor(param: Tensor, value: Tensor | None = None) -> Tensor:
@@ -143,26 +142,26 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-@overload
-def take(param: LazyTensor, layout: Layout, rank: int) -> LazyTensor: ...
-@overload
-def take(param: Tensor, layout: Layout, rank: int) -> Tensor: ...
-@overload
-def take(param: Tensor | LazyTensor, layout: Layout, rank: int) -> Tensor | LazyTensor: ...
-def take(param: Tensor | LazyTensor, layout: Layout, rank: int) -> Tensor | LazyTensor:
+def whole_like(tensor: Tensor) -> Tensor:
+    """A meta tensor of the unsharded shape that a parameter or buffer stands for."""
+    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
+    shape = shard.shape if shard is not None else tensor.shape
+    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+
+def take(param: Tensor | LazyTensor, layout: Layout | None, rank: int) -> Tensor | LazyTensor:
     """The shard of `rank`: a lazy slice of a lazy tensor, a view (one range) or a copy of a tensor."""
-    if layout.dim is None or layout.split is None:
+    if layout is None:
         return param
     ranges = layout.split.ranges[rank]
     if isinstance(param, LazyTensor):
         return param.select(layout.dim, ranges)
-    parts = [param.narrow(layout.dim, start, stop - start) for start, stop in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
+    return Resident(param).select(layout.dim, ranges).tensor
 
 
-def undo_partition(shards: Sequence[Tensor], layout: Layout, shape: Sequence[int]) -> Tensor:
+def undo_partition(shards: Sequence[Tensor], layout: Layout | None, shape: Sequence[int]) -> Tensor:
     """The inverse of `take` on all ranks: the whole tensor of `shape` from every rank's shard."""
-    if layout.dim is None or layout.split is None:
+    if layout is None:
         return shards[0].clone()
     whole = shards[0].new_empty(tuple(shape))
     for rank, shard in enumerate(shards):
@@ -172,8 +171,6 @@ def undo_partition(shards: Sequence[Tensor], layout: Layout, shape: Sequence[int
 
 def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
     """Copy what the whole takes from the shard of `rank`."""
-    assert layout.dim is not None
-    assert layout.split is not None
     for piece in layout.split.pieces:
         if piece.rank == rank:
             target = whole.narrow(layout.dim, piece.start, piece.length)
@@ -181,7 +178,7 @@ def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
 
 
 @cache
-def _subgroup(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _process_group_of(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The process group of `ranks` (world ranks), made once for each default group; only they take part."""
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
     return group
