@@ -56,9 +56,8 @@ class _Load:
 
     tp_plan: Plan | str
     group: TensorParallelGroup
-    begun: bool
-    """Whether a model class has taken it up: what is loaded inside is another model."""
     resolution: Resolution | None = None
+    """Set once the model is parallelized."""
 
 
 _originals: dict[tuple[type, str], Any] = {}
@@ -81,10 +80,9 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
         self._turned_on = not _originals
         if self._turned_on:
             _check_transformers()
-            _patch(PreTrainedModel, "from_pretrained", _model_from_pretrained)
             _patch(PreTrainedModel, "_load_pretrained_model", _load_pretrained_model)
-            for cls in _auto_classes():
-                _patch(cls, "from_pretrained", _auto_from_pretrained)
+            for cls in (PreTrainedModel, *_auto_classes()):
+                _patch(cls, "from_pretrained", _from_pretrained)
 
     def __enter__(self) -> enable:
         return self
@@ -123,31 +121,14 @@ def _auto_classes() -> list[type]:
     return [cls for cls in classes if "from_pretrained" in cls.__dict__]
 
 
-def _model_from_pretrained(original: Callable[..., Any], cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("tp_plan") is not None:
-        return _load_tensor_parallel(partial(original, cls), args, kwargs, begun=True)
-    current = _current.get()
-    if current is not None and not current.begun:  # called by an Auto class
-        current.begun = True
-        return original(cls, *args, **kwargs)
-    # Untouched; also where another model is loaded while a tensor-parallel one is being built.
-    token = _current.set(None)
-    try:
-        return original(cls, *args, **kwargs)
-    finally:
-        _current.reset(token)
-
-
-def _auto_from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("tp_plan") is None:
         return original(cls, *args, **kwargs)
-    return _load_tensor_parallel(partial(original, cls), args, kwargs, begun=False)
+    return _load_tensor_parallel(partial(original, cls), args, kwargs)
 
 
-def _load_tensor_parallel(
-    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, begun: bool
-) -> Any:
-    """Run a `from_pretrained` that was given a `tp_plan`; `begun` as in `_Load`."""
+def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a `from_pretrained` that was given a `tp_plan`."""
     # 1. Refuse what does not go together, before any group is started.
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
     for other in ("device_map", "distributed_config"):
@@ -164,7 +145,7 @@ def _load_tensor_parallel(
     group = join(tp_size=tp_size, device_mesh=device_mesh)
     # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
     with group.agree():
-        current = _Load(_read_plan(tp_plan), group, begun)
+        current = _Load(_read_plan(tp_plan), group)
         token = _current.set(current)
         try:
             result = original(*args, device_map={"": group.device}, **kwargs)
@@ -191,7 +172,7 @@ def _load_pretrained_model(
     **kwargs: Any,
 ) -> Any:
     current = _current.get()
-    if current is None:
+    if current is None or current.resolution is not None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     if load_config.hf_quantizer is not None:
