@@ -111,15 +111,18 @@ def partition_initialized(model: nn.Module, resolution: Resolution, group: Tenso
 
     What one process with rank 0's seed would have initialised is what the ranks hold together.
     """
-    for name, param in list(model.named_parameters()):
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
         if hasattr(param, "tp_shard"):
             continue
-        if group.process_group is not None:
-            dist.broadcast(param.data, group=group.process_group, group_src=0)
+        if param not in made:
+            if group.process_group is not None:
+                dist.broadcast(param.data, group=group.process_group, group_src=0)
+            shard = resolution.shard(name, param.shape, group)
+            local = _partition(name, Resident(param.data), resolution, group, whole_like(param)).materialize()
+            made[param] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
         owner, param_type = _owner(model, name)
-        shard = resolution.shard(name, param.shape, group)
-        local = _partition(name, Resident(param.data), resolution, group, whole_like(param)).materialize()
-        owner._parameters[param_type] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
+        owner._parameters[param_type] = made[param]
 
 
 def _open(request: LoadRequest) -> Checkpoint:
