@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -188,6 +190,77 @@ def test_every_way_in(pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, i
     (tmp_path / "mine.yaml").write_text("extends: llama\nheads: {lm_head: null}\n")
     for errors in pool.run(2, ways_in, case.folder, case.reference, str(tmp_path / "mine.yaml")):
         assert max(errors.values()) < TOLERANCE, errors
+
+
+def head_class(folder: str, auto: Any) -> dict[str, Any]:
+    models = []
+    for plan in ("auto", None):
+        torch.manual_seed(5)
+        models.append(load(folder, auto, tp_plan=plan).train())
+    grads = []
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        model.gradient_checkpointing_enable()
+        outputs = model(PROMPTS, attention_mask=MASK)
+        output = outputs.start_logits if "start_logits" in outputs else outputs.logits
+        output.square().sum().backward()
+        grads.append({name: tp_transformers.full_tensor(p, p.grad) for name, p in model.named_parameters()})
+        model.eval()
+    with torch.no_grad():
+        ours, theirs = (model(PROMPTS, attention_mask=MASK)[0] for model in models)
+    return {
+        "output": relative(ours, theirs),
+        "grads": max(relative(grads[0][name], grad) for name, grad in grads[1].items()),
+        "uncovered": models[0].tp_resolution.uncovered,
+    }
+
+
+@pytest.mark.parametrize(
+    "auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering]
+)
+def test_every_head_class_and_gradient_checkpointing(pool: Any, cases: Any, auto: Any) -> None:
+    for result in pool.run(2, head_class, cases(9, 3).folder, auto):
+        assert result["output"] < TOLERANCE
+        assert result["grads"] < TOLERANCE
+        assert result["uncovered"] == ()
+
+
+def ways_to_generate(folder: str) -> list[str]:
+    """The ways in which tensor-parallel generation differs from one process."""
+    ours, theirs = load(folder), LlamaForCausalLM.from_pretrained(folder)
+    different = []
+    for name, arguments in {
+        "greedy": {},
+        "beams": {"num_beams": 3},
+        "static cache": {"cache_implementation": "static"},
+        "no cache": {"use_cache": False},
+        "sampled": {"do_sample": True},
+        "scores": {"output_scores": True, "return_dict_in_generate": True},
+    }.items():
+        outputs = []
+        for model in (ours, theirs):
+            torch.manual_seed(11)
+            output = model.generate(
+                PROMPTS, attention_mask=MASK, **{"max_new_tokens": 6, "do_sample": False, **arguments}
+            )
+            outputs.append(getattr(output, "sequences", output))
+        if not torch.equal(*outputs):
+            different.append(name)
+    for implementation in ("eager", "sdpa"):
+        for model in (ours, theirs):
+            model.set_attn_implementation(implementation)
+        with torch.inference_mode():
+            error = relative(*(model(PROMPTS, attention_mask=MASK).logits for model in (ours, theirs)))
+        if error > TOLERANCE:
+            different.append(implementation)
+    return different
+
+
+@pytest.mark.parametrize(("heads", "size"), [((9, 3), 2), ((8, 1), 3)])
+def test_ways_to_generate(pool: Any, cases: Any, heads: tuple[int, int], size: int) -> None:
+    assert pool.run(size, ways_to_generate, cases(*heads).folder) == [[]] * size
 
 
 def through_pipeline(folder: str) -> tuple[bool, Any, Any]:
