@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from transformers.utils import logging
 
 from .models import Case, make_case
@@ -35,3 +37,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory):
         return made[key]
 
     return make
+
+
+def pytest_report_header() -> str:
+    """Which versions a run is of."""
+    return f"torch {torch.__version__}, transformers {transformers.__version__}"

@@ -84,7 +84,10 @@ def observe(model: Any) -> dict[str, Any]:
 
 
 def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest difference, relative to the largest magnitude of the reference."""
+    """Largest difference, relative to the largest magnitude of the reference; infinite where it is not a number."""
+    assert value.shape == reference.shape
+    if not torch.isfinite(value).all():
+        return float("inf")
     return ((value - reference).abs().max() / reference.abs().max().clamp_min(1e-12)).item()
 
 

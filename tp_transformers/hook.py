@@ -28,7 +28,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from .errors import CheckpointError, PlanError, UnsupportedError, describe
 from .loader import LoadRequest, load, partition_initialized
-from .mesh import TensorParallelGroup, join
+from .mesh import TensorParallelGroup, check_size, join
 from .parallelize import parallelize
 from .plan import Plan, available_plans
 from .resolve import Resolution
@@ -129,22 +129,23 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwar
 
 def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a `from_pretrained` that was given a `tp_plan`."""
-    # 1. Refuse what does not go together, before any group is started.
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
-    for other in ("device_map", "distributed_config"):
-        if kwargs.pop(other, None) is not None:
-            raise PlanError(
-                describe(
-                    "from_pretrained",
-                    got=f"both tp_plan and {other}",
-                    expected="one of them",
-                    fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
-                )
-            )
-    # 2. Find the ranks.
-    group = join(tp_size=tp_size, device_mesh=device_mesh)
-    # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
+    # 1. Find the ranks.
+    group = join(device_mesh)
     with group.agree():
+        # 2. Refuse what does not go together.
+        check_size(group, tp_size)
+        for other in ("device_map", "distributed_config"):
+            if kwargs.pop(other, None) is not None:
+                raise PlanError(
+                    describe(
+                        "from_pretrained",
+                        got=f"both tp_plan and {other}",
+                        expected="one of them",
+                        fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
+                    )
+                )
+        # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
         current = _Load(_read_plan(tp_plan), group)
         token = _current.set(current)
         try:

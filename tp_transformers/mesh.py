@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,28 @@ class TensorParallelGroup:
         """The world rank of every rank of the axis."""
         return self.device_mesh.mesh.tolist() if self.device_mesh is not None else [0]
 
+    def check_same(self, subject: str, value: Any) -> None:
+        """Raise MeshError on all ranks where they do not have the same `value`, which is pickled and compared."""
+        if self.size == 1:
+            return
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        others = [rank for rank in range(self.size) if values[rank] != values[0]]
+        if others:
+            error = MeshError(
+                describe(
+                    subject,
+                    got=f"one on rank 0 and another on rank {others[0]}",
+                    expected="the same on all ranks",
+                    fix="All ranks have to call from_pretrained with the same arguments and the same checkpoint.",
+                )
+            )
+            error._agreed_on = True  # type: ignore[attr-defined]
+            raise error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
+        return self
+
     @contextmanager
     def agree(self) -> Iterator[None]:
         """Run the block on all ranks, or fail on all: one collective at its end.
@@ -68,31 +91,34 @@ class TensorParallelGroup:
         raise common from (failure if common is not failure else None)
 
 
-def join(*, tp_size: int | None = None, device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
+def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:
+    """Raise MeshError where `tp_size` is asked for, and is not the number of ranks."""
+    if tp_size is None or tp_size == group.size:
+        return
+    raise MeshError(
+        describe(
+            "tp_size",
+            got=str(tp_size),
+            expected=f"{group.size}, the number of ranks that were started",
+            fix=f"Launch with torchrun --nproc-per-node {tp_size}, or pass device_mesh= with a tp axis of that length.",
+        )
+    )
+
+
+def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     """Join the tensor-parallel group: from `device_mesh`, from a running process group, or from torchrun's environment.
 
     Starts the process group if there is none and torchrun's environment is set: nccl on CUDA, gloo on CPU, the device
     bound before the group starts. Without torchrun it is one process, with no group at all.
 
-    Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D), where `tp_size` is not the length of the
-    axis, or where a node has more ranks than GPUs.
+    Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D), or where a node has more ranks than GPUs.
     """
-    if device_mesh is None and (dist.is_initialized() or "WORLD_SIZE" in os.environ):
+    if device_mesh is None and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
         device_type = _start_process_group()
         device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
     elif device_mesh is not None:
         device_mesh = _tp_axis(device_mesh)
     size = device_mesh.size() if device_mesh is not None else 1
-    if tp_size is not None and tp_size != size:
-        raise MeshError(
-            describe(
-                "tp_size",
-                got=str(tp_size),
-                expected=f"{size}, the number of ranks that were started" if device_mesh is not None else "1",
-                fix=f"Launch with torchrun --nproc-per-node {tp_size}, or pass device_mesh= with a tp axis of that"
-                " length.",
-            )
-        )
     if device_mesh is None:
         return TensorParallelGroup(None, 0, 1, _local_device(_default_device_type()))
     device = _local_device(device_mesh.device_type)

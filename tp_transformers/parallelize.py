@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
@@ -38,6 +39,17 @@ class TensorParallelModel:
         """Write a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.save.save_pretrained`."""
         save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore[arg-type]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy that is split over the same ranks."""
+        module: nn.Module = self  # type: ignore[assignment]
+        copied: nn.Module = type(self).__new__(type(self))  # type: ignore[assignment]
+        memo.update({id(self): copied, id(self.tp_group.device_mesh): self.tp_group.device_mesh})
+        copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
+        names = dict(copied.named_parameters(remove_duplicate=False))
+        for name, param in module.named_parameters(remove_duplicate=False):
+            names[name].tp_shard = param.tp_shard  # type: ignore[attr-defined]
+        return copied
+
     def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
         """Refused: it would upload from every rank."""
         raise UnsupportedError(
@@ -65,6 +77,9 @@ def parallelize(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) 
     # 1. Bind the plan to the modules. Nothing is changed before every fault is known.
     with group.agree():
         resolution = resolve(plan, model, group.size)
+    whole = {name: (tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()}
+    group.check_same("the plan", plan.as_dict())
+    group.check_same("the model's config", whole)
     if group.rank == 0:
         for note in resolution.notes:
             warnings.warn(note, stacklevel=2)

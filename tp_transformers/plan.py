@@ -152,6 +152,8 @@ class Plan:
         for pattern, children in _mapping(data, "attention", faults).items():
             attention[str(pattern)] = _parse_attention(str(pattern), children, faults)
         model_types = data.get("model_type") or ()
+        if not isinstance(model_types, str | list | tuple):
+            faults.append(f"model_type is {model_types!r}, neither a name nor a list of names")
         if faults:
             raise PlanError(list_faults(f"plan {source} is malformed", faults))
         return cls(
@@ -209,6 +211,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """A loader that refuses two rules of one name, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        self.flatten_mapping(node)
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:

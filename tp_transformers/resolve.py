@@ -41,7 +41,7 @@ class Resolution:
         if strategy is None:
             return ParamShard(shape, None, group, use_dtensor=False)
         layout = strategy.layout(name.rpartition(".")[2], shape, group.size)
-        return ParamShard(shape, layout, group, strategy.use_dtensor)
+        return ParamShard(shape, layout, group, strategy.use_dtensor, strategy.sums_gradients)
 
 
 def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
@@ -89,7 +89,8 @@ class _Resolver:
                 param_strategies[name] = module_strategies[owner]
             else:
                 uncovered.append(name)
-        self._check_param_rules(param_rules, module_rules)
+        self._check_modules(module_strategies, param_rules)
+        self._check_attention(cut, param_strategies)
         self._check_shapes(param_strategies)
         if self.faults:
             raise PlanError(
@@ -152,14 +153,36 @@ class _Resolver:
             return ReplicateParallel().bind(module, self.size)
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
-        return strategy.bind(module, self.size, split=cut.splits.get(name), parts=rule.parts)
+        return strategy.bind(module, self.size, name=name, split=cut.splits.get(name), parts=rule.parts)
 
-    def _check_param_rules(self, param_rules: Mapping[str, Rule], module_rules: Mapping[str, Rule]) -> None:
-        """A linear or embedding that is cut has to communicate, so the rule has to name the module."""
+    def _check_modules(
+        self, module_strategies: Mapping[str, TensorParallelLayer], param_rules: Mapping[str, Rule]
+    ) -> None:
+        """Every rule fits its module, and a module that communicates is named as a whole."""
+        for name, strategy in module_strategies.items():
+            try:
+                strategy.check(self.modules[name])
+            except ValueError as error:
+                self.faults.append(f"{fold_layers(name) or 'the model'}: {error}")
+            if self.prefix and not f"{name}.".startswith(f"{self.prefix}.") and strategy.leaves_sharded_output:
+                self.faults.append(f"{name}: each rank would return its own part of the output; use colwise_rep")
         for name, rule in param_rules.items():
             owner = name.rpartition(".")[0]
-            if isinstance(self.modules[owner], nn.Linear | nn.Embedding) and owner not in module_rules:
+            if isinstance(self.modules[owner], nn.Linear | nn.Embedding):
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
+
+    def _check_attention(self, cut: AttentionCut, param_strategies: Mapping[str, TensorParallelLayer]) -> None:
+        """What else computes on the heads of cut attention gets a part of its gradient on every rank."""
+        for name in self.parameters:
+            attention = next((module for module in cut.heads if name.startswith(f"{module}.")), None)
+            strategy = param_strategies.get(name)
+            if attention is None or name.rpartition(".")[0] in cut.splits or self.size == 1:
+                continue
+            if strategy is None or (isinstance(strategy, ReplicateParallel) and not strategy.sums_gradients):
+                self.faults.append(
+                    f"{fold_layers(name)}: it stands among heads that are cut, so its gradient has to be summed over "
+                    f"the ranks; add {fold_layers(name.rpartition('.')[0])}: replicated_with_grad_allreduce"
+                )
 
     def _check_shapes(self, param_strategies: Mapping[str, TensorParallelLayer]) -> None:
         """Every parameter can be cut as its strategy says, and tied parameters are cut alike."""

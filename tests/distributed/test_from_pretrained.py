@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -25,6 +26,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     pipeline,
 )
 
@@ -456,15 +459,18 @@ def declared(folder: str, reference: str) -> dict[str, Any]:
             relative(tp_transformers.full_tensor(param, param.grad), expected["grads"][name])
             for name, param in model.named_parameters()
         ),
-        "told": sum("MistralForCausalLM declares" in record for record in records),
+        "told": sum("ForCausalLM declares" in record for record in records),
     }
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_plan_that_transformers_declares_at_any_size(pool: Any, tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(("config", "model"), [(MistralConfig, MistralForCausalLM), (Qwen3Config, Qwen3ForCausalLM)])
+def test_the_plan_that_transformers_declares_at_any_size(
+    pool: Any, tmp_path: Path, config: Any, model: Any, size: int
+) -> None:
     torch.manual_seed(0)
-    MistralForCausalLM(tiny(MistralConfig, tie_word_embeddings=True)).save_pretrained(tmp_path / "c")
-    torch.save(observe(MistralForCausalLM.from_pretrained(tmp_path / "c")), tmp_path / "reference.pt")
+    model(tiny(config, tie_word_embeddings=True)).save_pretrained(tmp_path / "c")
+    torch.save(observe(model.from_pretrained(tmp_path / "c")), tmp_path / "reference.pt")
     for result in pool.run(size, declared, str(tmp_path / "c"), str(tmp_path / "reference.pt")):
         assert result["logits"] < TOLERANCE
         assert result["tokens"]
@@ -602,6 +608,92 @@ def test_damaged_checkpoints(pool: Any, cases: Any, tmp_path: Path, damage: Any,
     (error,) = errors
     assert error.startswith("CheckpointError: ")
     assert says in error
+
+
+def load_with_wrong_rules(folder: str) -> None:
+    rules = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise_rep"}
+    model = load(folder, tp_plan={f"model.layers.*.mlp.{name}": strategy for name, strategy in rules.items()})
+    model(PROMPTS)
+
+
+def test_rules_that_do_not_fit_together_are_told_in_the_forward(pool: Any, cases: Any) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, load_with_wrong_rules, cases(8, 4).folder, timeout=60)
+    assert set(caught.value.errors) == {0, 1}
+    for error in caught.value.errors.values():
+        assert error.startswith("PlanError: model.layers.0.mlp.down_proj: got an input of 50 features, expected 100")
+
+
+def look_up_nobodys_id(folder: str) -> None:
+    load(folder)(torch.tensor([[3, VOCAB]]))
+
+
+def test_ids_outside_the_vocabulary_fail_as_in_one_process(pool: Any, cases: Any) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, look_up_nobodys_id, cases(8, 4).folder, timeout=60)
+    assert all(error.startswith("IndexError: index out of range") for error in caught.value.errors.values())
+    assert len(caught.value.errors) == 2
+
+
+def casts_and_copies(folder: str, cast: str, copied: str) -> bool:
+    model = load(folder)
+    model.to(torch.bfloat16).save_pretrained(cast)
+    model = load(folder)
+    duplicate = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    duplicate.save_pretrained(copied)
+    whole = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        error = relative(duplicate(PROMPTS).logits, whole(PROMPTS).logits)
+    return error < TOLERANCE and all(
+        torch.equal(tp_transformers.full_tensor(mine), theirs)
+        for mine, theirs in zip(duplicate.parameters(), whole.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("heads", [(8, 4), (9, 3)])
+def test_a_model_that_is_cast_or_copied_is_still_whole(pool: Any, cases: Any, tmp_path: Path, heads: Any) -> None:
+    case = cases(*heads)
+    assert pool.run(2, casts_and_copies, case.folder, str(tmp_path / "cast"), str(tmp_path / "copied")) == [True] * 2
+    whole, cast, copied = (read_folder(path) for path in (case.folder, tmp_path / "cast", tmp_path / "copied"))
+    assert whole.keys() == cast.keys() == copied.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(cast[name], tensor.bfloat16())
+        assert torch.equal(copied[name], tensor)
+
+
+def load_differently(folders: list[str], what: str) -> None:
+    rank = int(os.environ["RANK"])
+    arguments: dict[str, Any] = {}
+    if what == "size" and rank:
+        arguments = {"tp_size": 3}
+    if what == "device_map" and rank:
+        arguments = {"device_map": "auto"}
+    if what == "plan" and rank:
+        arguments = {"tp_plan": {"model.layers.*.mlp.up_proj": "colwise_rep"}}
+    load(folders[rank if what == "weights" else 0], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("size", "MeshError: rank 1: tp_size: got 3, expected 2"),
+        ("device_map", "PlanError: rank 1: from_pretrained: got both tp_plan and device_map"),
+        ("plan", "MeshError: the plan: got one on rank 0 and another on rank 1"),
+        ("weights", "MeshError: the checkpoint: got one on rank 0 and another on rank 1"),
+    ],
+)
+def test_ranks_that_ask_for_different_things_all_stop(
+    pool: Any, cases: Any, tmp_path: Path, what: str, says: str
+) -> None:
+    folder = cases(8, 4).folder
+    other = edited(folder, tmp_path / "c", lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, load_differently, [folder, other], what, timeout=60)
+    assert len(caught.value.errors) == 2
+    assert all(error.startswith(says) for error in caught.value.errors.values()), caught.value.errors
 
 
 def load_own(folders: list[str]) -> None:

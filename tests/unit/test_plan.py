@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     GPTNeoXConfig,
     MistralConfig,
+    Qwen3Config,
 )
 
 from tests.models import llama_config
@@ -103,7 +104,7 @@ def test_every_fault_is_told_at_once_with_the_nearest_names() -> None:
     assert "model.layers.*.mlp.gate_prj: matches no module" in text
     assert "nearest: model.layers.*.mlp.gate_proj" in text
     assert "model.layers.0.mlp.up_proj: two rules match it" in text
-    assert "model.norm.weight: colwise cuts linears and embeddings" in text
+    assert "model.norm: a LlamaRMSNorm is no linear or embedding" in text
 
 
 def test_malformed_rules() -> None:
@@ -122,6 +123,7 @@ def test_malformed_rules() -> None:
         ("- a\n- b\n", "a list"),
         ("rules: {a: colwise", "is not YAML"),
         ("rules: {a: colwise, a: rowwise}", "'a' stands there twice"),
+        ("model_type: 3", "model_type is 3"),
         ("rulez: {a: colwise}", "unknown section 'rulez' (nearest: rules)"),
         ("rules: [a]", "section rules is a list"),
         ("attention: {a: {keys: k_proj}}", "attention a"),
@@ -178,9 +180,43 @@ def test_tied_parameters_have_to_be_cut_alike() -> None:
     assert "dim 0 into (100, 99)" in text
 
 
-def test_a_rule_for_the_parameter_of_a_linear_is_sent_to_the_module() -> None:
-    text = faults(Plan.from_dict({LAYER + "mlp.up_proj.weight": "colwise"}))
+@pytest.mark.parametrize("module_rule", [{}, {LAYER + "mlp.up_proj": "colwise"}])
+def test_a_rule_for_the_parameter_of_a_linear_is_sent_to_the_module(module_rule: dict[str, str]) -> None:
+    text = faults(Plan.from_dict({**module_rule, LAYER + "mlp.up_proj.weight": "colwise"}))
     assert "name the module, model.layers.*.mlp.up_proj: colwise" in text
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ({LAYER + "mlp": "rowwise"}, "model.layers.*.mlp: a LlamaMLP is no linear"),
+        ({LAYER + "mlp.act_fn": "rowwise"}, "model.layers.*.mlp.act_fn: a SiLU"),
+        ({"model.layers.*": "colwise"}, "model.layers.*: a LlamaDecoderLayer is no linear"),
+        ({"": "colwise"}, "the model: a LlamaForCausalLM is no linear"),
+        ({"lm_head": "colwise"}, "lm_head: each rank would return its own part"),
+        (
+            {"model.embed_tokens": {"strategy": "packed_rowwise", "parts": [100, 99]}},
+            "an embedding has no packed parts",
+        ),
+        ({"model.norm": {"strategy": "replicate", "parts": 2}}, "replicate takes no parts"),
+        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": [-1, 101]}}, "are not lengths"),
+        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": []}}, "are not lengths"),
+    ],
+)
+def test_rules_that_would_compute_something_else(rules: dict[str, Any], says: str) -> None:
+    assert says in faults(Plan.from_dict(rules))
+
+
+def test_norms_among_heads_that_are_cut_have_to_sum_their_gradients() -> None:
+    config = Qwen3Config(
+        vocab_size=99, hidden_size=32, head_dim=8, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+    )
+    model = meta_model(config=config)
+    text = faults(Plan.from_dict(MEGATRON), model)
+    assert "2 faults" in text
+    assert "add model.layers.*.self_attn.q_norm: replicated_with_grad_allreduce" in text
+    norms = {LAYER + f"self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"}
+    assert resolve(Plan.from_dict({**MEGATRON, **norms}), model, 2).param_strategies
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_undo_of_all_partitions_is_the_original(name: str, kind: str, size: int)
             assert torch.equal(lazy.materialize().double(), real)
             shards.append(lazy.materialize())
         assert torch.equal(layer.undo_partition(shards, param_type, whole.shape), whole)
-        if name != "replicate" and whole.ndim > 1:
+        if not name.startswith("replicate") and whole.ndim > 1:
             assert sum(shard.numel() for shard in shards) == whole.numel()
 
 

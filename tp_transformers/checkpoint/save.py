@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import UnsupportedError
 from ..lazy import byte_view
-from ..strategies import ParamShard, local_tensor, whole_like
+from ..strategies import ParamShard, full_tensor, local_tensor, whole_like
 from .index import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def save_pretrained(
     Raises:
         UnsupportedError: on an argument that is not one of these.
     """
+    unsupported.pop("safe_serialization", None)  # there is no other kind
     given = sorted(name for name, value in unsupported.items() if value not in (None, False))
     if given:
         raise UnsupportedError(
@@ -168,11 +169,11 @@ def _state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
     """The whole tensor on rank 0; None elsewhere."""
-    local = local_tensor(tensor)
     shard: ParamShard | None = getattr(tensor, "tp_shard", None)
     if shard is not None:
-        return shard.gather(local)
-    return local if group.rank == 0 else None
+        return shard.gather(local_tensor(tensor))
+    whole = full_tensor(tensor)  # of a DTensor that is not the loaded one: model.to(dtype) makes new ones
+    return whole if group.rank == 0 else None
 
 
 def _reverted(model: PreTrainedModel, state: dict[str, Tensor], save_original_format: bool) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 from ..errors import PlanError, describe
 from .base import TensorParallelLayer, attach
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
-from .replicate import ReplicateParallel
+from .replicate import ReplicateParallel, ReplicateSumGradParallel
 from .shard import ParamShard, full_tensor, local_tensor, take, undo_partition, whole_like
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "ParallelInterface",
     "ParamShard",
     "ReplicateParallel",
+    "ReplicateSumGradParallel",
     "RowwiseParallel",
     "TensorParallelLayer",
     "attach",
@@ -46,6 +47,7 @@ _BUILT_IN: dict[str, TensorParallelLayer] = {
     # The names that transformers 5 uses in the plans that its classes declare.
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": ReplicateSumGradParallel(),
 }
 
 

@@ -31,6 +31,8 @@ class TensorParallelLayer:
 
     hidden: tuple[str, ...] = ()
     """Parameters that the local forward must not see (a bias that may be added only once)."""
+    sums_gradients: bool = False
+    """Whether every rank has only a part of the gradient of parameters that it holds whole (backward: all-reduce)."""
     parts: int | Sequence[int | str] | None = None
     """Of a fused projection: how many equal parts, or their lengths; each is cut by itself."""
 
@@ -60,23 +62,32 @@ class TensorParallelLayer:
         self.split: Split | None = None
         self.size = 1
         self.is_embedding = False
+        self.name = "the module"
 
     def bind(
         self,
         module: nn.Module,
         size: int,
         *,
+        name: str = "the module",
         split: Split | None = None,
         parts: int | Sequence[int | str] | None = None,
     ) -> TensorParallelLayer:
-        """A copy for `module` on `size` ranks, which cuts by `split` (attention heads), or each of `parts` evenly."""
+        """A copy for `module`, called `name` in messages, on `size` ranks.
+
+        It cuts by `split` (attention heads) where given, else each of `parts` evenly.
+        """
         bound = copy.copy(self)
+        bound.name = name
         bound.split = split
         bound.size = size
         if parts is not None:
             bound.parts = parts
         bound.is_embedding = isinstance(module, nn.Embedding)
         return bound
+
+    def check(self, module: nn.Module) -> None:
+        """Raise ValueError, saying why, where the strategy does not fit the module that a rule gives it."""
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The dim along which the module's parameter `param_type` ("weight", ...) is cut; None if it stays whole.
@@ -109,8 +120,8 @@ class TensorParallelLayer:
             if self.parts < 1 or length % self.parts:
                 raise ValueError(f"{length} features are not {self.parts} equal parts")
             return [length // self.parts] * self.parts
-        lengths = [part for part in self.parts if isinstance(part, int)]
-        if len(lengths) < len(self.parts):
+        lengths = [part for part in self.parts if isinstance(part, int) and part > 0]
+        if not lengths or len(lengths) < len(self.parts):
             raise ValueError(f"parts {list(self.parts)} are not lengths, and no attention gives their heads")
         return lengths
 

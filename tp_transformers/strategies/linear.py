@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
+from ..errors import PlanError, describe
 from ..layout import even
 from .base import Placements, TensorParallelLayer, only
 
@@ -18,7 +19,32 @@ LAST = -1
 """The feature dim of activations: (..., features)."""
 
 
-class ColwiseParallel(TensorParallelLayer):
+class _WeightParallel(TensorParallelLayer):
+    """What column- and row-parallel layers share: they cut a module's weight, and need to know its input width."""
+
+    def check(self, module: nn.Module) -> None:
+        """They cut modules that own a matrix called `weight`; packed parts make no sense for an embedding."""
+        weight = module._parameters.get("weight")
+        if weight is None or weight.ndim < 2:
+            raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise cut")
+        if self.parts is not None and isinstance(module, nn.Embedding):
+            raise ValueError("an embedding has no packed parts")
+
+    def check_width(self, x: Tensor, expected: int) -> None:
+        """Raise PlanError, before anything is communicated, where the input is not `expected` features wide."""
+        if x.shape[LAST] != expected:
+            raise PlanError(
+                describe(
+                    self.name,
+                    got=f"an input of {x.shape[LAST]} features",
+                    expected=str(expected),
+                    fix="The plan's rules for it and for what comes before it do not fit together: one side is sharded "
+                    "where the other expects the whole.",
+                )
+            )
+
+
+class ColwiseParallel(_WeightParallel):
     """Cut the output features.
 
     A linear's `weight: (out/size, in)` and `bias: (out/size)`; an embedding's `weight: (vocab, hidden/size)`.
@@ -47,8 +73,6 @@ class ColwiseParallel(TensorParallelLayer):
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The output features: dim -2 of a weight, the only dim of a bias; the hidden dim of an embedding."""
-        if ndim == 1 and param_type != "bias":
-            raise ValueError("colwise cuts linears and embeddings, not a vector")
         return -1 if self.is_embedding or ndim == 1 else -2
 
     @staticmethod
@@ -59,12 +83,15 @@ class ColwiseParallel(TensorParallelLayer):
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
-        x = inputs[0]
+        x, strategy = inputs[0], mod.tp_strategy
+        assert isinstance(strategy, ColwiseParallel)
         if isinstance(x, DTensor):
             x = x.redistribute(device_mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         else:
             if isinstance(only(input_layouts), Shard):
                 x = gather_from_region(x, _input_widths(mod), device_mesh.get_group())
+            elif not strategy.is_embedding:
+                strategy.check_width(x, sum(_input_widths(mod)))
             x = copy_to_region(x, device_mesh.get_group())
         return (x, *inputs[1:])
 
@@ -83,7 +110,7 @@ class ColwiseParallel(TensorParallelLayer):
         return (self.split or even(int(features), self.size)).widths  # type: ignore[arg-type]
 
 
-class RowwiseParallel(TensorParallelLayer):
+class RowwiseParallel(_WeightParallel):
     """Cut the input features.
 
     A linear's `weight: (out, in/size)`, its bias whole and added once, after the sum; an embedding's
@@ -116,8 +143,6 @@ class RowwiseParallel(TensorParallelLayer):
         """The input features: the last dim of a weight, the rows of an embedding; a bias stays whole."""
         if self.is_embedding:
             return 0
-        if ndim == 1 and param_type != "bias":
-            raise ValueError("rowwise cuts linears and embeddings, not a vector")
         return None if ndim == 1 else -1
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
@@ -141,13 +166,17 @@ class RowwiseParallel(TensorParallelLayer):
         if layer.is_embedding:
             # Ids of other ranks' rows look up any row here; the output hook zeroes what they found.
             start, stop = layer._rows(mod, device_mesh.get_local_rank())
-            outside = (x < start) | (x >= stop)
+            # Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
+            outside = ((x >= 0) & (x < start)) | ((x >= stop) & (x < int(mod.num_embeddings)))  # type: ignore[arg-type]
             mod.__dict__["_tp_outside"] = outside
             x = (x - start).masked_fill(outside, 0)
         elif isinstance(x, DTensor):
             x = x.redistribute(device_mesh, [Shard(x.ndim - 1)]).to_local()
         elif isinstance(only(input_layouts), Replicate):
+            layer.check_width(x, sum(_input_widths(mod)))
             x = scatter_to_region(x, _input_widths(mod), device_mesh.get_group())
+        else:
+            layer.check_width(x, _input_widths(mod)[device_mesh.get_local_rank()])
         return (x, *inputs[1:])
 
     @staticmethod
@@ -188,10 +217,14 @@ class PackedRowwiseParallel(RowwiseParallel):
 
 
 def _input_widths(module: nn.Module) -> tuple[int, ...]:
-    """How the input features of a linear are cut over the ranks."""
-    layer: TensorParallelLayer = module.tp_strategy  # type: ignore[assignment]
-    split = layer.split if isinstance(layer, RowwiseParallel) else None
-    return (split or even(int(module.in_features), layer.size)).widths  # type: ignore[arg-type]
+    """How the input features of a linear are cut over the ranks, in its own layout if it is row-parallel."""
+    strategy: TensorParallelLayer = module.tp_strategy  # type: ignore[assignment]
+    features = int(module.in_features)  # type: ignore[arg-type]
+    if isinstance(strategy, RowwiseParallel):
+        layout = strategy.layout("weight", (1, features), strategy.size)
+        assert layout is not None
+        return layout.split.widths
+    return even(features, strategy.size).widths
 
 
 def _as_dtensor(x: Tensor, layout: Placement | None, mod: nn.Module, mesh: DeviceMesh) -> DTensor:

@@ -10,3 +10,14 @@ class ReplicateParallel(TensorParallelLayer):
 
     x ── A ── xA
     """
+
+
+class ReplicateSumGradParallel(ReplicateParallel):
+    """Every rank holds the whole parameter, but applies it to its own shard of the activations, such as a norm within
+    attention heads; so each rank has a part of the gradient (backward: all-reduce).
+
+        xA ── n(xA)
+        xB ── n(xB)
+    """
+
+    sums_gradients = True

@@ -26,6 +26,11 @@ class ParamShard:
     layout: Layout | None
     group: TensorParallelGroup
     use_dtensor: bool = True
+    sums_gradients: bool = False
+    """Whether a parameter that every rank holds whole gets only a part of its gradient on each."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamShard:
+        return self
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -60,7 +65,7 @@ class ParamShard:
     @property
     def needs_view(self) -> bool:
         """Whether the parameter is not itself what a local forward computes with."""
-        return self.placement is not None or bool(self._shared)
+        return self.placement is not None or self.sums_gradients or bool(self._shared)
 
     def view(self, param: Tensor) -> Tensor:
         """What the local forward computes with: the local tensor, with gradients routed back as the layout needs.
@@ -68,9 +73,13 @@ class ParamShard:
         The gradient of indices that several ranks hold is summed over those ranks (all-reduce in backward), so that
         each of them has the whole of it.
         """
+        if not torch.is_grad_enabled():
+            return param._local_tensor if isinstance(param, DTensor) else param
         if isinstance(param, DTensor):
-            return param.to_local() if torch.is_grad_enabled() else param._local_tensor
-        if self.layout is None or not self._shared or not torch.is_grad_enabled():
+            param = param.to_local()
+        if self.sums_gradients and self.group.process_group is not None:
+            return copy_to_region(param, self.group.process_group)
+        if self.layout is None or not self._shared:
             return param
         dim, parts, position = self.layout.dim, [], 0
         for part in self._shared:
