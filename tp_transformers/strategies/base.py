@@ -203,17 +203,19 @@ def only(layouts: Placements) -> Placement | None:
     return layouts[0] if isinstance(layouts, Sequence) else layouts
 
 
-def attach(module: nn.Module, layer: TensorParallelLayer, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-    """Make `module` compute with this rank's shards: its forward sees local tensors, `layer` communicates around it.
+def attach(
+    module: nn.Module, strategy: TensorParallelLayer, shards: Mapping[str, ParamShard], mesh: DeviceMesh
+) -> None:
+    """Make `module` compute with this rank's shards: its forward sees local tensors, `strategy` communicates around it.
 
     Args:
         module: the module that owns the parameters.
-        layer: the strategy, bound to the module; stays reachable as `module.tp_strategy`.
+        strategy: bound to the module; stays reachable as `module.tp_strategy`.
         shards: what this rank holds, by parameter name within the module.
         mesh: the 1-D mesh of the `tp` axis.
     """
     # The hooks hold no reference to the module, so that a deep copy of it computes with its own parameters.
-    module.tp_strategy = layer  # type: ignore[assignment]
+    module.tp_strategy = strategy  # type: ignore[assignment]
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
     rank = mesh.get_local_rank()
     replaced: list[tuple[dict[str, Any], dict[str, Any]] | None] = []
@@ -221,11 +223,11 @@ def attach(module: nn.Module, layer: TensorParallelLayer, shards: Mapping[str, P
     def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         keyword = None if args or not kwargs else next(iter(kwargs))
         inputs = args if keyword is None else (kwargs[keyword],)
-        inputs = layer._prepare_input_fn(layer.input_layouts, layer.desired_input_layouts, mod, inputs, mesh)
+        inputs = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, mod, inputs, mesh)
         if any(isinstance(value, DTensor) for value in inputs):
             replaced.append(None)
         else:
-            replaced.append(_enter_local_view(mod, layer, views, rank))
+            replaced.append(_enter_local_view(mod, strategy, views, rank))
         return (inputs, kwargs) if keyword is None else ((), {**kwargs, keyword: inputs[0]})
 
     def after(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -235,23 +237,23 @@ def attach(module: nn.Module, layer: TensorParallelLayer, shards: Mapping[str, P
             mod.__dict__.update(saved[1])
         if output is None:  # the forward raised
             return None
-        return layer._prepare_output_fn(layer.output_layouts, layer.use_local_output, mod, output, mesh)
+        return strategy._prepare_output_fn(strategy.output_layouts, strategy.use_local_output, mod, output, mesh)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
 
 
 def _enter_local_view(
-    module: nn.Module, layer: TensorParallelLayer, views: Mapping[str, ParamShard], rank: int
+    module: nn.Module, strategy: TensorParallelLayer, views: Mapping[str, ParamShard], rank: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Let the module see local tensors in place of its parameters; returns what was there."""
     parameters = module._parameters
     saved: dict[str, Any] = {
-        name: parameters[name] for name in (*views, *layer.hidden) if parameters.get(name) is not None
+        name: parameters[name] for name in (*views, *strategy.hidden) if parameters.get(name) is not None
     }
     for name, param in saved.items():
-        parameters[name] = None if name in layer.hidden else views[name].view(param)  # type: ignore[assignment]
-    attributes = layer.local_attributes(module, rank)
+        parameters[name] = None if name in strategy.hidden else views[name].view(param)  # type: ignore[assignment]
+    attributes = strategy.local_attributes(module, rank)
     saved_attributes = {name: module.__dict__[name] for name in attributes}
     module.__dict__.update(attributes)
     return saved, saved_attributes

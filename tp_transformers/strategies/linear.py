@@ -23,9 +23,9 @@ class _WeightParallel(TensorParallelLayer):
     """What column- and row-parallel layers share: they cut a module's weight, and need to know its input width."""
 
     def check(self, module: nn.Module) -> None:
-        """They cut modules that own a matrix called `weight`; packed parts make no sense for an embedding."""
-        weight = module._parameters.get("weight")
-        if weight is None or weight.ndim < 2:
+        """They cut linears, whose weight is (out_features, in_features), and embeddings, which have no packed parts."""
+        linear = hasattr(module, "in_features") and hasattr(module, "out_features") and "weight" in module._parameters
+        if not linear and not isinstance(module, nn.Embedding):
             raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise cut")
         if self.parts is not None and isinstance(module, nn.Embedding):
             raise ValueError("an embedding has no packed parts")
@@ -99,9 +99,9 @@ class ColwiseParallel(_WeightParallel):
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        layer: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
+        strategy: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
         if isinstance(only(output_layouts), Replicate):
-            outputs = gather_from_region(outputs, layer.output_widths(mod), device_mesh.get_group())
+            outputs = gather_from_region(outputs, strategy.output_widths(mod), device_mesh.get_group())
         return outputs if use_local_output else _as_dtensor(outputs, only(output_layouts), mod, device_mesh)
 
     def output_widths(self, module: nn.Module) -> tuple[int, ...]:
@@ -161,11 +161,11 @@ class RowwiseParallel(_WeightParallel):
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
-        x, layer = inputs[0], mod.tp_strategy
-        assert isinstance(layer, RowwiseParallel)
-        if layer.is_embedding:
+        x, strategy = inputs[0], mod.tp_strategy
+        assert isinstance(strategy, RowwiseParallel)
+        if strategy.is_embedding:
             # Ids of other ranks' rows look up any row here; the output hook zeroes what they found.
-            start, stop = layer._rows(mod, device_mesh.get_local_rank())
+            start, stop = strategy._rows(mod, device_mesh.get_local_rank())
             # Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
             outside = ((x >= 0) & (x < start)) | ((x >= stop) & (x < int(mod.num_embeddings)))  # type: ignore[arg-type]
             mod.__dict__["_tp_outside"] = outside
@@ -173,10 +173,10 @@ class RowwiseParallel(_WeightParallel):
         elif isinstance(x, DTensor):
             x = x.redistribute(device_mesh, [Shard(x.ndim - 1)]).to_local()
         elif isinstance(only(input_layouts), Replicate):
-            layer.check_width(x, sum(_input_widths(mod)))
+            strategy.check_width(x, sum(_input_widths(mod)))
             x = scatter_to_region(x, _input_widths(mod), device_mesh.get_group())
         else:
-            layer.check_width(x, _input_widths(mod)[device_mesh.get_local_rank()])
+            strategy.check_width(x, _input_widths(mod)[device_mesh.get_local_rank()])
         return (x, *inputs[1:])
 
     @staticmethod
@@ -231,8 +231,8 @@ def _as_dtensor(x: Tensor, layout: Placement | None, mod: nn.Module, mesh: Devic
     """`x` as a DTensor; raises ValueError where its width is cut in a way that no placement describes."""
     if not isinstance(layout, Shard):
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    layer: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
-    widths = layer.output_widths(mod)
+    strategy: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
+    widths = strategy.output_widths(mod)
     if even(sum(widths), mesh.size()).widths != widths or not even(sum(widths), mesh.size()).is_chunked:
         raise ValueError(f"no DTensor placement describes features cut into {widths}; use use_local_output=True")
     shape = torch.Size((*x.shape[:-1], sum(widths)))
