@@ -45,9 +45,10 @@ class TensorParallelModel:
         copied: nn.Module = type(self).__new__(type(self))  # type: ignore[assignment]
         memo.update({id(self): copied, id(self.tp_group.device_mesh): self.tp_group.device_mesh})
         copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
-        names = dict(copied.named_parameters(remove_duplicate=False))
+        copies = dict(copied.named_parameters(remove_duplicate=False))
         for name, param in module.named_parameters(remove_duplicate=False):
-            names[name].tp_shard = param.tp_shard  # type: ignore[attr-defined]
+            if hasattr(param, "tp_shard"):  # DTensors that model.to(dtype) made have none, and need none
+                copies[name].tp_shard = param.tp_shard  # type: ignore[attr-defined]
         return copied
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> None:

@@ -637,7 +637,7 @@ def test_ids_outside_the_vocabulary_fail_as_in_one_process(pool: Any, cases: Any
 
 def casts_and_copies(folder: str, cast: str, copied: str) -> bool:
     model = load(folder)
-    model.to(torch.bfloat16).save_pretrained(cast)
+    copy.deepcopy(model.to(torch.bfloat16)).save_pretrained(cast)
     model = load(folder)
     duplicate = copy.deepcopy(model)
     with torch.no_grad():
