@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -109,9 +109,7 @@ def _refuse_unrecognised(
         name = child.rpartition(".")[0]
         if "Attention" not in type(modules[name]).__name__ or child in known or not _is_sharded("query", rule):
             continue
-        config = getattr(modules[name], "config", None) or model.config.get_text_config()
-        query = int(getattr(config, "num_attention_heads", 0) or 0)
-        common = math.gcd(query, int(getattr(config, "num_key_value_heads", 0) or query))
+        common = math.gcd(*_config_heads(_config(modules[name], model)))
         if common % size:
             valid = [str(count) for count in range(1, common + 1) if common % count == 0]
             faults.append(
@@ -159,14 +157,13 @@ def _count_heads(
 ) -> tuple[int, int, int] | None:
     """(head size, query heads, KV heads) of one attention module; None, and a fault, where they do not add up."""
     module = modules[name]
-    config = getattr(module, "config", None) or model.config.get_text_config()
+    config = _config(module, model)
     sizes = [getattr(owner, "head_dim", None) for owner in (module, config)]
     head_dim = next((size for size in sizes if isinstance(size, int)), None)
     if head_dim is None:
         faults.append(f"attention {name}: neither it nor its config has head_dim")
         return None
-    query = int(getattr(config, "num_attention_heads", 0) or 0)
-    kv = int(getattr(config, "num_key_value_heads", None) or query)
+    query, kv = _config_heads(config)
     widths = {role: int(modules[child].weight.shape[0]) for role, child in roles.items() if role in ("query", "key")}  # type: ignore[arg-type,union-attr,index]
     for role, width in widths.items():
         if width % head_dim:
@@ -178,3 +175,14 @@ def _count_heads(
         faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
         return None
     return head_dim, query, kv
+
+
+def _config(module: nn.Module, model: PreTrainedModel) -> Any:
+    """The config that counts for an attention module."""
+    return getattr(module, "config", None) or model.config.get_text_config()
+
+
+def _config_heads(config: Any) -> tuple[int, int]:
+    """(query heads, KV heads) by a config; 0 where it does not say."""
+    query = int(getattr(config, "num_attention_heads", 0) or 0)
+    return query, int(getattr(config, "num_key_value_heads", 0) or query)

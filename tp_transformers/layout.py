@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 Range = tuple[int, int]
 """A half-open index range, (start, stop)."""
@@ -57,7 +57,7 @@ class Split:
         """Number of indices that `rank` holds."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, ...]:
         """Local length of every rank."""
         return tuple(self.local_length(rank) for rank in range(self.size))
@@ -135,6 +135,7 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     return result
 
 
+@cache
 def even(length: int, size: int, *, unit: int = 1) -> Split:
     """Cut `length` in blocks of `unit` that stay whole; the first ranks hold one block more.
 

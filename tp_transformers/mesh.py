@@ -118,13 +118,12 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
         device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
     elif device_mesh is not None:
         device_mesh = _tp_axis(device_mesh)
-    size = device_mesh.size() if device_mesh is not None else 1
     if device_mesh is None:
         return TensorParallelGroup(None, 0, 1, _local_device(_default_device_type()))
     device = _local_device(device_mesh.device_type)
     if device.type != "cpu":
         torch.get_device_module(device.type).set_device(device)
-    return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), size, device)
+    return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device)
 
 
 def _report(failure: Exception | None) -> tuple[type[TensorParallelError], str] | None:

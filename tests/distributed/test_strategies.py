@@ -62,7 +62,7 @@ def run_strategy(name: str, kind: str, by_keyword: bool) -> dict[str, float]:
         )
     output = local(input=given) if by_keyword else local(given)
     if name == "colwise":
-        output = gather_from_region(output, layer.output_widths(local), process_group)
+        output = gather_from_region(output, layer.output_split(local).widths, process_group)
     (output * weights).sum().backward()
     differences = {"output": relative(output, expected)}
     if x.is_floating_point():

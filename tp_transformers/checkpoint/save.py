@@ -1,7 +1,8 @@
 """Shards -> a standard checkpoint, written by rank 0 one tensor after the other.
 
 No rank ever holds more than its shards and the few whole tensors of one module: the files are written in a stream
-rather than collected first. Names, file cuts and index are those of transformers' own `save_pretrained`.
+rather than collected first. Names and tensors are those of transformers' own `save_pretrained`, and so are the file
+cuts, unless the checkpoint is converted (transformers then counts the sizes of shared storages).
 """
 
 from __future__ import annotations

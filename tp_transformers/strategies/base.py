@@ -105,25 +105,25 @@ class TensorParallelLayer:
         if dim is None:
             return None
         dim %= len(shape)
-        split = self.split or packed([even(length, size) for length in self._part_lengths(shape[dim])])
+        split = self.split or self._even_split(shape[dim], size)
         if split.length != shape[dim]:
             raise ValueError(
                 f"{param_type} has length {shape[dim]} along dim {dim}, its parts add up to {split.length}"
             )
         return Layout(dim, split)
 
-    def _part_lengths(self, length: int) -> Sequence[int]:
-        """The lengths of the parts that make up `length`. Raises ValueError where they do not."""
+    def _even_split(self, length: int, size: int) -> Split:
+        """`length` cut evenly, or part by part. Raises ValueError where it is not made up of the parts."""
         if self.parts is None:
-            return [length]
+            return even(length, size)
         if isinstance(self.parts, int):
             if self.parts < 1 or length % self.parts:
                 raise ValueError(f"{length} features are not {self.parts} equal parts")
-            return [length // self.parts] * self.parts
+            return packed([even(length // self.parts, size)] * self.parts)
         lengths = [part for part in self.parts if isinstance(part, int) and part > 0]
         if not lengths or len(lengths) < len(self.parts):
             raise ValueError(f"parts {list(self.parts)} are not lengths, and no attention gives their heads")
-        return lengths
+        return packed([even(part, size) for part in lengths])
 
     def partition_tensor(
         self,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..errors import PlanError, describe
-from ..layout import even
+from ..layout import Split, even
 from .base import Placements, TensorParallelLayer, only
 
 LAST = -1
@@ -101,13 +101,13 @@ class ColwiseParallel(_WeightParallel):
     ) -> Any:
         strategy: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
         if isinstance(only(output_layouts), Replicate):
-            outputs = gather_from_region(outputs, strategy.output_widths(mod), device_mesh.get_group())
+            outputs = gather_from_region(outputs, strategy.output_split(mod).widths, device_mesh.get_group())
         return outputs if use_local_output else _as_dtensor(outputs, only(output_layouts), mod, device_mesh)
 
-    def output_widths(self, module: nn.Module) -> tuple[int, ...]:
-        """The number of output features that each rank computes."""
+    def output_split(self, module: nn.Module) -> Split:
+        """Which output features each rank computes."""
         features = module.embedding_dim if self.is_embedding else module.out_features
-        return (self.split or even(int(features), self.size)).widths  # type: ignore[arg-type]
+        return self.split or even(int(features), self.size)  # type: ignore[arg-type]
 
 
 class RowwiseParallel(_WeightParallel):
@@ -232,9 +232,9 @@ def _as_dtensor(x: Tensor, layout: Placement | None, mod: nn.Module, mesh: Devic
     if not isinstance(layout, Shard):
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     strategy: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
-    widths = strategy.output_widths(mod)
-    if even(sum(widths), mesh.size()).widths != widths or not even(sum(widths), mesh.size()).is_chunked:
-        raise ValueError(f"no DTensor placement describes features cut into {widths}; use use_local_output=True")
-    shape = torch.Size((*x.shape[:-1], sum(widths)))
+    split = strategy.output_split(mod)
+    if not split.is_chunked:
+        raise ValueError(f"no DTensor placement describes features cut into {split.widths}; use use_local_output=True")
+    shape = torch.Size((*x.shape[:-1], split.length))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False, shape=shape, stride=stride)
