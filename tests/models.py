@@ -96,3 +96,16 @@ def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
     return {
         name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()
     }
+
+
+def assert_same_files(expected: str, saved: str) -> None:
+    """Saved under tensor parallelism, a checkpoint is what one process saves: same files, same bytes."""
+    names = sorted(path.name for path in Path(expected).iterdir())
+    assert sorted(path.name for path in Path(saved).iterdir()) == names
+    for name in names:
+        if name.endswith(".json"):
+            assert (Path(saved) / name).read_text() == (Path(expected) / name).read_text(), name
+    before, after = read_folder(expected), read_folder(saved)
+    assert before.keys() == after.keys()
+    for name in before:
+        assert torch.equal(before[name], after[name]), name

@@ -3,39 +3,77 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from .errors import nearest
-from .layout import Split, heads, packed
+from .layout import Split, heads, interleaved, packed
 from .plan import Plan, Rule, fold_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+PROJECTIONS: Mapping[str, tuple[str, ...]] = {
+    "query": ("q_proj",),
+    "key": ("k_proj",),
+    "value": ("v_proj",),
+    "output": ("o_proj", "out_proj", "dense"),
+    "with_query": ("sinks",),
+}
+LATENT_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
+    "query": ("q_b_proj", "q_proj"),
+    "key_value": ("kv_b_proj",),
+    "output": ("o_proj",),
+}
 """The children by which attention is recognised where a plan does not name it (a dict, a declared plan)."""
+
+QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
+KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
+HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
+"""The attributes in which transformers' attention modules, or their configs, keep counts and sizes of heads."""
 
 
 @dataclass(frozen=True)
 class AttentionHeads:
     """How the heads of one attention module are cut."""
 
-    head_dim: int
     query: Split
     kv: Split
+    is_fused: bool = False
+    """Whether one projection makes queries, keys and values; its module then takes them apart by head counts."""
+    is_latent: bool = False
+    """Whether heads are made from latents (multi-head latent attention), which are whole on every rank."""
+    head_dim: int | None = None
+    """Features of a query head, where they are known."""
 
     def attributes(self, rank: int) -> dict[str, int]:
-        """The module's head counts on `rank`, by the names that transformers uses."""
+        """The module's own head counts on `rank`, by the names that transformers uses."""
         query, kv = self.query.local_length(rank), self.kv.local_length(rank)
-        return {"num_heads": query, "num_key_value_heads": kv, "num_key_value_groups": query // kv}
+        counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
+        counts["num_key_value_groups"] = query // kv
+        if self.head_dim is not None:
+            counts["split_size"] = query * self.head_dim
+        return counts
 
-    def features(self, role: str) -> Split:
-        """How the features of the projection in `role` are cut."""
-        return (self.kv if role in ("key", "value") else self.query).scaled(self.head_dim)
+    def config_attributes(self, rank: int) -> dict[str, int]:
+        """The head counts that the module reads from its config on `rank`."""
+        counts = self.attributes(rank)
+        return {name: counts[name] for name in ("num_attention_heads", *KV_COUNTS)}
+
+
+class LocalConfig:
+    """A module's view of a config that it shares with the whole model, with other values for some attributes."""
+
+    def __init__(self, config: Any, **local: Any) -> None:
+        self.__dict__.update(local, _shared=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_shared":
+            raise AttributeError(name)
+        return getattr(self._shared, name)
 
 
 @dataclass
@@ -45,13 +83,19 @@ class AttentionCut:
     heads: dict[str, AttentionHeads] = field(default_factory=dict)
     """Attention module -> its heads."""
     splits: dict[str, Split] = field(default_factory=dict)
-    """Projection module -> how its features are cut."""
+    """Projection, parameter or attention module -> how its heads are cut."""
     whole: dict[str, str] = field(default_factory=dict)
-    """Projection module that every rank holds whole, since there are more ranks than query heads -> its attention."""
+    """What every rank holds whole, since there are more ranks than query heads -> its attention."""
 
 
 def cut_attention(
-    plan: Plan, model: PreTrainedModel, module_rules: Mapping[str, Rule], prefix: str, size: int, faults: list[str]
+    plan: Plan,
+    model: PreTrainedModel,
+    module_rules: Mapping[str, Rule],
+    param_rules: Mapping[str, Rule],
+    prefix: str,
+    size: int,
+    faults: list[str],
 ) -> AttentionCut:
     """Cut every attention module whose projections stay sharded by whole heads.
 
@@ -59,6 +103,7 @@ def cut_attention(
         plan: names the attention modules; where it names none, they are recognised by PROJECTIONS.
         model: a transformers model.
         module_rules: the rule of every module that has one.
+        param_rules: the rule of every parameter that has one of its own.
         prefix: the base model's name in the full model.
         size: number of ranks.
         faults: what is wrong is added to it.
@@ -66,33 +111,51 @@ def cut_attention(
     modules = dict(model.named_modules())
     cut = AttentionCut()
     for name, children in _groups(plan, modules, prefix, faults).items():
-        roles = {role: f"{name}.{child}" for role, child in children.items()}
-        sharded = {role for role, child in roles.items() if _is_sharded(role, module_rules.get(child))}
-        if sharded != set(roles):
+        roles = {role: [f"{name}.{child}" for child in names] for role, names in children.items()}
+        projections = {child: role for role, names in roles.items() for child in names if not role.startswith("with_")}
+        sharded = {child for child, role in projections.items() if _is_sharded(role, module_rules.get(child))}
+        if len(sharded) < len(projections):
             if sharded:
                 faults.append(
-                    f"attention {fold_layers(name)}: {', '.join(children[role] for role in sorted(sharded))} leave "
-                    f"their features sharded, {', '.join(children[role] for role in sorted(set(roles) - sharded))} do "
-                    "not; make all of query, key and value colwise and the output rowwise, or none"
+                    f"attention {fold_layers(name)}: {_own_names(sharded)} leave their features sharded, "
+                    f"{_own_names(projections.keys() - sharded)} do not; make all of query, key and value colwise and "
+                    "the output rowwise, or none"
                 )
             continue
         counts = _count_heads(name, roles, modules, model, faults)
         if counts is None:
             continue
-        head_dim, query, kv = counts
+        query, kv, head_dim = counts
+        followers = [child for names in roles.values() for child in names]
         if size > query:
-            cut.whole.update(dict.fromkeys(roles.values(), name))
+            cut.whole.update(dict.fromkeys((*followers, name), name))
             continue
-        group = cut.heads[name] = AttentionHeads(head_dim, *heads(query, kv, size))
-        for role, child in roles.items():
-            if role == "fused":
-                parts = module_rules[child].parts
-                names = parts if isinstance(parts, tuple) else ("query", "key", "value")
-                cut.splits[child] = packed([group.features(str(part)) for part in names])
-            else:
-                cut.splits[child] = group.features(role)
+        group = AttentionHeads(
+            *heads(query, kv, size),
+            is_fused=bool({"fused", "interleaved"} & roles.keys()),
+            is_latent="key_value" in roles,
+            head_dim=head_dim,
+        )
+        cut.heads[name] = group
+        cut.splits[name] = group.query
+        for role, names in roles.items():
+            for child in names:
+                rule = module_rules.get(child) or param_rules.get(child)
+                if rule is not None:
+                    cut.splits[child] = _role_split(role, group, rule)
     _refuse_unrecognised(modules, model, module_rules, cut, size, faults)
     return cut
+
+
+def _role_split(role: str, group: AttentionHeads, rule: Rule) -> Split:
+    """How what plays `role` in attention is cut, in heads."""
+    by_part = {"query": group.query, "key": group.kv, "value": group.kv}
+    if role == "fused":
+        parts = rule.parts if isinstance(rule.parts, tuple) else tuple(by_part)
+        return packed([by_part.get(str(part), group.kv) for part in parts])
+    if role == "interleaved":
+        return interleaved(group.query, group.kv)
+    return group.kv if role in ("key", "value", "key_value", "with_key") else group.query
 
 
 def _refuse_unrecognised(
@@ -109,7 +172,7 @@ def _refuse_unrecognised(
         name = child.rpartition(".")[0]
         if "Attention" not in type(modules[name]).__name__ or child in known or not _is_sharded("query", rule):
             continue
-        common = math.gcd(*_config_heads(_config(modules[name], model)))
+        common = math.gcd(*_head_counts(modules[name], _config(modules[name], model)))
         if common % size:
             valid = [str(count) for count in range(1, common + 1) if common % count == 0]
             faults.append(
@@ -121,23 +184,36 @@ def _refuse_unrecognised(
 
 def _groups(
     plan: Plan, modules: Mapping[str, nn.Module], prefix: str, faults: list[str]
-) -> dict[str, Mapping[str, str]]:
+) -> dict[str, Mapping[str, tuple[str, ...]]]:
     """Attention modules -> their children by role: those that the plan names, or those that look like it."""
+    groups: dict[str, Mapping[str, tuple[str, ...]]] = {}
     if not plan.attention:
-        children = PROJECTIONS.values()
-        return {name: PROJECTIONS for name in modules if all(f"{name}.{child}" in modules for child in children)}
-    groups: dict[str, Mapping[str, str]] = {}
+        for name, module in modules.items():
+            for projections in (PROJECTIONS, LATENT_PROJECTIONS):
+                children = dict(_present(module, projections))
+                if projections.keys() - {"with_query"} <= children.keys():
+                    groups[name] = children
+        return groups
     for group in plan.attention:
         names = list(group.match(modules, prefix))
-        if not names:
+        if not names and not group.optional:
             pattern = group.full(prefix)
             faults.append(f"attention {pattern}: matches no module{nearest(pattern, map(fold_layers, modules))}")
         for name in names:
-            absent = [child for child in group.children.values() if f"{name}.{child}" not in modules]
-            faults.extend(f"attention {name}: it has no child {child!r}" for child in absent)
+            children = dict(_present(modules[name], group.children))
+            absent = [role for role in group.children if role not in children and not role.startswith("with_")]
+            faults.extend(f"attention {name}: it has no child {_or(group.children[role])}" for role in absent)
             if not absent:
-                groups[name] = group.children
+                groups[name] = children
     return groups
+
+
+def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(role, names) of those children that the module has: the first of a projection's, all that go with one."""
+    for role, names in children.items():
+        found = tuple(name for name in names if isinstance(getattr(module, name, None), nn.Module | nn.Parameter))
+        if found:
+            yield role, found if role.startswith("with_") else found[:1]
 
 
 def _is_sharded(role: str, rule: Rule | None) -> bool:
@@ -150,31 +226,35 @@ def _is_sharded(role: str, rule: Rule | None) -> bool:
 
 def _count_heads(
     name: str,
-    roles: Mapping[str, str],
+    roles: Mapping[str, list[str]],
     modules: Mapping[str, nn.Module],
     model: PreTrainedModel,
     faults: list[str],
-) -> tuple[int, int, int] | None:
-    """(head size, query heads, KV heads) of one attention module; None, and a fault, where they do not add up."""
+) -> tuple[int, int, int | None] | None:
+    """(query heads, KV heads, head size) of one attention module; None, and a fault, where they do not add up."""
     module = modules[name]
     config = _config(module, model)
-    sizes = [getattr(owner, "head_dim", None) for owner in (module, config)]
-    head_dim = next((size for size in sizes if isinstance(size, int)), None)
-    if head_dim is None:
-        faults.append(f"attention {name}: neither it nor its config has head_dim")
-        return None
-    query, kv = _config_heads(config)
-    widths = {role: int(modules[child].weight.shape[0]) for role, child in roles.items() if role in ("query", "key")}  # type: ignore[arg-type,union-attr,index]
-    for role, width in widths.items():
-        if width % head_dim:
-            faults.append(f"{roles[role]}: its {width} features are not whole heads of {head_dim}")
-            return None
-    query = widths["query"] // head_dim if "query" in widths else query
-    kv = widths["key"] // head_dim if "key" in widths else kv
+    head_dim = _first(HEAD_SIZES, module, config)
+    query, kv = _head_counts(module, config)
+    if "key_value" in roles:  # latent attention: every query head has a key and a value of its own
+        kv = query
+    if head_dim is not None and "key" in roles:
+        for role in ("query", "key"):
+            child = roles[role][0]
+            width = _width(modules[child])
+            if width % head_dim:
+                faults.append(f"{child}: its {width} features are not whole heads of {head_dim}")
+                return None
+            query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
     if not query or not kv or query % kv:
         faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
         return None
-    return head_dim, query, kv
+    return query, kv, head_dim
+
+
+def _width(module: nn.Module) -> int:
+    """Output features of a projection."""
+    return int(getattr(module, "nf", None) or module.out_features)  # type: ignore[arg-type]
 
 
 def _config(module: nn.Module, model: PreTrainedModel) -> Any:
@@ -182,7 +262,21 @@ def _config(module: nn.Module, model: PreTrainedModel) -> Any:
     return getattr(module, "config", None) or model.config.get_text_config()
 
 
-def _config_heads(config: Any) -> tuple[int, int]:
-    """(query heads, KV heads) by a config; 0 where it does not say."""
-    query = int(getattr(config, "num_attention_heads", 0) or 0)
-    return query, int(getattr(config, "num_key_value_heads", 0) or query)
+def _head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
+    """(query heads, KV heads) by a module's attributes or its config; 0 where neither says."""
+    query = _first(QUERY_COUNTS, module, config) or 0
+    return query, _first(KV_COUNTS, module, config) or query
+
+
+def _first(names: tuple[str, ...], *owners: Any) -> int | None:
+    """The first of `names` that is an integer in the first of `owners` that has one."""
+    values = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((value for value in values if isinstance(value, int) and value), None)
+
+
+def _own_names(children: Any) -> str:
+    return ", ".join(sorted(child.rpartition(".")[2] for child in children))
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, names))

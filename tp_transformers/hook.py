@@ -1,7 +1,8 @@
 """`enable()` and `disable()`: the only file that patches transformers.
 
-While the hook is on, `from_pretrained`, of models and of Auto classes, takes `tp_plan`, `tp_size` and `device_mesh` out
-of its arguments and calls the original, which resolves files, config and dtype and builds the model on the meta device.
+While the hook is on, `from_pretrained`, of models and of Auto classes, takes `tp_plan`, `tp_size`, `device_mesh` and
+`allow_replicated` out of its arguments and calls the original, which resolves files, config and dtype and builds the
+model on the meta device.
 `PreTrainedModel._load_pretrained_model`, which would then load the checkpoint, runs our loader instead; everything
 around it (tying, initialising what is missing, the report, the generation config) stays transformers' own.
 """
@@ -56,6 +57,7 @@ class _Load:
 
     tp_plan: Plan | str
     group: TensorParallelGroup
+    allow_replicated: bool = False
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
 
@@ -130,6 +132,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwar
 def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a `from_pretrained` that was given a `tp_plan`."""
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
+    allow_replicated = bool(kwargs.pop("allow_replicated", False))
     # 1. Find the ranks.
     group = join(device_mesh)
     with group.agree():
@@ -146,7 +149,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
                     )
                 )
         # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
-        current = _Load(_read_plan(tp_plan), group)
+        current = _Load(_read_plan(tp_plan), group, allow_replicated)
         token = _current.set(current)
         try:
             result = original(*args, device_map={"": group.device}, **kwargs)
@@ -187,7 +190,7 @@ def _load_pretrained_model(
             )
         )
     plan = current.tp_plan if isinstance(current.tp_plan, Plan) else _auto_plan(model)
-    current.resolution = parallelize(model, plan, current.group)
+    current.resolution = parallelize(model, plan, current.group, allow_replicated=current.allow_replicated)
     request = LoadRequest(
         name=str(load_config.pretrained_model_name_or_path),
         files=checkpoint_files,

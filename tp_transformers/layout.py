@@ -7,6 +7,7 @@ ranks, a `Layout` says which dim of a tensor is cut by which split.
     heads(9, 3, 2)     query [0-5 | 6-8], key/value [0 1 | 2]         whole KV groups
     heads(8, 2, 4)     query [0 1 | 2 3 | 4 5 | 6 7], key/value [0 | 0 | 1 | 1]     replicated KV heads
     packed([A, B])     AABB -> [AB | AB]                              each part by its own split
+    interleaved(q, kv) qqkvqqkv -> [qqkv | qqkv]                      fused projections stored group after group
 """
 
 from __future__ import annotations
@@ -192,6 +193,30 @@ def packed(parts: Sequence[Split]) -> Split:
             held[rank].extend((offset + start, offset + stop) for start, stop in ranges)
         offset += part.length
     return Split(offset, tuple(map(tuple, held)))
+
+
+def interleaved(query: Split, kv: Split) -> Split:
+    """Cut a fused projection that stores, for every KV head, its query heads, the key and the value, in heads.
+
+    Draws `qqkvqqkv -> [qqkv, qqkv]`. Every rank holds the query heads of `query`, each KV head of `kv` with them, as
+    `heads` cuts them.
+    """
+    group = query.length // kv.length
+    stored = group + 2
+    held: list[tuple[Range, ...]] = []
+    for queries, keys in zip(query.ranges, kv.ranges, strict=True):
+        ranges: list[Range] = []
+        for head in (head for start, stop in keys for head in range(start, stop)):
+            base, first = head * stored, head * group
+            for start, stop in queries:
+                low, high = max(start, first), min(stop, first + group)
+                if low < high:
+                    ranges.append((base + low - first, base + high - first))
+            ranges.append((base + group, base + stored))
+        held.append(tuple(ranges))
+    if kv.length >= kv.size:  # whole groups: nothing is held twice, so neighbours may be joined
+        held = [tuple(joined(ranges)) for ranges in held]
+    return Split(kv.length * stored, tuple(held))
 
 
 def _shares(count: int, size: int) -> Iterator[Range]:

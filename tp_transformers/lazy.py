@@ -73,6 +73,12 @@ class LazyTensor(ABC):
         """Itself: what is read is always contiguous."""
         return self
 
+    def to(self, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Itself for its own dtype or none; the values, cast or moved, for anything else."""
+        if not args and not kwargs and dtype in (None, self.dtype):
+            return self
+        return self.materialize().to(dtype, *args, **kwargs)
+
     def __len__(self) -> int:
         return self.shape[0]
 

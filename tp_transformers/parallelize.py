@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .attention import LocalConfig
 from .checkpoint.save import save_pretrained
 from .errors import UnsupportedError
 from .mesh import TensorParallelGroup
 from .plan import Plan, base_prefix, fold_layers
-from .resolve import Resolution, resolve
+from .resolve import Resolution, check_layers_are_cut, resolve
 from .strategies import ParamShard, TensorParallelLayer, attach
 
 if TYPE_CHECKING:
@@ -64,13 +65,16 @@ def is_tensor_parallel(model: object) -> bool:
     return isinstance(model, TensorParallelModel)
 
 
-def parallelize(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) -> Resolution:
+def parallelize(
+    model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, allow_replicated: bool = False
+) -> Resolution:
     """Give every parameter of `model` its local shape and every module its communication, in place.
 
     Args:
         model: a transformers model on the meta device.
         plan: what to split how.
         group: the ranks.
+        allow_replicated: whether a plan that a transformers class declares may leave whole layers on every rank.
 
     Raises:
         PlanError: if the plan does not fit; the model is then untouched.
@@ -78,6 +82,8 @@ def parallelize(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) 
     # 1. Bind the plan to the modules. Nothing is changed before every fault is known.
     with group.agree():
         resolution = resolve(plan, model, group.size)
+        if plan.declared and not allow_replicated:
+            check_layers_are_cut(model, plan, resolution, group.size)
     whole = {name: (tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()}
     group.check_same("the plan", plan.as_dict())
     group.check_same("the model's config", whole)
@@ -100,6 +106,8 @@ def parallelize(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) 
         for attribute, value in heads.attributes(group.rank).items():
             if hasattr(module, attribute):
                 setattr(module, attribute, value)
+        if heads.is_fused and hasattr(module, "config"):
+            module.config = LocalConfig(module.config, **heads.config_attributes(group.rank))  # type: ignore[assignment]
 
     # 4. Communication.
     if group.device_mesh is not None:

@@ -8,11 +8,20 @@ The YAML format, by example (`model_plans/llama.yaml` is a real one):
       layers.*.mlp.down_proj: rowwise   # `*` stands for a layer number; names match as a whole
       layers.*.mlp.gate_up_proj: {strategy: packed_colwise, parts: 2}
       layers.*.self_attn.qkv_proj: {strategy: packed_colwise, parts: [query, key, value]}
+    optional:                           # the same, but a config may lack them
+      layers.*.self_attn.q_norm: replicated_with_grad_allreduce
     heads:                              # names in the full model; skipped by classes that lack them
       lm_head: colwise_rep
     rules: {...}                        # names in the full model, all of which must match
     attention:                          # modules, named as in base_model, whose projections are cut by whole heads
       layers.*.self_attn: {fused: qkv_proj, output: o_proj}   # or query, key, value and output
+
+A rule may also say `unit`: indices that stay together (a pair of interleaved gate and up features; the experts' 8).
+
+Roles in attention: `query`, `key`, `value`, `output`; `fused`, a projection to all queries, then all keys, then all
+values; `interleaved`, one that goes KV group by KV group; `key_value`, one to a key and a value of every query head;
+`with_query` and `with_key`, whatever has something for every query or KV head (norms, sinks, position biases). A role
+names a child or a list: of a projection's, the first that the module has; of `with_query` and `with_key`, all it has.
 """
 
 from __future__ import annotations
@@ -34,8 +43,8 @@ from .strategies import STRATEGIES, TensorParallelLayer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ATTENTION_ROLES = ("query", "key", "value", "output", "fused")
-"""What the children of an attention module can be; `fused` is a query-key-value projection in one."""
+ATTENTION_ROLES = ("query", "key", "value", "key_value", "fused", "interleaved", "output", "with_query", "with_key")
+"""What the children of an attention module can be; see the module's docstring."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,8 @@ class Rule(Pattern):
     strategy: str | TensorParallelLayer
     parts: int | tuple[int | str, ...] | None = None
     """Of a fused projection: how many equal parts, their lengths, or the heads that they hold."""
+    unit: int | None = None
+    """Indices that stay together on a rank."""
     optional: bool = False
     """Whether it may match nothing."""
 
@@ -82,8 +93,10 @@ class Rule(Pattern):
 class Attention(Pattern):
     """The modules that match `pattern` attend with heads: their projections are cut by whole heads."""
 
-    children: Mapping[str, str]
-    """Role (one of ATTENTION_ROLES) -> name of the child module."""
+    children: Mapping[str, tuple[str, ...]]
+    """Role (one of ATTENTION_ROLES) -> names of child modules or parameters."""
+    optional: bool = False
+    """Whether it may match nothing."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +156,15 @@ class Plan:
         ]
         base = _extended(str(data["extends"]), source) if data.get("extends") else cls(source, ())
         rules: dict[tuple[bool, str], Rule | None] = {(rule.in_base_model, rule.pattern): rule for rule in base.rules}
-        for section in ("base_model", "heads", "rules"):
+        for section in ("base_model", "optional", "heads", "rules"):
             for pattern, value in _mapping(data, section, faults).items():
                 # A rule of null takes the extended plan's rule away.
                 rule = None if value is None else _parse_rule(str(pattern), value, section, faults)
-                rules[section == "base_model", str(pattern)] = rule
-        attention = {entry.pattern: entry for entry in base.attention}
+                rules[section in _IN_BASE_MODEL, str(pattern)] = rule
+        attention: dict[str, Attention | None] = {entry.pattern: entry for entry in base.attention}
         for pattern, children in _mapping(data, "attention", faults).items():
-            attention[str(pattern)] = _parse_attention(str(pattern), children, faults)
+            entry = None if children is None else _parse_attention(str(pattern), children, faults)
+            attention[str(pattern)] = entry
         model_types = data.get("model_type") or ()
         if not isinstance(model_types, str | list | tuple):
             faults.append(f"model_type is {model_types!r}, neither a name nor a list of names")
@@ -159,7 +173,7 @@ class Plan:
         return cls(
             source,
             tuple(rule for rule in rules.values() if rule is not None),
-            tuple(attention.values()),
+            tuple(entry for entry in attention.values() if entry is not None),
             (model_types,) if isinstance(model_types, str) else tuple(map(str, model_types)),
         )
 
@@ -191,7 +205,10 @@ def fold_layers(name: str) -> str:
 
 def base_prefix(model: PreTrainedModel) -> str:
     """The base model's name in the full model; "" where they are one."""
-    return "" if model.base_model is model else str(model.base_model_prefix)
+    if model.base_model is not model:
+        return str(model.base_model_prefix)
+    # A class may declare the prefix of a larger model that it is a part of (Llama4ForCausalLM).
+    return "model" if hasattr(getattr(model, "model", None), "base_model_prefix") else ""
 
 
 def available_plans() -> Mapping[str, Path]:
@@ -219,7 +236,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_SECTIONS = ("model_type", "extends", "base_model", "heads", "rules", "attention")
+_SECTIONS = ("model_type", "extends", "base_model", "optional", "heads", "rules", "attention")
+_IN_BASE_MODEL = ("base_model", "optional")
 
 _extending: ContextVar[tuple[Path, ...]] = ContextVar("tp_transformers_extending", default=())
 """The files whose `extends:` are being followed."""
@@ -252,26 +270,35 @@ def _mapping(data: Mapping[str, Any], section: str, faults: list[str]) -> Mappin
 
 
 def _parse_rule(pattern: str, value: Any, section: str, faults: list[str]) -> Rule | None:
-    parts: Any = None
-    strategy = value
-    if isinstance(value, Mapping):
-        unknown = set(value) - {"strategy", "parts"}
-        if unknown or "strategy" not in value:
-            faults.append(f"{pattern}: a rule has `strategy` and perhaps `parts`, not {sorted(map(str, value))}")
-            return None
-        strategy, parts = value["strategy"], value.get("parts")
-        if isinstance(parts, list | tuple):
-            parts = tuple(parts)
-        elif parts is not None and not isinstance(parts, int):
-            faults.append(f"{pattern}: parts is {parts!r}, neither a number nor a list")
+    options = dict(value) if isinstance(value, Mapping) else {"strategy": value}
+    if "strategy" not in options or set(options) - {"strategy", "parts", "unit"}:
+        given = sorted(map(str, options))
+        faults.append(f"{pattern}: a rule has `strategy` and perhaps `parts` and `unit`, not {given}")
+        return None
+    strategy, parts, unit = (options.get(name) for name in ("strategy", "parts", "unit"))
+    if isinstance(parts, list | tuple):
+        parts = tuple(parts)
+    elif parts is not None and not isinstance(parts, int):
+        faults.append(f"{pattern}: parts is {parts!r}, neither a number nor a list")
+    if unit is not None and not (isinstance(unit, int) and unit > 0):
+        faults.append(f"{pattern}: unit is {unit!r}, not a positive number")
     if not isinstance(strategy, str | TensorParallelLayer):
         faults.append(f"{pattern}: the strategy is {strategy!r}, neither a name nor a TensorParallelLayer")
         return None
-    return Rule(pattern, strategy, parts, optional=section == "heads", in_base_model=section == "base_model")
+    return Rule(
+        pattern,
+        strategy,
+        parts,  # type: ignore[arg-type]
+        unit,  # type: ignore[arg-type]
+        optional=section in ("optional", "heads"),
+        in_base_model=section in _IN_BASE_MODEL,
+    )
 
 
 def _parse_attention(pattern: str, children: Any, faults: list[str]) -> Attention:
-    if not isinstance(children, Mapping) or not set(children) <= set(ATTENTION_ROLES):
+    options = dict(children) if isinstance(children, Mapping) else {}
+    optional = options.pop("optional", False)
+    roles = {role: (names,) if isinstance(names, str) else tuple(names or ()) for role, names in options.items()}
+    if not roles or not set(roles) <= set(ATTENTION_ROLES):
         faults.append(f"attention {pattern}: {children!r} does not map {', '.join(ATTENTION_ROLES)} to child names")
-        children = {}
-    return Attention(pattern, dict(children), in_base_model=True)
+    return Attention(pattern, roles, bool(optional), in_base_model=True)

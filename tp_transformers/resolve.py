@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .attention import AttentionCut, AttentionHeads, cut_attention
-from .errors import PlanError, list_faults, nearest
+from .errors import PlanError, describe, list_faults, nearest
+from .fit import largest_share, misfits, whole_layers
 from .layout import Layout
 from .mesh import TensorParallelGroup
 from .plan import Plan, Rule, base_prefix, fold_layers
@@ -30,6 +31,8 @@ class Resolution:
     """Parameter name -> the strategy that cuts it."""
     attention: Mapping[str, AttentionHeads]
     """Attention module name -> how its heads are cut."""
+    layouts: Mapping[str, Layout | None]
+    """Parameter name -> who holds what of it."""
     uncovered: tuple[str, ...] = ()
     """Parameters that no rule covers: every rank holds them whole."""
     notes: tuple[str, ...] = ()
@@ -41,7 +44,15 @@ class Resolution:
         if strategy is None:
             return ParamShard(shape, None, group, use_dtensor=False)
         layout = strategy.layout(name.rpartition(".")[2], shape, group.size)
-        return ParamShard(shape, layout, group, strategy.use_dtensor, strategy.sums_gradients)
+        param_type = name.rpartition(".")[2]
+        return ParamShard(
+            shape,
+            layout,
+            group,
+            strategy.use_dtensor,
+            strategy.sums_gradients and layout is None,
+            param_type in strategy.added_once and layout is None,
+        )
 
 
 def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
@@ -77,26 +88,29 @@ class _Resolver:
         self._report_unmatched(module_rules, param_rules)
         if self.plan.declared:
             self._follow_tied(module_rules)
-        cut = cut_attention(self.plan, self.model, module_rules, self.prefix, self.size, self.faults)
+        cut = cut_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, self.faults)
         module_strategies = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
         param_strategies: dict[str, TensorParallelLayer] = {}
         uncovered = []
         for name in self.parameters:
             owner = name.rpartition(".")[0]
             if name in param_rules:
-                param_strategies[name] = self._bind(owner, param_rules[name], AttentionCut())
+                param_strategies[name] = self._bind(owner, param_rules[name], cut, name)
             elif owner in module_strategies:
                 param_strategies[name] = module_strategies[owner]
             else:
                 uncovered.append(name)
         self._check_modules(module_strategies, param_rules)
-        self._check_attention(cut, param_strategies)
-        self._check_shapes(param_strategies)
+        layouts = self._lay_out(param_strategies)
+        self._check_attention(cut, param_strategies, layouts)
+        self._check_sums(module_strategies, param_strategies, layouts)
+        if not self.faults:  # of a plan whose rules do not fit their modules, only that is told
+            self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.whole, self.size))
         if self.faults:
             raise PlanError(
                 list_faults(f"plan {self.plan.source} does not fit {type(self.model).__name__}", self.faults)
             )
-        return Resolution(module_strategies, param_strategies, cut.heads, tuple(uncovered), self._notes(cut))
+        return Resolution(module_strategies, param_strategies, cut.heads, layouts, tuple(uncovered), self._notes(cut))
 
     def _check_architecture(self) -> None:
         model_type = self.model.config.model_type
@@ -146,14 +160,28 @@ class _Resolver:
             "the rest is still split",
         )
 
-    def _bind(self, name: str, rule: Rule, cut: AttentionCut) -> TensorParallelLayer:
-        """A copy of the rule's strategy for the module `name`."""
-        strategy, module = rule.instance, self.modules[name]
+    def _bind(self, owner: str, rule: Rule, cut: AttentionCut, name: str | None = None) -> TensorParallelLayer:
+        """A copy of the rule's strategy for the module `owner`, or for the parameter `name` of it."""
+        strategy, module, name = rule.instance, self.modules[owner], name or owner
         if strategy is None or name in cut.whole:
             return ReplicateParallel().bind(module, self.size)
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
-        return strategy.bind(module, self.size, name=name, split=cut.splits.get(name), parts=rule.parts)
+        return strategy.bind(
+            module,
+            self.size,
+            name=name,
+            split=cut.splits.get(name),
+            parts=rule.parts,
+            unit=rule.unit,
+            config=self._config(owner),
+        )
+
+    def _config(self, name: str) -> Any:
+        """The config of the module `name`, or of the nearest around it that has one."""
+        while name and not hasattr(self.modules[name], "config"):
+            name = name.rpartition(".")[0]
+        return self.modules[name].config
 
     def _check_modules(
         self, module_strategies: Mapping[str, TensorParallelLayer], param_rules: Mapping[str, Rule]
@@ -171,21 +199,45 @@ class _Resolver:
             if isinstance(self.modules[owner], nn.Linear | nn.Embedding):
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
 
-    def _check_attention(self, cut: AttentionCut, param_strategies: Mapping[str, TensorParallelLayer]) -> None:
+    def _check_attention(
+        self,
+        cut: AttentionCut,
+        param_strategies: Mapping[str, TensorParallelLayer],
+        layouts: Mapping[str, Layout | None],
+    ) -> None:
         """What else computes on the heads of cut attention gets a part of its gradient on every rank."""
         for name in self.parameters:
             attention = next((module for module in cut.heads if name.startswith(f"{module}.")), None)
+            owner = name.rpartition(".")[0]
             strategy = param_strategies.get(name)
-            if attention is None or name.rpartition(".")[0] in cut.splits or self.size == 1:
+            projected = owner in cut.splits and owner not in cut.heads
+            if attention is None or projected or layouts.get(name) is not None or self.size == 1:
                 continue
-            if strategy is None or (isinstance(strategy, ReplicateParallel) and not strategy.sums_gradients):
+            if strategy is not None and (strategy.sums_gradients or cut.heads[attention].is_latent):
+                continue
+            self.faults.append(
+                f"{fold_layers(name)}: it stands among heads that are cut, so its gradient has to be summed over "
+                f"the ranks; add {fold_layers(owner)}: replicated_with_grad_allreduce"
+            )
+
+    def _check_sums(
+        self,
+        module_strategies: Mapping[str, TensorParallelLayer],
+        param_strategies: Mapping[str, TensorParallelLayer],
+        layouts: Mapping[str, Layout | None],
+    ) -> None:
+        """Where outputs are summed over the ranks, nothing that all of them hold may be in every summand."""
+        for name, strategy in param_strategies.items():
+            owner, _, param_type = name.rpartition(".")
+            summed = owner in module_strategies and module_strategies[owner].sums_output
+            if summed and layouts.get(name) is None and param_type not in strategy.added_once and self.size > 1:
                 self.faults.append(
-                    f"{fold_layers(name)}: it stands among heads that are cut, so its gradient has to be summed over "
-                    f"the ranks; add {fold_layers(name.rpartition('.')[0])}: replicated_with_grad_allreduce"
+                    f"{fold_layers(name)}: every rank would hold it whole, and their outputs are summed; cut it, or "
+                    f"add {fold_layers(name)}: replicate_once if it is added to the output"
                 )
 
-    def _check_shapes(self, param_strategies: Mapping[str, TensorParallelLayer]) -> None:
-        """Every parameter can be cut as its strategy says, and tied parameters are cut alike."""
+    def _lay_out(self, param_strategies: Mapping[str, TensorParallelLayer]) -> dict[str, Layout | None]:
+        """Who holds what; a fault where a parameter cannot be cut as its strategy says, or tied ones are cut apart."""
         layouts: dict[str, Layout | None] = {}
         for name, strategy in param_strategies.items():
             try:
@@ -199,6 +251,23 @@ class _Resolver:
                     f"{target}: tied to {source}, but they are cut differently ({_draw(mine)} and {_draw(theirs)}); "
                     "cut both along the vocabulary (embedding_rowwise and colwise_rep) or neither"
                 )
+        return layouts
+
+
+def check_layers_are_cut(model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int) -> None:
+    """Raise PlanError where a plan leaves whole layers on every rank, naming the share of the largest one."""
+    layers = whole_layers(model, resolution.layouts) if size > 1 else []
+    if layers:
+        share = largest_share(model, resolution.layouts, size)
+        raise PlanError(
+            describe(
+                plan.source,
+                got=f"no rule that cuts a matrix of {', '.join(layers)}: each of {size} ranks would hold {share:.0%} "
+                "of the model",
+                expected="a plan that cuts every layer",
+                fix="Pass allow_replicated=True to load it so, or a plan of your own: a dict or a YAML file.",
+            )
+        )
 
 
 def _tied(model: PreTrainedModel) -> Mapping[str, str]:

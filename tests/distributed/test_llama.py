@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.models import observe, read_folder, relative
+from tests.models import assert_same_files, observe, read_folder, relative
 
 pytestmark = pytest.mark.distributed
 
@@ -70,19 +69,6 @@ def check(pool: Any, case: Any, size: int, plan: Any = "auto") -> None:
             assert result["full"]
             assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
         assert_same_files(case.folder, saved)
-
-
-def assert_same_files(expected: str, saved: str) -> None:
-    """Saved under tensor parallelism, a checkpoint is what one process saves: same files, same bytes."""
-    names = sorted(path.name for path in Path(expected).iterdir())
-    assert sorted(path.name for path in Path(saved).iterdir()) == names
-    for name in names:
-        if name.endswith(".json"):
-            assert (Path(saved) / name).read_text() == (Path(expected) / name).read_text(), name
-    before, after = read_folder(expected), read_folder(saved)
-    assert before.keys() == after.keys()
-    for name in before:
-        assert torch.equal(before[name], after[name]), name
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -10,14 +10,37 @@ from collections.abc import Iterator, MutableMapping
 from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError, describe
+from .attention import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
 from .base import TensorParallelLayer, attach
-from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
-from .replicate import ReplicateParallel, ReplicateSumGradParallel
-from .shard import ParamShard, full_tensor, local_tensor, take, undo_partition, whole_like
+from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
+from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel, features
+from .local import (
+    AllReduceParallel,
+    GatherParallel,
+    LocalColwiseParallel,
+    LocalPackedColwiseParallel,
+    LocalPackedRowwiseParallel,
+    LocalRowwiseParallel,
+)
+from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
+from .sequence import SequenceParallel
+from .shard import (
+    ParamShard,
+    full_tensor,
+    get_packed_weights,
+    get_tensor_shard,
+    local_tensor,
+    take,
+    undo_partition,
+    whole_like,
+)
 
 __all__ = [
     "STRATEGIES",
     "ColwiseParallel",
+    "GatherParallel",
+    "IsolatedParallel",
+    "MoEExpertsParallel",
     "PackedColwiseParallel",
     "PackedRowwiseParallel",
     "ParallelInterface",
@@ -25,9 +48,13 @@ __all__ = [
     "ReplicateParallel",
     "ReplicateSumGradParallel",
     "RowwiseParallel",
+    "SequenceParallel",
     "TensorParallelLayer",
     "attach",
+    "features",
     "full_tensor",
+    "get_packed_weights",
+    "get_tensor_shard",
     "local_tensor",
     "take",
     "undo_partition",
@@ -39,15 +66,30 @@ _BUILT_IN: dict[str, TensorParallelLayer] = {
     "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
     "rowwise": RowwiseParallel(),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    "replicate": ReplicateParallel(),
-    "embedding_rowwise": RowwiseParallel(),
-    "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
     "packed_colwise": PackedColwiseParallel(),
     "packed_rowwise": PackedRowwiseParallel(),
+    "embedding_rowwise": RowwiseParallel(),
+    "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
+    "local": IsolatedParallel(),
+    "local_colwise": LocalColwiseParallel(use_dtensor=False),
+    "local_rowwise": LocalRowwiseParallel(use_dtensor=False),
+    "local_packed_colwise": LocalPackedColwiseParallel(use_dtensor=False),
+    "local_packed_rowwise": LocalPackedRowwiseParallel(use_dtensor=False),
+    "gather": GatherParallel(),
+    "sequence_parallel": SequenceParallel(),
+    "sharded_norm": ShardedNormParallel(),
+    "alibi": AlibiParallel(),
+    "replicate": ReplicateParallel(),
+    "replicate_once": ReplicateOnceParallel(),
     # The names that transformers 5 uses in the plans that its classes declare.
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "replicated_with_grad_allreduce": ReplicateSumGradParallel(),
+    "all_reduce": AllReduceParallel(),
+    "moe_tp_experts": MoEExpertsParallel(),
+    "moe_identity_expert": IdentityExpertParallel(),
+    "mla_kv_a_proj": MlaKvAProjParallel(),
+    "local_params": TensorParallelLayer(),
 }
 
 

@@ -13,26 +13,34 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..layout import Layout, Split, even, packed
 from ..lazy import LazyTensor
-from .shard import ParamShard, take, undo_partition
+from .shard import ParamShard, take, traced_layout, undo_partition
 
 Placements = Sequence[Placement] | Placement | None
+
+EXPERT_UNIT = 8
+"""Features of an expert that stay together: torch's grouped matmul wants row strides that are multiples of 16 bytes,
+which 8 features are in every floating-point dtype of 2 bytes or more."""
 
 
 class TensorParallelLayer:
     """How one module (or parameter) is split, and what its forward has to communicate.
 
-    A strategy of your own is a subclass. To cut parameters along a dim, implement `split_dim`. To communicate,
-    implement `_prepare_input_fn` and `_prepare_output_fn`, which run before and after the module's forward; in between,
-    the module computes with this rank's local tensors (or with DTensor parameters, if `_prepare_input_fn` returned a
-    DTensor).
+    A strategy of your own is a subclass. To cut parameters, implement `split_dim` (cut along a dim, evenly or by heads)
+    or `partition_tensor` (cut in your own way). To communicate, implement `_prepare_input_fn` and `_prepare_output_fn`,
+    which run before and after the module's forward; in between, the module computes with this rank's local tensors (or
+    with DTensor parameters, if `_prepare_input_fn` returned a DTensor).
 
     One instance serves as a template; every module that a rule matches gets its own copy, bound to it.
     """
 
     hidden: tuple[str, ...] = ()
     """Parameters that the local forward must not see (a bias that may be added only once)."""
+    added_once: tuple[str, ...] = ()
+    """Parameters that every rank holds whole, and that only rank 0 adds to outputs that are summed over the ranks."""
     sums_gradients: bool = False
     """Whether every rank has only a part of the gradient of parameters that it holds whole (backward: all-reduce)."""
+    sums_output: bool = False
+    """Whether outputs are summed over the ranks, so that a parameter that all of them hold whole would count twice."""
     parts: int | Sequence[int | str] | None = None
     """Of a fused projection: how many equal parts, or their lengths; each is cut by itself."""
 
@@ -60,9 +68,12 @@ class TensorParallelLayer:
         self.use_local_output = use_local_output
         self.use_dtensor = use_dtensor
         self.split: Split | None = None
+        self.unit: int | None = None
         self.size = 1
         self.is_embedding = False
+        self.config: Any = None
         self.name = "the module"
+        self._splits: dict[tuple[int, int, int], Split] = {}
 
     def bind(
         self,
@@ -72,17 +83,24 @@ class TensorParallelLayer:
         name: str = "the module",
         split: Split | None = None,
         parts: int | Sequence[int | str] | None = None,
+        unit: int | None = None,
+        config: Any = None,
     ) -> TensorParallelLayer:
         """A copy for `module`, called `name` in messages, on `size` ranks.
 
-        It cuts by `split` (attention heads) where given, else each of `parts` evenly.
+        It cuts by `split` (heads, each of which stands for as many indices as the length has for one) where given, else
+        each of `parts` evenly, in blocks of `unit`. `config` is the one that counts for the module.
         """
         bound = copy.copy(self)
         bound.name = name
         bound.split = split
         bound.size = size
+        bound.config = config
+        bound._splits = {}
         if parts is not None:
             bound.parts = parts
+        if unit is not None:
+            bound.unit = unit
         bound.is_embedding = isinstance(module, nn.Embedding)
         return bound
 
@@ -99,31 +117,48 @@ class TensorParallelLayer:
     def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout | None:
         """Who holds what of the parameter `param_type` of `shape` over `size` ranks; None where all hold the whole.
 
+        Where a subclass implements `partition_tensor`, that is asked for every rank, with a tensor that has no data.
         Raises ValueError where the bound split or parts do not fit the shape.
         """
+        if type(self).partition_tensor is not TensorParallelLayer.partition_tensor:
+            return traced_layout(self.partition_tensor, param_type, shape, size)
         dim = self.split_dim(param_type, len(shape))
         if dim is None:
             return None
         dim %= len(shape)
-        split = self.split or self._even_split(shape[dim], size)
-        if split.length != shape[dim]:
-            raise ValueError(
-                f"{param_type} has length {shape[dim]} along dim {dim}, its parts add up to {split.length}"
-            )
-        return Layout(dim, split)
+        # Only what is multiplied in groups needs its width in units: the experts' features, not the experts.
+        unit = self.unit or (EXPERT_UNIT if len(shape) == 3 and dim > 0 else 1)
+        try:
+            return Layout(dim, self.cut(shape[dim], size, unit))
+        except ValueError as error:
+            raise ValueError(f"{param_type} along dim {dim}: {error}") from None
 
-    def _even_split(self, length: int, size: int) -> Split:
-        """`length` cut evenly, or part by part. Raises ValueError where it is not made up of the parts."""
+    def cut(self, length: int, size: int, unit: int = 1) -> Split:
+        """`length` cut over `size` ranks: by heads, part by part, or evenly in blocks of `unit`.
+
+        Raises ValueError where it is not made up of whole heads or of the parts.
+        """
+        if (length, size, unit) not in self._splits:
+            self._splits[length, size, unit] = self._cut(length, size, unit)
+        return self._splits[length, size, unit]
+
+    def _cut(self, length: int, size: int, unit: int) -> Split:
+        if self.split is not None:
+            if not self.split.length or length % self.split.length:
+                raise ValueError(f"its {length} features are not {self.split.length} whole heads")
+            return self.split.scaled(length // self.split.length)
         if self.parts is None:
-            return even(length, size)
+            return even(length, size, unit=unit)
         if isinstance(self.parts, int):
             if self.parts < 1 or length % self.parts:
                 raise ValueError(f"{length} features are not {self.parts} equal parts")
-            return packed([even(length // self.parts, size)] * self.parts)
+            return packed([even(length // self.parts, size, unit=unit)] * self.parts)
         lengths = [part for part in self.parts if isinstance(part, int) and part > 0]
         if not lengths or len(lengths) < len(self.parts):
             raise ValueError(f"parts {list(self.parts)} are not lengths, and no attention gives their heads")
-        return packed([even(part, size) for part in lengths])
+        if sum(lengths) != length:
+            raise ValueError(f"it has length {length}, its parts add up to {sum(lengths)}")
+        return packed([even(part, size, unit=unit) for part in lengths])
 
     def partition_tensor(
         self,
@@ -144,7 +179,8 @@ class TensorParallelLayer:
             param_casting_dtype: dtype to cast to; None to keep. The loader casts lazy shards itself.
             to_contiguous: whether a shard that is a view is made contiguous.
             rank: this process on the `tp` axis.
-            device_mesh: the 1-D mesh of the `tp` axis; None for one process.
+            device_mesh: the 1-D mesh of the `tp` axis; None for one process. Plans are checked before there are
+                ranks: then it is a stand-in of which only `size()` can be asked.
         """
         size = device_mesh.size() if device_mesh is not None else 1
         shard = take(param, self.layout(param_type, empty_param.shape, size), rank)
@@ -168,9 +204,20 @@ class TensorParallelLayer:
         """Whether the module's features leave sharded over the ranks."""
         return isinstance(only(self.output_layouts), Shard)
 
+    def attached(self, shards: Mapping[str, ParamShard]) -> None:
+        """Called once the module's parameters are cut: `shards` is what this rank holds, by name in the module."""
+
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """Attributes of the module that have another value while it computes with this rank's tensors."""
         return {}
+
+    def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
+        """What the local forward sees in place of the hidden parameter `name`."""
+        return None
+
+    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Turn keyword arguments of the module's forward into what its local forward needs."""
+        return keywords
 
     @staticmethod
     def _prepare_input_fn(
@@ -216,11 +263,13 @@ def attach(
     """
     # The hooks hold no reference to the module, so that a deep copy of it computes with its own parameters.
     module.tp_strategy = strategy  # type: ignore[assignment]
+    strategy.attached(shards)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
     rank = mesh.get_local_rank()
     replaced: list[tuple[dict[str, Any], dict[str, Any]] | None] = []
 
     def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs = strategy.prepare_keywords(kwargs, rank)
         keyword = None if args or not kwargs else next(iter(kwargs))
         inputs = args if keyword is None else (kwargs[keyword],)
         inputs = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, mod, inputs, mesh)
@@ -252,7 +301,9 @@ def _enter_local_view(
         name: parameters[name] for name in (*views, *strategy.hidden) if parameters.get(name) is not None
     }
     for name, param in saved.items():
-        parameters[name] = None if name in strategy.hidden else views[name].view(param)  # type: ignore[assignment]
+        hidden = name in strategy.hidden
+        local = strategy.local_hidden(module, name) if hidden else views[name].view(param)
+        parameters[name] = local  # type: ignore[assignment]
     attributes = strategy.local_attributes(module, rank)
     saved_attributes = {name: module.__dict__[name] for name in attributes}
     module.__dict__.update(attributes)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from transformers.pytorch_utils import Conv1D
 
 from ..collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..errors import PlanError, describe
@@ -19,15 +20,40 @@ LAST = -1
 """The feature dim of activations: (..., features)."""
 
 
+def features(module: nn.Module) -> tuple[int, int] | None:
+    """(input, output) features of a linear or an embedding, whose input is a row; None for any other module."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    if "weight" in module._parameters and hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+    return None
+
+
 class _WeightParallel(TensorParallelLayer):
-    """What column- and row-parallel layers share: they cut a module's weight, and need to know its input width."""
+    """What column- and row-parallel layers share: they cut a module's weight along its input or output features."""
+
+    is_transposed = False
+    """Whether the weight is (in, out), as that of GPT-2's Conv1D."""
+    in_features = 0
+    """Input features of the module, whole: the rows of an embedding."""
+    out_features = 0
+    """Output features of the module, whole."""
+
+    def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
+        """See `TensorParallelLayer.bind`; the module's features are read here, once."""
+        bound = super().bind(module, size, **options)
+        assert isinstance(bound, _WeightParallel)
+        bound.is_transposed = isinstance(module, Conv1D)
+        bound.in_features, bound.out_features = features(module) or (0, 0)
+        return bound
 
     def check(self, module: nn.Module) -> None:
-        """They cut linears, whose weight is (out_features, in_features), and embeddings, which have no packed parts."""
-        linear = hasattr(module, "in_features") and hasattr(module, "out_features") and "weight" in module._parameters
-        if not linear and not isinstance(module, nn.Embedding):
+        """They cut linears, whose weight is (out_features, in_features), Conv1D, and embeddings without parts."""
+        if features(module) is None:
             raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise cut")
-        if self.parts is not None and isinstance(module, nn.Embedding):
+        if self.parts is not None and self.is_embedding:
             raise ValueError("an embedding has no packed parts")
 
     def check_width(self, x: Tensor, expected: int) -> None:
@@ -47,7 +73,8 @@ class _WeightParallel(TensorParallelLayer):
 class ColwiseParallel(_WeightParallel):
     """Cut the output features.
 
-    A linear's `weight: (out/size, in)` and `bias: (out/size)`; an embedding's `weight: (vocab, hidden/size)`.
+    A linear's `weight: (out/size, in)` and `bias: (out/size)`; an embedding's `weight: (vocab, hidden/size)`; dim -2 of
+    a parameter that a plan names itself, such as experts of (experts, out, in).
     Input whole (backward: all-reduce); output `(..., out/size)`, or whole with `output_layouts=Replicate()`
     (all-gather; backward: own slice).
 
@@ -73,7 +100,16 @@ class ColwiseParallel(_WeightParallel):
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The output features: dim -2 of a weight, the only dim of a bias; the hidden dim of an embedding."""
-        return -1 if self.is_embedding or ndim == 1 else -2
+        return -1 if self.is_embedding or self.is_transposed or ndim == 1 else -2
+
+    @property
+    def output_split(self) -> Split:
+        """Which output features each rank computes."""
+        return self.cut(self.out_features, self.size)
+
+    def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
+        """The width that a Conv1D gives its output."""
+        return {"nf": self.output_split.widths[rank]} if self.is_transposed else {}
 
     @staticmethod
     def _prepare_input_fn(
@@ -89,9 +125,10 @@ class ColwiseParallel(_WeightParallel):
             x = x.redistribute(device_mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         else:
             if isinstance(only(input_layouts), Shard):
-                x = gather_from_region(x, _input_widths(mod), device_mesh.get_group())
+                widths = even(strategy.in_features, strategy.size).widths
+                x = gather_from_region(x, widths, device_mesh.get_group())
             elif not strategy.is_embedding:
-                strategy.check_width(x, sum(_input_widths(mod)))
+                strategy.check_width(x, strategy.in_features)
             x = copy_to_region(x, device_mesh.get_group())
         return (x, *inputs[1:])
 
@@ -101,27 +138,22 @@ class ColwiseParallel(_WeightParallel):
     ) -> Any:
         strategy: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
         if isinstance(only(output_layouts), Replicate):
-            outputs = gather_from_region(outputs, strategy.output_split(mod).widths, device_mesh.get_group())
+            outputs = gather_from_region(outputs, strategy.output_split.widths, device_mesh.get_group())
         return outputs if use_local_output else _as_dtensor(outputs, only(output_layouts), mod, device_mesh)
-
-    def output_split(self, module: nn.Module) -> Split:
-        """Which output features each rank computes."""
-        features = module.embedding_dim if self.is_embedding else module.out_features
-        return self.split or even(int(features), self.size)  # type: ignore[arg-type]
 
 
 class RowwiseParallel(_WeightParallel):
     """Cut the input features.
 
     A linear's `weight: (out, in/size)`, its bias whole and added once, after the sum; an embedding's
-    `weight: (vocab/size, hidden)`, looked up by the rank that has the row. Input `(..., in/size)`, or whole with
-    `input_layouts=Replicate()` (own slice; backward: all-gather); output summed over the ranks (all-reduce; backward:
-    identity).
+    `weight: (vocab/size, hidden)`, looked up by the rank that has the row; dim -1 of a parameter that a plan names
+    itself, such as experts of (experts, out, in). Input `(..., in/size)`, or whole with `input_layouts=Replicate()`
+    (own slice; backward: all-gather); output summed over the ranks (all-reduce; backward: identity).
 
         [x | y] ── [A / B] ── xA + yB ──g── whole
     """
 
-    hidden = ("bias",)
+    hidden: tuple[str, ...] = ("bias",)
 
     def __init__(
         self,
@@ -143,15 +175,26 @@ class RowwiseParallel(_WeightParallel):
         """The input features: the last dim of a weight, the rows of an embedding; a bias stays whole."""
         if self.is_embedding:
             return 0
-        return None if ndim == 1 else -1
+        if ndim == 1:
+            return None
+        return -2 if self.is_transposed else -1
+
+    @property
+    def input_split(self) -> Split:
+        """Which input features, or rows of an embedding, each rank holds."""
+        return self.cut(self.in_features, self.size)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """An embedding's `padding_idx`, counted in the local rows."""
         if not isinstance(module, nn.Embedding) or module.padding_idx is None:
             return {}
-        start, stop = self._rows(module, rank)
+        start, stop = self.input_split.ranges[rank][0]
         inside = start <= module.padding_idx < stop
         return {"padding_idx": module.padding_idx - start if inside else None}
+
+    def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
+        """No bias; a Conv1D cannot do without, and gets a zero."""
+        return module.weight.new_zeros(1) if self.is_transposed else None  # type: ignore[union-attr,operator]
 
     @staticmethod
     def _prepare_input_fn(
@@ -165,18 +208,18 @@ class RowwiseParallel(_WeightParallel):
         assert isinstance(strategy, RowwiseParallel)
         if strategy.is_embedding:
             # Ids of other ranks' rows look up any row here; the output hook zeroes what they found.
-            start, stop = strategy._rows(mod, device_mesh.get_local_rank())
+            start, stop = strategy.input_split.ranges[device_mesh.get_local_rank()][0]
             # Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
-            outside = ((x >= 0) & (x < start)) | ((x >= stop) & (x < int(mod.num_embeddings)))  # type: ignore[arg-type]
+            outside = ((x >= 0) & (x < start)) | ((x >= stop) & (x < strategy.in_features))
             mod.__dict__["_tp_outside"] = outside
             x = (x - start).masked_fill(outside, 0)
         elif isinstance(x, DTensor):
             x = x.redistribute(device_mesh, [Shard(x.ndim - 1)]).to_local()
         elif isinstance(only(input_layouts), Replicate):
-            strategy.check_width(x, sum(_input_widths(mod)))
-            x = scatter_to_region(x, _input_widths(mod), device_mesh.get_group())
+            strategy.check_width(x, strategy.in_features)
+            x = scatter_to_region(x, strategy.input_split.widths, device_mesh.get_group())
         else:
-            strategy.check_width(x, _input_widths(mod)[device_mesh.get_local_rank()])
+            strategy.check_width(x, strategy.input_split.widths[device_mesh.get_local_rank()])
         return (x, *inputs[1:])
 
     @staticmethod
@@ -191,11 +234,6 @@ class RowwiseParallel(_WeightParallel):
         if bias is not None:
             outputs = outputs + (bias.to_local() if isinstance(bias, DTensor) else bias)
         return outputs if use_local_output else _as_dtensor(outputs, Replicate(), mod, device_mesh)
-
-    def _rows(self, module: nn.Module, rank: int) -> tuple[int, int]:
-        """First and last + 1 of the rows of an embedding that `rank` holds."""
-        split = self.split or even(int(module.num_embeddings), self.size)  # type: ignore[arg-type]
-        return split.ranges[rank][0]
 
 
 class PackedColwiseParallel(ColwiseParallel):
@@ -216,23 +254,12 @@ class PackedRowwiseParallel(RowwiseParallel):
         self.parts = parts
 
 
-def _input_widths(module: nn.Module) -> tuple[int, ...]:
-    """How the input features of a linear are cut over the ranks, in its own layout if it is row-parallel."""
-    strategy: TensorParallelLayer = module.tp_strategy  # type: ignore[assignment]
-    features = int(module.in_features)  # type: ignore[arg-type]
-    if isinstance(strategy, RowwiseParallel):
-        layout = strategy.layout("weight", (1, features), strategy.size)
-        assert layout is not None
-        return layout.split.widths
-    return even(features, strategy.size).widths
-
-
 def _as_dtensor(x: Tensor, layout: Placement | None, mod: nn.Module, mesh: DeviceMesh) -> DTensor:
     """`x` as a DTensor; raises ValueError where its width is cut in a way that no placement describes."""
     if not isinstance(layout, Shard):
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     strategy: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
-    split = strategy.output_split(mod)
+    split = strategy.output_split
     if not split.is_chunked:
         raise ValueError(f"no DTensor placement describes features cut into {split.widths}; use use_local_output=True")
     shape = torch.Size((*x.shape[:-1], split.length))

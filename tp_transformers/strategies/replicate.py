@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+
 from .base import TensorParallelLayer
 
 
@@ -21,3 +25,18 @@ class ReplicateSumGradParallel(ReplicateParallel):
     """
 
     sums_gradients = True
+
+
+class ReplicateOnceParallel(ReplicateParallel):
+    """Every rank holds the whole parameter, but only rank 0 adds it to outputs that are summed over the ranks, such as
+    the bias of a layer of experts (backward: all-reduce).
+
+        xA + b
+        xB
+    """
+
+    def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
+        """See `TensorParallelLayer.bind`."""
+        bound = super().bind(module, size, **options)
+        bound.added_once = tuple(name for name, _ in module.named_parameters(recurse=False))
+        return bound

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..collectives import all_gather_uneven, copy_to_region
-from ..layout import Layout, Shared
-from ..lazy import LazyTensor, Resident
+from ..layout import Layout, Range, Shared, Split, even, joined, packed
+from ..lazy import LazyTensor, Resident, Stored
 from ..mesh import TensorParallelGroup
 
 
@@ -28,6 +28,8 @@ class ParamShard:
     use_dtensor: bool = True
     sums_gradients: bool = False
     """Whether a parameter that every rank holds whole gets only a part of its gradient on each."""
+    added_once: bool = False
+    """Whether only rank 0 computes with it, since outputs are summed over the ranks; the others see zeros."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamShard:
         return self
@@ -65,7 +67,7 @@ class ParamShard:
     @property
     def needs_view(self) -> bool:
         """Whether the parameter is not itself what a local forward computes with."""
-        return self.placement is not None or self.sums_gradients or bool(self._shared)
+        return self.placement is not None or self.sums_gradients or self.added_once or bool(self._shared)
 
     def view(self, param: Tensor) -> Tensor:
         """What the local forward computes with: the local tensor, with gradients routed back as the layout needs.
@@ -74,9 +76,12 @@ class ParamShard:
         each of them has the whole of it.
         """
         if not torch.is_grad_enabled():
-            return param._local_tensor if isinstance(param, DTensor) else param
+            local = param._local_tensor if isinstance(param, DTensor) else param
+            return torch.zeros_like(local) if self.added_once and self.group.rank else local
         if isinstance(param, DTensor):
             param = param.to_local()
+        if self.added_once and self.group.process_group is not None:
+            return copy_to_region(param, self.group.process_group) * (0 if self.group.rank else 1)
         if self.sums_gradients and self.group.process_group is not None:
             return copy_to_region(param, self.group.process_group)
         if self.layout is None or not self._shared:
@@ -168,6 +173,36 @@ def take(param: Tensor | LazyTensor, layout: Layout | None, rank: int) -> Tensor
     return Resident(param).select(layout.dim, ranges).tensor
 
 
+def get_tensor_shard(
+    param: Tensor | LazyTensor, empty_param: Tensor, device_mesh: Any, rank: int, dim: int
+) -> Tensor | LazyTensor:
+    """The slice of `rank` of a parameter that is cut evenly along `dim`, for a `partition_tensor` of your own.
+
+    Args:
+        param: the whole parameter; a slice of a lazy tensor is lazy.
+        empty_param: a tensor of its shape.
+        device_mesh: the 1-D mesh of the `tp` axis.
+        rank: this process on the axis.
+        dim: the dim to cut; the first ranks hold one index more where it does not divide.
+    """
+    dim %= empty_param.ndim
+    return take(param, Layout(dim, even(empty_param.shape[dim], device_mesh.size())), rank)
+
+
+def get_packed_weights(
+    param: Tensor | LazyTensor, empty_param: Tensor, device_mesh: Any, rank: int, dim: int, *, parts: int = 2
+) -> Tensor | LazyTensor:
+    """The slice of `rank` of a fused parameter, each of whose equal `parts` is cut along `dim`: `AABB -> [AB, AB]`.
+
+    The other arguments are those of `get_tensor_shard`. Raises ValueError where the length is not `parts` equal parts.
+    """
+    dim %= empty_param.ndim
+    length, rest = divmod(empty_param.shape[dim], parts)
+    if rest:
+        raise ValueError(f"{empty_param.shape[dim]} features along dim {dim} are not {parts} equal parts")
+    return take(param, Layout(dim, packed([even(length, device_mesh.size())] * parts)), rank)
+
+
 def undo_partition(shards: Sequence[Tensor], layout: Layout | None, shape: Sequence[int]) -> Tensor:
     """The inverse of `take` on all ranks: the whole tensor of `shape` from every rank's shard."""
     if layout is None:
@@ -176,6 +211,69 @@ def undo_partition(shards: Sequence[Tensor], layout: Layout | None, shape: Seque
     for rank, shard in enumerate(shards):
         _put(whole, shard, layout, rank)
     return whole
+
+
+def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequence[int], size: int) -> Layout | None:
+    """Which indices a `partition_tensor` takes on every rank, found by giving it a tensor without data.
+
+    Raises ValueError where it returns anything but a slice along one dim, or where the ranks' slices are not a cut of
+    the whole: every index held, and any two ranks' ranges disjoint or equal.
+    """
+    empty = torch.empty(tuple(shape), device="meta")
+    cuts: list[tuple[int | None, tuple[Range, ...]]] = []
+    for rank in range(size):
+        outline = _Outline(Stored(None, offset=0, shape=shape, dtype=empty.dtype))  # type: ignore[arg-type]
+        try:
+            part = partition(outline, empty, param_type, empty.dtype, True, rank, _MeshOutline(size))
+        except Exception as error:
+            raise ValueError(f"its partition_tensor fails on a lazy tensor: {type(error).__name__}: {error}") from error
+        if not isinstance(part, _Outline):
+            raise ValueError("its partition_tensor has to return a slice of `param`, not values computed from it")
+        selection = part.stored.selection
+        dims = [dim for dim, held in enumerate(selection) if held != ((0, shape[dim]),)]
+        if len(dims) > 1:
+            raise ValueError(f"its partition_tensor cuts dims {dims}; a shard is cut along one")
+        cuts.append((dims[0], selection[dims[0]]) if dims else (None, ()))
+    cut_dims = {dim for dim, _ in cuts if dim is not None}
+    if not cut_dims:
+        return None
+    if len(cut_dims) > 1:
+        raise ValueError(f"its partition_tensor cuts dim {min(cut_dims)} on one rank, dim {max(cut_dims)} on another")
+    dim = cut_dims.pop()
+    whole: tuple[Range, ...] = ((0, shape[dim]),)
+    split = Split(shape[dim], tuple(whole if cut is None else held for cut, held in cuts))
+    covered = joined((piece.start, piece.start + piece.length) for piece in split.pieces)
+    if covered != [*whole] or sum(piece.length for piece in split.pieces) != shape[dim]:
+        raise ValueError(
+            f"its partition_tensor leaves out indices of dim {dim}, or cuts it into ranges that overlap: {split.ranges}"
+        )
+    return Layout(dim, split)
+
+
+class _Outline(LazyTensor):
+    """A lazy tensor without data, which remembers what was selected of it."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored, self.shape, self.dtype = stored, stored.shape, stored.dtype
+
+    def select(self, dim: int, ranges: Sequence[Range]) -> _Outline:
+        """The outline of the selection."""
+        return _Outline(self.stored.select(dim, ranges))
+
+    def materialize(self) -> Tensor:
+        """A meta tensor of its shape."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class _MeshOutline:
+    """As much of a 1-D DeviceMesh as there is before there are ranks."""
+
+    length: int
+
+    def size(self, dim: int | None = None) -> int:
+        """The number of ranks."""
+        return self.length
 
 
 def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:

@@ -1,0 +1,130 @@
+"""Every architecture that has a plan, in every awkward shape, held against one process.
+
+`make matrix` runs all of it; without MATRIX=1 in the environment, a few shapes of every architecture.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import tp_transformers
+from tests.architectures import ARCHITECTURES, Variant, make_case, observe
+from tests.models import Case, assert_same_files, read_folder, relative
+from tests.pool import Pool
+from tp_transformers.plan import available_plans
+
+pytestmark = pytest.mark.distributed
+
+WHOLE_MATRIX = os.environ.get("MATRIX") == "1"
+SIZES = (2, 3, 4) if WHOLE_MATRIX else (2, 4)
+
+# fp32 sums in another order.
+LOGITS_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-3
+
+
+def shapes() -> Iterator[tuple[str, Variant, int]]:
+    """(architecture, variant, ranks); of each architecture, the fast suite runs an even, a shared and an odd one."""
+    for name, architecture in ARCHITECTURES.items():
+        for index, variant in enumerate(architecture.variants):
+            for size in SIZES:
+                last = index == len(architecture.variants) - 1
+                if WHOLE_MATRIX or (index == 0 and size == 2) or (index == 1 and size == 4) or (last and size == 2):
+                    yield name, variant, size
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`made(name, variant)`: a checkpoint with its reference, made once."""
+    cases: dict[tuple[str, Variant], Case] = {}
+
+    def make(name: str, variant: Variant) -> Case:
+        if (name, variant) not in cases:
+            cases[name, variant] = make_case(tmp_path_factory.mktemp("case"), name, *variant)
+        return cases[name, variant]
+
+    return make
+
+
+def compare(name: str, folder: str, reference_file: str, saved: str) -> dict[str, Any]:
+    """Run on every rank: load, compare with the reference, save."""
+    with tp_transformers.enable():
+        model = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder, tp_plan="auto")
+    reference = torch.load(reference_file)
+    seen = observe(model)
+    grads = gradient_errors(model, seen["grads"], reference["grads"])
+    model.save_pretrained(saved)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (seen["logits"], seen["tokens"]))
+    params = list(model.parameters())
+    whole = sum(tp_transformers.full_tensor(param).nbytes for param in params)
+    return {
+        "names": sorted(grads) == sorted(reference["grads"]),
+        "logits": relative(seen["logits"], reference["logits"]),
+        "loss": relative(seen["loss"], reference["loss"]),
+        "tokens": torch.equal(seen["tokens"], reference["tokens"]),
+        "grads": max(grads.items(), key=lambda item: item[1]),
+        "agree": all(
+            torch.equal(logits, seen["logits"]) and torch.equal(tokens, seen["tokens"]) for logits, tokens in everyone
+        ),
+        "share": sum(tp_transformers.local_tensor(param).nbytes for param in params) / whole,
+    }
+
+
+def gradient_errors(
+    model: Any, seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Relative differences; of gradients that are noise around zero (key biases without rotation), how large they are.
+
+    Both in units of what they are compared with: the parameter's largest gradient, or the model's.
+    """
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    errors = {}
+    for name, grad in seen.items():
+        whole = tp_transformers.full_tensor(model.get_parameter(name), grad)
+        is_zero = expected[name].abs().max().item() < 1e-6 * largest
+        errors[name] = whole.abs().max().item() / largest if is_zero else relative(whole, expected[name])
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "size"),
+    [pytest.param(*shape, id="-".join(map(str, (shape[0], *shape[1], shape[2])))) for shape in shapes()],
+)
+def test_architecture_matches_one_process(
+    pool: Pool, made: Any, record_property: Any, name: str, variant: Variant, size: int
+) -> None:
+    case = made(name, variant)
+    with tempfile.TemporaryDirectory() as saved:
+        results = pool.run(size, compare, name, case.folder, case.reference, saved)
+        worst = {key: max(result[key] for result in results) for key in ("logits", "loss", "share")}
+        print(worst, max(result["grads"] for result in results))
+        for key, value in worst.items():
+            record_property(key, value)
+        record_property("grads", max(result["grads"][1] for result in results))
+        for result in results:
+            assert result["names"]
+            assert result["logits"] < LOGITS_TOLERANCE
+            assert result["loss"] < LOGITS_TOLERANCE
+            assert result["tokens"]
+            assert result["agree"]
+            assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
+        if size == 2 and variant == ARCHITECTURES[name].variants[0]:
+            assert worst["share"] <= ARCHITECTURES[name].share
+        assert_same_files(case.folder, saved)
+        assert read_folder(case.folder)  # the comparison was of something
+        assert Path(saved, "config.json").is_file()
+
+
+def test_every_plan_has_an_architecture_in_the_matrix() -> None:
+    proven = {getattr(transformers, entry.config).model_type for entry in ARCHITECTURES.values()}
+    assert set(available_plans()) - proven == {"ministral", "olmo3"}

@@ -1,0 +1,175 @@
+"""Mixtures of experts, whose parameters are (experts, out, in); the router is whole on every rank.
+
+Each expert is cut (`packed_colwise` and `rowwise` on the parameters), or each rank holds whole experts (`local`):
+
+    E0 E1 E2 -> [E0 E1 | E2]
+
+Either way a rank's output is a part of a sum, which `moe_tp_experts` on the experts adds up, or `gather` on the block
+around them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+from ..collectives import copy_to_region, reduce_from_region
+from ..layout import Split
+from .base import Placements, TensorParallelLayer
+from .local import to_local
+from .shard import ParamShard
+
+
+class IsolatedParallel(TensorParallelLayer):
+    """The module computes with this rank's tensors alone, and nothing is communicated.
+
+    On experts, or on a parameter of theirs, it gives each rank whole experts, as evenly as whole experts allow (expert
+    parallelism): ids of other ranks' experts get no weight here. Elsewhere parameters stay whole.
+    """
+
+    holds_experts = False
+    """Whether the module's parameters are (experts, ...)."""
+    experts: Split | None = None
+    """Which experts each rank holds; None where there are none, or a part of each."""
+
+    def __init__(self, *, use_dtensor: bool = False) -> None:
+        """`use_dtensor`: whether shards become DTensors where a placement describes them."""
+        super().__init__(use_dtensor=use_dtensor)
+
+    def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
+        """See `TensorParallelLayer.bind`."""
+        bound = super().bind(module, size, **options)
+        assert isinstance(bound, IsolatedParallel)
+        bound.holds_experts = _holds_experts(module)
+        return bound
+
+    def check(self, module: nn.Module) -> None:
+        """Every rank needs an expert."""
+        count = len(next(module.parameters(recurse=False))) if self.holds_experts else self.size
+        if count < self.size:
+            raise ValueError(
+                f"{count} experts cannot be spread over {self.size} ranks, each of which needs one; cut every expert "
+                f"(packed_colwise, rowwise), or use at most {count} ranks"
+            )
+
+    def split_dim(self, param_type: str, ndim: int) -> int | None:
+        """The experts, where the module holds any."""
+        return 0 if self.holds_experts else None
+
+    def attached(self, shards: Mapping[str, ParamShard]) -> None:
+        """Learn which experts each rank holds: what is cut along dim 0."""
+        layouts = [shard.layout for shard in shards.values() if len(shard.shape) == 3]
+        self.experts = next((layout.split for layout in layouts if layout is not None and layout.dim == 0), None)
+
+    def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
+        """The number of experts that this rank computes."""
+        if self.experts is None:
+            return {}
+        local = {"num_experts": self.experts.widths[rank], "_is_expert_parallel": True}
+        return {name: value for name, value in local.items() if name in module.__dict__}
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        inputs, experts = to_local(inputs), mod.tp_strategy.experts  # type: ignore[union-attr]
+        if not isinstance(experts, Split):
+            return inputs
+        start, stop = experts.ranges[device_mesh.get_local_rank()][0]
+        if len(inputs) == 1:  # tokens come sorted by expert: (experts * tokens, hidden)
+            by_expert = inputs[0].view(experts.length, -1, inputs[0].shape[-1])
+            return (by_expert[start:stop].reshape(-1, inputs[0].shape[-1]),)
+        states, ids, weights, *others = inputs
+        here = (ids >= start) & (ids < stop)
+        elsewhere = stop - start if _skips_unknown_experts(mod) else 0
+        return (states, torch.where(here, ids - start, elsewhere), weights.masked_fill(~here, 0), *others)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        experts = mod.tp_strategy.experts  # type: ignore[union-attr]
+        if not isinstance(experts, Split) or _is_routed(mod):
+            return outputs
+        start, stop = experts.ranges[device_mesh.get_local_rank()][0]
+        by_expert = outputs.view(stop - start, -1, outputs.shape[-1])
+        return pad(by_expert, (0, 0, 0, 0, start, experts.length - stop)).flatten(0, 1)
+
+
+class MoEExpertsParallel(IsolatedParallel):
+    """Around experts whose parameters have rules of their own.
+
+    Hidden states and routing weights are copied (backward: all-reduce), the output is summed (all-reduce).
+    """
+
+    sums_output = True
+
+    def split_dim(self, param_type: str, ndim: int) -> int | None:
+        """Nothing: the parameters have rules of their own."""
+        return None
+
+    def check(self, module: nn.Module) -> None:
+        """Any module that holds experts somewhere."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        # Every rank routes alike, but has only a part of the gradient of what it routes, and of the weights.
+        inputs = tuple(
+            copy_to_region(value, device_mesh.get_group()) if isinstance(value, Tensor) else value
+            for value in to_local(inputs)
+        )
+        return IsolatedParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        outputs = IsolatedParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        return reduce_from_region(outputs, device_mesh.get_group())
+
+
+class IdentityExpertParallel(TensorParallelLayer):
+    """An expert that returns its input, on every rank: their outputs are summed, so it is divided by their number."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        return (inputs[0] / device_mesh.size(), *inputs[1:])
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    """Whether the module's parameters are (experts, ...), some of them matrices."""
+    shapes = [param.shape for param in module.parameters(recurse=False)]
+    return any(len(shape) == 3 for shape in shapes) and len({shape[0] for shape in shapes}) == 1
+
+
+def _is_routed(module: nn.Module) -> bool:
+    """Whether the experts are called with ids and weights rather than with tokens sorted by expert."""
+    return len(inspect.signature(type(module).forward).parameters) > 2
+
+
+def _skips_unknown_experts(module: nn.Module) -> bool:
+    """Whether the experts' implementation computes nothing for ids that are past its experts."""
+    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")

@@ -1,0 +1,105 @@
+"""Computation that stays on its rank, and the sum that makes it whole again.
+
+A block whose modules are `local_*` computes a part of its output on every rank without communication; `gather` on the
+block copies its input (backward: all-reduce) and sums its output (all-reduce), once for all that is inside.
+
+    x ──f── [ local_colwise ── local_rowwise ] ── part ──g── whole
+            └─────────────── gather ─────────────────┘
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..collectives import copy_to_region, reduce_from_region
+from .base import Placements, TensorParallelLayer
+from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
+
+
+def to_local(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs with this rank's tensors in place of DTensors."""
+    return tuple(value.to_local() if isinstance(value, DTensor) else value for value in inputs)
+
+
+class _LocalMixin(TensorParallelLayer):
+    """The cut of another strategy without its communication; parameters are plain tensors."""
+
+    def check(self, module: nn.Module) -> None:
+        """Anything that has parameters along the cut, such as a norm over heads."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        return to_local(inputs)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        return outputs
+
+
+class _LocalRowwiseMixin(_LocalMixin):
+    """The outputs are parts of a sum, to which only rank 0 adds the bias."""
+
+    hidden: tuple[str, ...] = ()
+    added_once: tuple[str, ...] = ("bias",)
+
+    def check(self, module: nn.Module) -> None:
+        """An embedding that is cut by rows has to communicate."""
+        if self.is_embedding:
+            raise ValueError("the rows of an embedding are looked up on all ranks and summed; use embedding_rowwise")
+
+
+class LocalColwiseParallel(_LocalMixin, ColwiseParallel):
+    """Cut the output features; nothing is communicated: `x ── [A | B] ── [xA | xB]`."""
+
+
+class LocalPackedColwiseParallel(_LocalMixin, PackedColwiseParallel):
+    """Cut each part of the output features; nothing is communicated."""
+
+
+class LocalRowwiseParallel(_LocalRowwiseMixin, RowwiseParallel):
+    """Cut the input features; the output is this rank's part of the sum: `[x | y] ── [A / B] ── xA, yB`."""
+
+
+class LocalPackedRowwiseParallel(_LocalRowwiseMixin, PackedRowwiseParallel):
+    """Cut each part of the input features; the output is this rank's part of the sum."""
+
+
+class AllReduceParallel(TensorParallelLayer):
+    """Sum the module's output, or the first of several, over the ranks (all-reduce; backward: identity)."""
+
+    sums_output = True
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        if isinstance(outputs, Tensor):
+            return reduce_from_region(outputs, device_mesh.get_group())
+        return (reduce_from_region(outputs[0], device_mesh.get_group()), *outputs[1:])
+
+
+class GatherParallel(AllReduceParallel):
+    """Around a block that computes locally: copy the input (backward: all-reduce), sum the output (all-reduce)."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        first, *others = to_local(inputs)
+        return (copy_to_region(first, device_mesh.get_group()), *others)
