@@ -50,16 +50,16 @@ def misfits(
                 if fed and not takers:
                     mine, theirs = fold_layers(linear), fold_layers(fed[0])
                     yield (
-                        f"{mine}: it leaves its features sharded, but {theirs}, which takes as many, expects the whole; "
-                        f"make {theirs} rowwise, or {mine} colwise_rep"
+                        f"{mine}: it leaves its features sharded, but {theirs}, which takes as many, expects the "
+                        f"whole; make {theirs} rowwise, or {mine} colwise_rep"
                     )
                 split = next((makes[_inputs(modules[other])] for other in takers), None)
             for other in takers:
                 mine, theirs = fold_layers(linear), fold_layers(other)
                 if not _leaves(strategies.get(linear)):
                     yield (
-                        f"{theirs}: it expects its features sharded, but {mine}, which makes as many, leaves the whole; "
-                        f"make {mine} colwise, or {theirs} rowwise_rep"
+                        f"{theirs}: it expects its features sharded, but {mine}, which makes as many, leaves the "
+                        f"whole; make {mine} colwise, or {theirs} rowwise_rep"
                     )
                 elif split != strategies[other].cut(_inputs(modules[other]), size):
                     yield (
