@@ -12,6 +12,7 @@ from torch import nn
 from .errors import nearest
 from .layout import Split, heads, interleaved, packed
 from .plan import Plan, Rule, fold_layers
+from .strategies import features
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +92,7 @@ class AttentionCut:
 def cut_attention(
     plan: Plan,
     model: PreTrainedModel,
-    module_rules: Mapping[str, Rule],
+    module_rules: dict[str, Rule],
     param_rules: Mapping[str, Rule],
     prefix: str,
     size: int,
@@ -102,7 +103,7 @@ def cut_attention(
     Args:
         plan: names the attention modules; where it names none, they are recognised by PROJECTIONS.
         model: a transformers model.
-        module_rules: the rule of every module that has one.
+        module_rules: the rule of every module that has one; those that a declared plan left out are added.
         param_rules: the rule of every parameter that has one of its own.
         prefix: the base model's name in the full model.
         size: number of ranks.
@@ -126,6 +127,8 @@ def cut_attention(
         if counts is None:
             continue
         query, kv, head_dim = counts
+        if plan.declared:
+            _complete_declared(name, roles, modules, module_rules, (query, head_dim))
         followers = [child for names in roles.values() for child in names]
         if size > query:
             cut.whole.update(dict.fromkeys((*followers, name), name))
@@ -145,6 +148,29 @@ def cut_attention(
                     cut.splits[child] = _role_split(role, group, rule)
     _refuse_unrecognised(modules, model, module_rules, cut, size, faults)
     return cut
+
+
+def _complete_declared(
+    name: str,
+    roles: dict[str, list[str]],
+    modules: Mapping[str, nn.Module],
+    module_rules: dict[str, Rule],
+    query_heads: tuple[int, int | None],
+) -> None:
+    """Add what a plan that transformers declares leaves out: gates a query head, norms within heads."""
+    count, head_dim = query_heads
+    known = {child for names in roles.values() for child in names}
+    for child, module in modules.items():
+        if child.rpartition(".")[0] != name or child in known:
+            continue
+        made = features(module)
+        if child in module_rules and made is not None and _is_sharded("query", module_rules[child]):
+            if head_dim is not None and made[1] in (count, count * head_dim):
+                roles.setdefault("with_query", []).append(child)
+        elif child not in module_rules and head_dim is not None:
+            shapes = [tuple(param.shape) for param in module.parameters()]
+            if shapes and set(shapes) == {(head_dim,)}:
+                module_rules[child] = Rule(child, "replicated_with_grad_allreduce")
 
 
 def _role_split(role: str, group: AttentionHeads, rule: Rule) -> Split:
@@ -270,8 +296,15 @@ def _head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
 
 def _first(names: tuple[str, ...], *owners: Any) -> int | None:
     """The first of `names` that is an integer in the first of `owners` that has one."""
-    values = (getattr(owner, name, None) for owner in owners for name in names)
+    values = (_get(owner, name) for owner in owners for name in names)
     return next((value for value in values if isinstance(value, int) and value), None)
+
+
+def _get(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # a config whose layers differ refuses to speak for all of them, in its own way
+        return None
 
 
 def _own_names(children: Any) -> str:

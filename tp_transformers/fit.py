@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +34,8 @@ def misfits(
         size: number of ranks.
     """
     for name, module in modules.items():
+        if "Attention" in type(module).__name__:  # checked by heads
+            continue
         prefix = f"{name}." if name else ""
         linears = [
             f"{prefix}{child}"
@@ -68,14 +69,17 @@ def misfits(
                     )
 
 
-def whole_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> list[str]:
-    """Layers (items of a module list) of which every rank would hold every matrix whole, their numbers folded."""
-    uncut: dict[str, bool] = {}
+def whole_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> dict[str, tuple[int, int]]:
+    """Stacks of layers of which every rank would hold some whole: {folded name: (such layers, all layers)}."""
+    is_whole: dict[str, bool] = {}
     for name, param in model.named_parameters():
         layer = _layer(model, name)
         if layer is not None and param.ndim > 1:
-            uncut[layer] = uncut.get(layer, True) and layouts.get(name) is None
-    return sorted({fold_layers(layer) for layer, whole in uncut.items() if whole})
+            is_whole[layer] = is_whole.get(layer, True) and layouts.get(name) is None
+    stacks: dict[str, list[bool]] = {}
+    for layer, whole in is_whole.items():
+        stacks.setdefault(fold_layers(layer), []).append(whole)
+    return {stack: (sum(whole), len(whole)) for stack, whole in sorted(stacks.items()) if any(whole)}
 
 
 def largest_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> float:
@@ -90,10 +94,10 @@ def largest_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None], 
 
 
 def _layer(model: nn.Module, name: str) -> str | None:
-    """The outermost item of a module list that a parameter is in."""
+    """The outermost item of a module list that a parameter is in, if it has modules of its own."""
     path = name.split(".")
     owner = model
-    for depth, (step, _) in enumerate(pairwise(path)):
+    for depth, step in enumerate(path[:-2]):
         if isinstance(owner, nn.ModuleList):
             return ".".join(path[: depth + 1])
         owner = owner.get_submodule(step)

@@ -82,14 +82,16 @@ def parallelize(
     # 1. Bind the plan to the modules. Nothing is changed before every fault is known.
     with group.agree():
         resolution = resolve(plan, model, group.size)
+        warning = None
         if plan.declared and not allow_replicated:
-            check_layers_are_cut(model, plan, resolution, group.size)
+            warning = check_layers_are_cut(model, plan, resolution, group.size)
     whole = {name: (tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()}
     group.check_same("the plan", plan.as_dict())
     group.check_same("the model's config", whole)
     if group.rank == 0:
-        for note in resolution.notes:
-            warnings.warn(note, stacklevel=2)
+        for note in (*resolution.notes, warning):
+            if note is not None:
+                warnings.warn(note, stacklevel=2)
         if resolution.uncovered:
             folded = sorted(set(map(fold_layers, resolution.uncovered)))
             logger.info("%s: no rule covers %s; every rank holds them whole", plan.source, ", ".join(folded))

@@ -15,7 +15,7 @@ from .fit import largest_share, misfits, whole_layers
 from .layout import Layout
 from .mesh import TensorParallelGroup
 from .plan import Plan, Rule, base_prefix, fold_layers
-from .strategies import STRATEGIES, ParamShard, ReplicateParallel, TensorParallelLayer
+from .strategies import STRATEGIES, MlaKvAProjParallel, ParamShard, ReplicateParallel, TensorParallelLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -213,11 +213,16 @@ class _Resolver:
             projected = owner in cut.splits and owner not in cut.heads
             if attention is None or projected or layouts.get(name) is not None or self.size == 1:
                 continue
-            if strategy is not None and (strategy.sums_gradients or cut.heads[attention].is_latent):
+            if strategy is not None and strategy.sums_gradients:
+                continue
+            # Latents are whole, and column-parallel layers sum their gradients; but not that of the rotary key.
+            rotary_key = owner.endswith("kv_a_proj_with_mqa") and not isinstance(strategy, MlaKvAProjParallel)
+            if cut.heads[attention].is_latent and not rotary_key:
                 continue
             self.faults.append(
                 f"{fold_layers(name)}: it stands among heads that are cut, so its gradient has to be summed over "
-                f"the ranks; add {fold_layers(owner)}: replicated_with_grad_allreduce"
+                f"the ranks; add {fold_layers(owner)}: "
+                + ("mla_kv_a_proj" if rotary_key else "replicated_with_grad_allreduce")
             )
 
     def _check_sums(
@@ -254,20 +259,28 @@ class _Resolver:
         return layouts
 
 
-def check_layers_are_cut(model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int) -> None:
-    """Raise PlanError where a plan leaves whole layers on every rank, naming the share of the largest one."""
-    layers = whole_layers(model, resolution.layouts) if size > 1 else []
-    if layers:
-        share = largest_share(model, resolution.layouts, size)
+def check_layers_are_cut(model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int) -> str | None:
+    """What to warn of where a plan leaves some layers of a stack on every rank: the share that the largest one holds.
+
+    Raises PlanError where it leaves all layers of a stack.
+    """
+    whole = whole_layers(model, resolution.layouts) if size > 1 else {}
+    if not whole:
+        return None
+    share = f"{largest_share(model, resolution.layouts, size):.0%} of the model"
+    stacks = [stack for stack, (uncut, layers) in whole.items() if uncut == layers]
+    if stacks:
         raise PlanError(
             describe(
                 plan.source,
-                got=f"no rule that cuts a matrix of {', '.join(layers)}: each of {size} ranks would hold {share:.0%} "
-                "of the model",
+                got=f"no rule that cuts a matrix of {', '.join(stacks)}, so that each of {size} ranks would hold "
+                f"{share}",
                 expected="a plan that cuts every layer",
                 fix="Pass allow_replicated=True to load it so, or a plan of your own: a dict or a YAML file.",
             )
         )
+    counts = ", ".join(f"{uncut} of {layers} {stack}" for stack, (uncut, layers) in whole.items())
+    return f"{plan.source} leaves {counts} whole on every rank; the largest of {size} ranks holds {share}"
 
 
 def _tied(model: PreTrainedModel) -> Mapping[str, str]:

@@ -80,9 +80,7 @@ def compare(name: str, folder: str, reference_file: str, saved: str) -> dict[str
     }
 
 
-def gradient_errors(
-    model: Any, seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-) -> dict[str, float]:
+def gradient_errors(model: Any, seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative differences; of gradients that are noise around zero (key biases without rotation), how large they are.
 
     Both in units of what they are compared with: the parameter's largest gradient, or the model's.

@@ -40,6 +40,7 @@ __all__ = [
     "ColwiseParallel",
     "GatherParallel",
     "IsolatedParallel",
+    "MlaKvAProjParallel",
     "MoEExpertsParallel",
     "PackedColwiseParallel",
     "PackedRowwiseParallel",
