@@ -24,6 +24,7 @@ ROOMS = [
     "errors",
     "layout",
     "lazy",
+    "expressions",
     "checkpoint.source",
     "checkpoint.index",
     "checkpoint.reader",
