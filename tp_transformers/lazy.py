@@ -273,7 +273,8 @@ class Deferred(LazyTensor):
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor as a writable memoryview of format "B"."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    # A dim of length 1 may have any stride in a contiguous tensor, and would keep it through `view(-1)`.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _lengths(selection: Selection) -> list[int]:

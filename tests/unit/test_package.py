@@ -28,6 +28,7 @@ ROOMS = [
     "checkpoint.source",
     "checkpoint.index",
     "checkpoint.reader",
+    "checkpoint.operations",
     "checkpoint.conversion",
     "mesh",
     "collectives",
