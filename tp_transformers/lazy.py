@@ -1,8 +1,8 @@
 """Lazy tensors: a shape, a dtype and a way to read any slice, but no data.
 
 Slicing a lazy tensor returns another one; nothing is read until the loader (or any torch operation) asks for values.
-`Stored` is bytes in a file, `Resident` is a tensor that is already in memory. A new kind of expression is one subclass
-here: it says how a selection of itself becomes selections of its sources.
+`Stored` is bytes in a file, `Resident` is a tensor that is already in memory, `Deferred` is computed whole when needed.
+What is made of other lazy tensors (stacks, transposes, ...) stands in `expressions`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ class LazyTensor(ABC):
     @abstractmethod
     def materialize(self) -> torch.Tensor:
         """Read the values: a contiguous CPU tensor of `shape` and `dtype`."""
+
+    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+        """What has to be read to fill `destination` (of `shape`): leaves, each with the view that it fills."""
+        yield self, destination
 
     @property
     def device(self) -> torch.device:
@@ -173,6 +177,15 @@ class Stored(LazyTensor):
             self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
         )
 
+    @property
+    def start(self) -> int:
+        """File offset of the first selected element."""
+        position, step = self.offset, self.dtype.itemsize
+        for length, ranges in zip(reversed(self.stored_shape), reversed(self.selection), strict=True):
+            position += ranges[0][0] * step
+            step *= length
+        return position
+
     def runs(self) -> Iterator[tuple[int, int]]:
         """The selected bytes as (file offset, byte count), in the order of the selected elements.
 
@@ -266,7 +279,8 @@ class Deferred(LazyTensor):
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor as a writable memoryview of format "B"."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    # A dim of length 1 may have any stride in a contiguous tensor, and would keep it through `view(-1)`.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _lengths(selection: Selection) -> list[int]:

@@ -168,13 +168,19 @@ def _partition(
 def _fill(
     shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor], progress: Callable[[int], object]
 ) -> None:
-    """Read every shard into its value: stored ones together, the others one by one."""
-    stored = [Request(shard, values[name]) for name, shard in shards.items() if isinstance(shard, Stored)]
-    read(stored, progress=progress)
+    """Read every shard into its value: what is stored in files together, in file order, the rest one by one."""
+    stored: list[Request] = []
+    others: list[tuple[LazyTensor, torch.Tensor]] = []
     for name, shard in shards.items():
-        if not isinstance(shard, Stored):
-            values[name].copy_(shard.materialize())
-            progress(shard.nbytes)
+        for leaf, destination in shard.pieces(values[name]):
+            if isinstance(leaf, Stored):
+                stored.append(Request(leaf, destination))
+            else:
+                others.append((leaf, destination))
+    read(stored, progress=progress)
+    for leaf, destination in others:
+        destination.copy_(leaf.materialize())
+        progress(leaf.nbytes)
 
 
 def _tie(model: PreTrainedModel, group: TensorParallelGroup, values: dict[str, torch.Tensor]) -> None:

@@ -136,6 +136,72 @@ def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast: torch.dt
     assert sum(seen) == sum(request.tensor.nbytes for request in requests)
 
 
+@pytest.mark.parametrize("cast", [None, torch.float64])
+@pytest.mark.parametrize("staging", [16, 64, 1 << 20])
+def test_views_of_any_strides_are_filled_and_nothing_beside_them(
+    stored, staging: int, cast: torch.dtype | None, monkeypatch
+) -> None:
+    # 16 bytes are less than a row of any tensor here, and two elements of a cast one.
+    monkeypatch.setattr("tp_transformers.checkpoint.reader.STAGING_BYTES", staging)
+    checkpoint, path = stored
+    requests, expected, around = [], [], []
+    with safe_open(path, "pt") as reference:
+        for name in ("a", "c", "d"):
+            whole = reference.get_tensor(name)
+            tensor = checkpoint.tensors[name]
+            for dim in range(whole.ndim):
+                length = whole.shape[dim]
+                # The middle of a wider tensor; the transposed memory; every second index; and all that of a slice.
+                wider = torch.full(
+                    [n + 2 * (d == dim) for d, n in enumerate(whole.shape)], 7, dtype=cast or whole.dtype
+                )
+                crossed = torch.empty(whole.transpose(0, dim).shape, dtype=cast or whole.dtype).transpose(0, dim)
+                sparse = torch.empty([2 * n for n in whole.shape], dtype=cast or whole.dtype)[
+                    (slice(0, None, 2),) * whole.ndim
+                ]
+                for destination in (wider.narrow(dim, 1, length), crossed, sparse):
+                    requests.append(Request(tensor, destination))
+                    expected.append(whole)
+                ranges = [(2, length), (0, 1)]
+                requests.append(Request(tensor.select(dim, ranges), crossed.clone().narrow(dim, 0, length - 1)))
+                expected.append(torch.cat([whole.narrow(dim, 2, length - 2), whole.narrow(dim, 0, 1)], dim))
+                around += [wider.select(dim, 0), wider.select(dim, length + 1)]
+    assert sum(request.is_direct for request in requests) < len(requests) / 2
+    before = checkpoint.bytes_read
+    seen: list[int] = []
+    read(requests, progress=seen.append)
+    for request, value in zip(requests, expected, strict=True):
+        assert torch.equal(request.destination, value.to(request.destination.dtype))
+    assert all((border == 7).all() for border in around)
+    assert sum(seen) == checkpoint.bytes_read - before == sum(request.tensor.nbytes for request in requests)
+
+
+def test_staging_is_bounded(stored, monkeypatch) -> None:
+    monkeypatch.setattr("tp_transformers.checkpoint.reader.STAGING_BYTES", 1000)
+    checkpoint, _ = stored
+    (source,) = checkpoint.sources
+    largest = 0
+    read_source = source.read
+
+    def watched(offset: int, buffers: list[memoryview]) -> None:
+        nonlocal largest
+        largest = max(largest, sum(map(len, buffers)))
+        read_source(offset, buffers)
+
+    monkeypatch.setattr(source, "read", watched)
+    tensor = checkpoint.tensors["d"]
+    read([Request(tensor, torch.empty(300, 40, dtype=tensor.dtype).t())])
+    assert 600 <= largest <= 1000, "a row of 600 bytes at a time"
+
+
+def test_empty_slices_read_nothing(stored) -> None:
+    checkpoint, _ = stored
+    before = checkpoint.bytes_read
+    for dtype in (torch.float32, torch.float64):
+        read([Request(checkpoint.tensors["a"].select(1, [(2, 2)]), torch.empty(7, 0, dtype=dtype))])
+    assert checkpoint.bytes_read == before
+
+
 def test_neighbours_are_read_by_one_call(stored) -> None:
     checkpoint, _ = stored
     (source,) = checkpoint.sources

@@ -55,6 +55,8 @@ def test_any_chain_of_selections_reads_what_torch_slices(checkpoint, data: st.Da
         assert value.is_contiguous()
         assert torch.equal(value, expected)
     assert sum(length for _, length in lazies[0].runs()) == expected.numel() * expected.dtype.itemsize
+    if expected.numel():
+        assert lazies[0].start == next(lazies[0].runs())[0]
 
 
 def test_a_leading_slice_is_one_run_and_a_trailing_one_a_run_a_row(checkpoint) -> None:
@@ -81,6 +83,15 @@ def test_indexing_is_torchs(checkpoint, index) -> None:
 def test_bad_indices_raise(checkpoint, index) -> None:
     with pytest.raises(IndexError):
         checkpoint[0].tensors[str(torch.float32)][index]
+
+
+def test_a_leaf_is_its_own_only_piece(checkpoint) -> None:
+    opened, tensors = checkpoint
+    for lazy in (opened.tensors["row"][2:5], Resident(tensors["row"][2:5])):
+        destination = torch.empty(3)
+        ((leaf, view),) = lazy.pieces(destination)
+        assert leaf is lazy
+        assert view is destination
 
 
 def test_slicing_reads_nothing(checkpoint) -> None:

@@ -1,7 +1,8 @@
 """transformers' renamings and converters -> for every model parameter, a lazy expression over checkpoint tensors.
 
-Renamings cost nothing. A converter that slices cannot be pushed through falls back: its sources are read whole,
-converted by transformers itself, and then sliced; that is said once at INFO.
+Renamings cost nothing. Converters are expressed by `operations`, so that slices of their results read slices of their
+sources. One that cannot be expressed falls back: its sources are read whole, converted by transformers itself, and
+then sliced; that is said once at INFO.
 
 The internals of transformers that are used here are the same from 5.6 on.
 """
@@ -25,6 +26,7 @@ from transformers.core_model_loading import (
 
 from ..errors import CheckpointError
 from ..lazy import Deferred, LazyTensor
+from .operations import express
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,6 +57,9 @@ def convert(
         tensors: what the checkpoint holds.
         shapes: whole shape of every parameter and persistent buffer of the model.
         weight_mapping: transformers' transforms for this model, in their order.
+
+    Raises:
+        CheckpointError: where a converter cannot take the tensors that there are for it.
     """
     renamings = [entry for entry in weight_mapping or () if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping or () if isinstance(entry, WeightConverter)]
@@ -78,18 +83,24 @@ def convert(
             result.unexpected.update(_targets(name, converter))
             continue
         if name not in groups:
-            groups[name] = _Group(name, converter, model)
+            groups[name] = _Group(name, converter, _Whole(model, shapes))
         groups[name].sources.append((key, pattern, tensors[key]))
 
+    whole = []
     for group in groups.values():
-        for target in _targets(group.first_target, group.converter):
-            if target in names:
-                result.expressions[target] = group.expression(target, shapes[target])
-    if groups:
+        targets = [target for target in _targets(group.first_target, group.converter) if target in names]
+        expressed = express(group.converter, group.first_target, group.sources, group.model)
+        if expressed is None:
+            whole.append(group.first_target)
+            result.expressions.update({target: group.deferred(target, shapes[target]) for target in targets})
+        else:
+            result.expressions.update({target: group.take(expressed, target) for target in targets})
+    if whole:
         logger.info(
-            "%d parameters (%s, ...) are converted while loading; their sources are read whole",
-            len(groups),
-            next(iter(groups)),
+            "%d parameters (%s, ...) are converted while loading in a way that slices cannot be pushed through; their "
+            "sources are read whole",
+            len(whole),
+            whole[0],
         )
     # transformers reverts these on save.
     model._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]  # type: ignore[attr-defined]
@@ -115,16 +126,41 @@ def _targets(first_target: str, converter: WeightConverter) -> list[str]:
     return [first_target.replace(first, target) for target in converter.target_patterns]
 
 
-class _Group:
-    """Checkpoint tensors that one converter turns into one or more parameters, by transformers' own code."""
+class _Whole:
+    """A model whose parameters are seen whole, whatever this rank holds of them: converters measure against them."""
 
-    def __init__(self, first_target: str, converter: WeightConverter, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
+        self.model, self.shapes = model, shapes
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """A meta tensor of the parameter's whole shape. Raises AttributeError where there is none."""
+        if name not in self.shapes:
+            raise AttributeError(f"{type(self.model).__name__} has no parameter {name}")
+        return torch.empty(self.shapes[name], device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class _Group:
+    """Checkpoint tensors that one converter turns into one or more parameters."""
+
+    def __init__(self, first_target: str, converter: WeightConverter, model: _Whole) -> None:
         self.first_target, self.converter, self.model = first_target, converter, model
         self.sources: list[tuple[str, str, LazyTensor]] = []
         self.results: dict[str, torch.Tensor] = {}
 
-    def expression(self, target: str, shape: torch.Size) -> Deferred:
+    def deferred(self, target: str, shape: torch.Size) -> Deferred:
+        """`target` by transformers' own code, on sources that are read whole."""
         return Deferred(lambda: self._value(target), shape=shape, dtype=self.sources[0][2].dtype)
+
+    def take(self, values: dict[str, Any], target: str) -> Any:
+        """Take `target` out of what the converter gave. Raises CheckpointError where it is not there."""
+        if target not in values:
+            raise CheckpointError(
+                f"{target}: the converter of {self.sources[0][0]} gave {', '.join(sorted(values)) or 'nothing'} instead"
+            )
+        return values.pop(target)
 
     def _value(self, target: str) -> torch.Tensor:
         """The whole value of `target`; computed for all targets together, each kept until it is taken."""
@@ -134,9 +170,5 @@ class _Group:
                 converter.add_tensor(self.first_target, key, pattern, tensor.materialize())
             values = converter.convert(self.first_target, model=self.model, config=self.model.config)
             self.results = {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
-        try:
-            return self.results.pop(target)
-        except KeyError:
-            raise CheckpointError(
-                f"{target}: the converter of {self.sources[0][0]} gave {', '.join(sorted(values))} instead"
-            ) from None
+        value: torch.Tensor = self.take(self.results, target)
+        return value

@@ -2,8 +2,8 @@
 
 Requests are walked in file order. Bytes that stand next to each other in the file are read by one `preadv`, whatever
 tensors they belong to, straight into place; what a rank does not keep is never read, so that a slice of a trailing dim
-takes one read a row. Where the destination is on another device or of another dtype, bytes go through one bounded
-staging buffer.
+takes one read a row. Where the destination is on another device, of another dtype or not contiguous (a piece of a
+transposed parameter), bytes go through one bounded staging buffer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ _BATCH = 512
 
 @dataclass(frozen=True)
 class Request:
-    """Read `tensor` into `destination`: same shape, contiguous, any device, any dtype that it can be cast to."""
+    """Read `tensor` into `destination`: of the same shape, but of any strides, device and dtype to cast to."""
 
     tensor: Stored
     destination: torch.Tensor
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file's bytes are the destination's, in the same order."""
+        destination = self.destination
+        return (
+            destination.device.type == "cpu" and destination.dtype == self.tensor.dtype and destination.is_contiguous()
+        )
 
 
 def read(requests: Iterable[Request], *, progress: Callable[[int], object] = lambda nbytes: None) -> None:
@@ -40,14 +48,15 @@ def read(requests: Iterable[Request], *, progress: Callable[[int], object] = lam
     direct: dict[Source, list[Request]] = {}
     staged: list[Request] = []
     for request in requests:
-        if request.destination.device.type == "cpu" and request.destination.dtype == request.tensor.dtype:
+        if request.is_direct:
             direct.setdefault(request.tensor.source, []).append(request)
         else:
             staged.append(request)
     for source, group in direct.items():
         _read_direct(source, group, progress)
     if staged:
-        staging = torch.empty(min(STAGING_BYTES, max(request.tensor.nbytes for request in staged)), dtype=torch.uint8)
+        largest = max(request.tensor.nbytes for request in staged)
+        staging = torch.empty(min(STAGING_BYTES, largest), dtype=torch.uint8)
         for request in _in_file_order(staged):
             _read_staged(request, staging, progress)
 
@@ -71,7 +80,7 @@ def _read_direct(source: Source, requests: list[Request], progress: Callable[[in
 
 
 def _in_file_order(requests: list[Request]) -> list[Request]:
-    return sorted(requests, key=lambda request: (request.tensor.source.name, request.tensor.offset))
+    return sorted(requests, key=lambda request: (request.tensor.source.name, request.tensor.start))
 
 
 def _targets(request: Request) -> Iterator[tuple[int, memoryview]]:
@@ -84,29 +93,17 @@ def _targets(request: Request) -> Iterator[tuple[int, memoryview]]:
 
 
 def _read_staged(request: Request, staging: torch.Tensor, progress: Callable[[int], object]) -> None:
-    """Read through `staging` and copy (cast, move) from it, one buffer after the other."""
-    tensor, flat = request.tensor, request.destination.view(-1)
-    itemsize = tensor.dtype.itemsize
-    capacity = max(len(staging) // itemsize * itemsize, itemsize)
-    view = byte_view(staging)
-    filled = copied = 0
-
-    def flush() -> None:
-        nonlocal filled, copied
-        count = filled // itemsize
-        flat[copied : copied + count].copy_(staging[:filled].view(tensor.dtype))
-        progress(filled)
-        copied += count
-        filled = 0
-
-    for offset, length in tensor.runs():
-        while length:
-            step = min(length, capacity - filled)
-            tensor.source.read(offset, [view[filled : filled + step]])
-            filled += step
-            offset += step
-            length -= step
-            if filled == capacity:
-                flush()
-    if filled:
-        flush()
+    """Read as much as `staging` holds, copy it to its place (cast, move, reorder), and so on."""
+    tensor, destination = request.tensor, request.destination
+    if tensor.nbytes <= len(staging):
+        values = staging[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        _read_direct(tensor.source, [Request(tensor, values)], progress)
+        destination.copy_(values)
+        return
+    dim = next(dim for dim, length in enumerate(tensor.shape) if length > 1)
+    length = tensor.shape[dim]
+    step = max(len(staging) * length // tensor.nbytes, 1)
+    for start in range(0, length, step):
+        stop = min(start + step, length)
+        part = Request(tensor.select(dim, [(start, stop)]), destination.narrow(dim, start, stop - start))
+        _read_staged(part, staging, progress)
