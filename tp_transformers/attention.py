@@ -268,7 +268,7 @@ def _count_heads(
         for role in ("query", "key"):
             child = roles[role][0]
             width = _width(modules[child])
-            if width % head_dim:
+            if not width or width % head_dim:
                 faults.append(f"{child}: its {width} features are not whole heads of {head_dim}")
                 return None
             query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
@@ -279,8 +279,8 @@ def _count_heads(
 
 
 def _width(module: nn.Module) -> int:
-    """Output features of a projection."""
-    return int(getattr(module, "nf", None) or module.out_features)  # type: ignore[arg-type]
+    """Output features of a projection; 0 where it is no linear."""
+    return (features(module) or (0, 0))[1]
 
 
 def _config(module: nn.Module, model: PreTrainedModel) -> Any:

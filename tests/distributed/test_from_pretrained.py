@@ -21,13 +21,15 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    HeliumConfig,
+    HeliumForCausalLM,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     pipeline,
 )
 
@@ -464,7 +466,7 @@ def declared(folder: str, reference: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(("config", "model"), [(MistralConfig, MistralForCausalLM), (Qwen3Config, Qwen3ForCausalLM)])
+@pytest.mark.parametrize(("config", "model"), [(HeliumConfig, HeliumForCausalLM), (Exaone4Config, Exaone4ForCausalLM)])
 def test_the_plan_that_transformers_declares_at_any_size(
     pool: Any, tmp_path: Path, config: Any, model: Any, size: int
 ) -> None:
@@ -505,6 +507,45 @@ def test_converted_checkpoints_load_and_save(pool: Any, tmp_path: Path) -> None:
     before, after = read_folder(tmp_path / "c"), read_folder(tmp_path / "saved")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+TRANSPOSED = {
+    "model.language_model.layers.*.mlp.experts": "moe_tp_experts",
+    "model.language_model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "model.language_model.layers.*.mlp.experts.down_proj": "rowwise",
+}
+
+
+def save_transposed(folder: str, target: str) -> float:
+    with tp_transformers.enable():
+        model = Qwen3VLMoeForConditionalGeneration.from_pretrained(folder, tp_plan=TRANSPOSED)
+    model.save_pretrained(target)
+    return model.tp_bytes_read
+
+
+def test_converters_that_measure_parameters_see_them_whole(pool: Any, tmp_path: Path) -> None:
+    # Experts of 24 features in blocks of 8 are cut 16 and 8: plain tensors, whose local shape is not the whole one.
+    torch.manual_seed(0)
+    config = Qwen3VLMoeConfig(
+        text_config=tiny(dict, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    )
+    Qwen3VLMoeForConditionalGeneration(config).save_pretrained(tmp_path / "first")
+    Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "c")
+    bytes_read = pool.run(2, save_transposed, str(tmp_path / "c"), str(tmp_path / "saved"))
+    before, after = read_folder(tmp_path / "c"), read_folder(tmp_path / "saved")
+    assert {name: tensor.shape for name, tensor in after.items()} == {
+        name: tensor.shape for name, tensor in before.items()
+    }
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert bytes_read[1] < bytes_read[0] < sum(tensor.nbytes for tensor in before.values())
 
 
 def save_converted(folder: str, target: str) -> None:
@@ -610,18 +651,36 @@ def test_damaged_checkpoints(pool: Any, cases: Any, tmp_path: Path, damage: Any,
     assert says in error
 
 
-def load_with_wrong_rules(folder: str) -> None:
-    rules = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise_rep"}
-    model = load(folder, tp_plan={f"model.layers.*.mlp.{name}": strategy for name, strategy in rules.items()})
+def load_with_wrong_rules(folder: str, rules: dict[str, str]) -> None:
+    model = load(folder, tp_plan={f"model.layers.*.{name}": strategy for name, strategy in rules.items()})
     model(PROMPTS)
 
 
-def test_rules_that_do_not_fit_together_are_told_in_the_forward(pool: Any, cases: Any) -> None:
+def test_rules_that_do_not_fit_together_are_told_before_the_read(pool: Any, cases: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(cases(8, 4).folder, folder)
+    for file in folder.glob("*.safetensors"):  # whoever reads a weight fails
+        with file.open("r+b") as stream:
+            stream.truncate(file.stat().st_size - 8)
+    rules = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise_rep"}
     with pytest.raises(WorkerError) as caught:
-        pool.run(2, load_with_wrong_rules, cases(8, 4).folder, timeout=60)
+        pool.run(2, load_with_wrong_rules, str(folder), rules, timeout=60)
     assert set(caught.value.errors) == {0, 1}
     for error in caught.value.errors.values():
+        assert "model.layers.*.mlp.gate_proj: it leaves its features sharded, but model.layers.*.mlp.down_proj" in error
+
+
+def test_what_does_not_fit_in_the_forward_is_told_there(pool: Any, cases: Any) -> None:
+    # That an attention's output feeds the next block is not seen in a plan.
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, feed_a_shard, cases(8, 4).folder, timeout=60)
+    for error in caught.value.errors.values():
         assert error.startswith("PlanError: model.layers.0.mlp.down_proj: got an input of 50 features, expected 100")
+
+
+def feed_a_shard(folder: str) -> None:
+    model = load(folder, tp_plan={"model.layers.*.mlp.down_proj": "rowwise_rep"})
+    model.model.layers[0].mlp.down_proj(torch.ones(1, 50))
 
 
 def look_up_nobodys_id(folder: str) -> None:

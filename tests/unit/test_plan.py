@@ -76,9 +76,7 @@ def test_names_match_as_a_whole_and_stars_are_layer_numbers() -> None:
 
 def test_a_manual_dict_cuts_whole_heads_and_leaves_the_rest() -> None:
     resolution = resolve(Plan.from_dict(MEGATRON), meta_model(), 3)
-    widths = {
-        role: resolution.module_strategies[f"model.layers.0.self_attn.{role}_proj"].split.widths for role in "qkvo"
-    }
+    widths = {role: resolution.layouts[f"model.layers.0.self_attn.{role}_proj.weight"].split.widths for role in "qkvo"}
     assert widths == {"q": (32, 16, 16), "k": (16, 8, 8), "v": (16, 8, 8), "o": (32, 16, 16)}
     assert {fold_layers(name) for name in resolution.uncovered} == {
         "model.layers.*.input_layernorm.weight",
@@ -127,7 +125,7 @@ def test_malformed_rules() -> None:
         ("rulez: {a: colwise}", "unknown section 'rulez' (nearest: rules)"),
         ("rules: [a]", "section rules is a list"),
         ("attention: {a: {keys: k_proj}}", "attention a"),
-        ("extends: lama\n", "'lama', which is no plan (nearest: llama)"),
+        ("extends: lama\n", "'lama', which is no plan (nearest: llama"),
         ("extends: mine\n", "extends itself: mine.yaml -> mine.yaml"),
         ("extends: other\n", "extends itself: mine.yaml -> other.yaml -> mine.yaml"),
     ],
@@ -307,8 +305,9 @@ def fused(parts: Any, size: int = 3) -> Resolution:
 
 
 def test_fused_attention_parts_are_cut_by_their_heads() -> None:
-    split = fused(["query", "key", "value"]).module_strategies["model.layers.0.self_attn.qkv_proj"].split
-    assert split is not None
+    layout = fused(["query", "key", "value"]).layouts["model.layers.0.self_attn.qkv_proj.weight"]
+    assert layout is not None
+    split = layout.split
     assert split.ranges[0] == ((0, 32), (64, 80), (96, 112))
     assert split.ranges[2] == ((48, 64), (88, 96), (120, 128))
 
@@ -321,7 +320,7 @@ def test_fused_parts_by_length() -> None:
 
 
 def test_fused_parts_that_do_not_add_up() -> None:
-    with pytest.raises(PlanError, match="length 128 along dim 0, its parts add up to 96"):
+    with pytest.raises(PlanError, match="weight along dim 0: it has length 128, its parts add up to 96"):
         fused([64, 32], size=4)
 
 

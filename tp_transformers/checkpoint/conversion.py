@@ -83,7 +83,7 @@ def convert(
             result.unexpected.update(_targets(name, converter))
             continue
         if name not in groups:
-            groups[name] = _Group(name, converter, _Whole(model, shapes))
+            groups[name] = _Group(name, converter, WholeModel(model, shapes))
         groups[name].sources.append((key, pattern, tensors[key]))
 
     whole = []
@@ -126,7 +126,7 @@ def _targets(first_target: str, converter: WeightConverter) -> list[str]:
     return [first_target.replace(first, target) for target in converter.target_patterns]
 
 
-class _Whole:
+class WholeModel:
     """A model whose parameters are seen whole, whatever this rank holds of them: converters measure against them."""
 
     def __init__(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
@@ -145,7 +145,7 @@ class _Whole:
 class _Group:
     """Checkpoint tensors that one converter turns into one or more parameters."""
 
-    def __init__(self, first_target: str, converter: WeightConverter, model: _Whole) -> None:
+    def __init__(self, first_target: str, converter: WeightConverter, model: WholeModel) -> None:
         self.first_target, self.converter, self.model = first_target, converter, model
         self.sources: list[tuple[str, str, LazyTensor]] = []
         self.results: dict[str, torch.Tensor] = {}

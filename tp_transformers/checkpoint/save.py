@@ -25,6 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..errors import UnsupportedError
 from ..lazy import byte_view
 from ..strategies import ParamShard, full_tensor, local_tensor, whole_like
+from .conversion import WholeModel
 from .index import DTYPE_NAMES
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def save_pretrained(
     # 1. What will stand in which file: from shapes alone, the same on all ranks.
     tensors = _state(model)
     meta = {name: whole_like(tensor) for name, tensor in tensors.items()}
-    state = _reverted(model, meta, save_original_format)
+    whole_model = WholeModel(model, {name: tensor.shape for name, tensor in meta.items()})
+    state = _reverted(whole_model, meta, save_original_format)
     weights_name = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace(".", f".{variant}.")
     cut = split_torch_state_dict_into_shards(
         state,
@@ -90,12 +92,12 @@ def save_pretrained(
                 for file, names in cut.filename_to_tensors.items():
                     writers[file] = _Writer(folder / file, {name: state[name] for name in names})
         # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
-        for names in _convertible_groups(model, meta, state, save_original_format):
+        for names in _convertible_groups(whole_model, meta, state, save_original_format):
             whole = {name: _gather(tensors[name], group) for name in names}
             with group.agree():
                 values = {name: value for name, value in whole.items() if value is not None}
                 if writes:
-                    for target, value in _reverted(model, values, save_original_format).items():
+                    for target, value in _reverted(whole_model, values, save_original_format).items():
                         writers[cut.tensor_to_filename[target]].write(target, value)
             del whole, values
         with group.agree():
@@ -177,13 +179,16 @@ def _gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
     return whole if group.rank == 0 else None
 
 
-def _reverted(model: PreTrainedModel, state: dict[str, Tensor], save_original_format: bool) -> dict[str, Tensor]:
+def _reverted(model: WholeModel, state: dict[str, Tensor], save_original_format: bool) -> dict[str, Tensor]:
     """The state in the names and pieces of the checkpoint that the model was loaded from."""
-    return revert_weight_conversion(model, state) if save_original_format else state
+    if not save_original_format:
+        return state
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, state)  # type: ignore[arg-type]
+    return reverted
 
 
 def _convertible_groups(
-    model: PreTrainedModel, meta: Mapping[str, Tensor], state: Mapping[str, Tensor], save_original_format: bool
+    model: WholeModel, meta: Mapping[str, Tensor], state: Mapping[str, Tensor], save_original_format: bool
 ) -> list[list[str]]:
     """Cut the names into groups that can be reverted by themselves: one a module, else all together."""
     groups: dict[str, list[str]] = {}
