@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import tp_transformers
+
 HEAD_DIM = 8
 VOCAB = 199
 INTERMEDIATE = 100
@@ -89,6 +91,18 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     if not torch.isfinite(value).all():
         return float("inf")
     return ((value - reference).abs().max() / reference.abs().max().clamp_min(1e-12)).item()
+
+
+def headers(folder: str | Path) -> int:
+    """Bytes of the headers of all safetensors files in a folder, with their lengths."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+
+
+def held(model: Any) -> int:
+    """Bytes of the checkpoint that this rank holds: its parameters, tied ones once, and persistent buffers."""
+    state = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(tp_transformers.local_tensor(tensor).nbytes for tensor in state.values())
 
 
 def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ Nothing here knows torch.distributed: rank 2 of 4 is two integers. A `Split` say
 ranks, a `Layout` says which dim of a tensor is cut by which split.
 
     even(10, 4)        [0 1 2 | 3 4 5 | 6 7 | 8 9]
+    chunked(10, 4)     [0 1 2 | 3 4 5 | 6 7 8 | 9]                    as DTensor cuts
     heads(9, 3, 2)     query [0-5 | 6-8], key/value [0 1 | 2]         whole KV groups
     heads(8, 2, 4)     query [0 1 | 2 3 | 4 5 | 6 7], key/value [0 | 0 | 1 | 1]     replicated KV heads
     packed([A, B])     AABB -> [AB | AB]                              each part by its own split
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 
 Range = tuple[int, int]
 """A half-open index range, (start, stop)."""
@@ -77,12 +79,9 @@ class Split:
 
     @property
     def is_chunked(self) -> bool:
-        """Whether the cut is the one of `torch.chunk`, which is what DTensor's `Shard` placement means."""
-        chunk = -(-self.length // self.size)
-        return all(
-            joined(held) == joined([(rank * chunk, min((rank + 1) * chunk, self.length))])
-            for rank, held in enumerate(self.ranges)
-        )
+        """Whether the cut is `chunked`, which is what DTensor's `Shard` placement means."""
+        others = chunked(self.length, self.size).ranges
+        return all(joined(mine) == joined(theirs) for mine, theirs in zip(self.ranges, others, strict=True))
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -149,6 +148,14 @@ def even(length: int, size: int, *, unit: int = 1) -> Split:
         length,
         tuple(((min(start * unit, length), min(stop * unit, length)),) for start, stop in _shares(blocks, size)),
     )
+
+
+@cache
+def chunked(length: int, size: int) -> Split:
+    """Cut `length` as `torch.chunk` does: all ranks hold as many, rounded up, but the last ones what is left."""
+    chunk = -(-length // size)
+    starts = [min(rank * chunk, length) for rank in range(size + 1)]
+    return Split(length, tuple(((start, stop),) for start, stop in pairwise(starts)))
 
 
 def heads(query: int, kv: int, size: int) -> tuple[Split, Split]:

@@ -18,7 +18,7 @@ import transformers
 
 import tp_transformers
 from tests.architectures import ARCHITECTURES, Variant, make_case, observe
-from tests.models import Case, assert_same_files, read_folder, relative
+from tests.models import Case, assert_same_files, headers, held, read_folder, relative
 from tests.pool import Pool
 from tp_transformers.plan import available_plans
 
@@ -76,6 +76,7 @@ def compare(name: str, folder: str, reference_file: str, saved: str) -> dict[str
         "agree": all(
             torch.equal(logits, seen["logits"]) and torch.equal(tokens, seen["tokens"]) for logits, tokens in everyone
         ),
+        "read": model.tp_bytes_read - held(model) - headers(folder),
         "share": sum(tp_transformers.local_tensor(param).nbytes for param in params) / whole,
     }
 
@@ -115,6 +116,7 @@ def test_architecture_matches_one_process(
             assert result["loss"] < LOGITS_TOLERANCE
             assert result["tokens"]
             assert result["agree"]
+            assert result["read"] == 0  # exactly this rank's bytes, and the headers
             assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
         if size == 2 and variant == ARCHITECTURES[name].variants[0]:
             assert worst["share"] <= ARCHITECTURES[name].share

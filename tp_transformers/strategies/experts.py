@@ -49,18 +49,17 @@ class IsolatedParallel(TensorParallelLayer):
         bound.holds_experts = _holds_experts(module)
         return bound
 
-    def check(self, module: nn.Module) -> None:
-        """Every rank needs an expert."""
-        count = len(next(module.parameters(recurse=False))) if self.holds_experts else self.size
-        if count < self.size:
-            raise ValueError(
-                f"{count} experts cannot be spread over {self.size} ranks, each of which needs one; cut every expert "
-                f"(packed_colwise, rowwise), or use at most {count} ranks"
-            )
-
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The experts, where the module holds any."""
         return 0 if self.holds_experts else None
+
+    def _cut(self, length: int, size: int, unit: int) -> Split:
+        if length < size:
+            raise ValueError(
+                f"{length} experts cannot be spread over {size} ranks, each of which needs one; cut every expert "
+                f"(packed_colwise, rowwise), or use at most {length} ranks"
+            )
+        return super()._cut(length, size, unit)
 
     def attached(self, shards: Mapping[str, ParamShard]) -> None:
         """Learn which experts each rank holds: what is cut along dim 0."""
@@ -117,9 +116,6 @@ class MoEExpertsParallel(IsolatedParallel):
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """Nothing: the parameters have rules of their own."""
         return None
-
-    def check(self, module: nn.Module) -> None:
-        """Any module that holds experts somewhere."""
 
     @staticmethod
     def _prepare_input_fn(

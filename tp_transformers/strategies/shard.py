@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..collectives import all_gather_uneven, copy_to_region
-from ..layout import Layout, Range, Shared, Split, even, joined, packed
+from ..layout import Layout, Range, Shared, Split, chunked, even, joined, packed
 from ..lazy import LazyTensor, Resident, Stored
 from ..mesh import TensorParallelGroup
 
@@ -176,17 +176,17 @@ def take(param: Tensor | LazyTensor, layout: Layout | None, rank: int) -> Tensor
 def get_tensor_shard(
     param: Tensor | LazyTensor, empty_param: Tensor, device_mesh: Any, rank: int, dim: int
 ) -> Tensor | LazyTensor:
-    """The slice of `rank` of a parameter that is cut evenly along `dim`, for a `partition_tensor` of your own.
+    """The slice of `rank` of a parameter that is cut along `dim` as DTensor's `Shard(dim)` cuts it: by `torch.chunk`.
 
     Args:
         param: the whole parameter; a slice of a lazy tensor is lazy.
         empty_param: a tensor of its shape.
         device_mesh: the 1-D mesh of the `tp` axis.
         rank: this process on the axis.
-        dim: the dim to cut; the first ranks hold one index more where it does not divide.
+        dim: the dim to cut; the last ranks hold less, or nothing, where it does not divide.
     """
     dim %= empty_param.ndim
-    return take(param, Layout(dim, even(empty_param.shape[dim], device_mesh.size())), rank)
+    return take(param, Layout(dim, chunked(empty_param.shape[dim], device_mesh.size())), rank)
 
 
 def get_packed_weights(
