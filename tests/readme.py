@@ -1,0 +1,42 @@
+"""The README's table of architectures, made from `model_plans/`. `python -m tests.readme` writes it into the README."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tp_transformers.plan import Plan, available_plans
+
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- architectures -->\n", "<!-- /architectures -->\n"
+
+COMMON = {"colwise", "colwise_rep", "rowwise", "replicate", "embedding_rowwise"}
+"""Strategies that nearly every plan uses, and that say nothing about one."""
+
+
+def table() -> str:
+    """One row a plan: its title (the first comment of its file), the model types it is for, what is special in it."""
+    rows = [
+        "| architecture | `model_type` | plan | beside columns, rows and whole norms |",
+        "| --- | --- | --- | --- |",
+    ]
+    for path in sorted(set(available_plans().values())):
+        plan = Plan.from_yaml(path)
+        first = path.read_text().splitlines()[0]
+        found = re.fullmatch(r"# (.+?): (https://\S+)", first)
+        assert found is not None, f"{path.name} does not begin with `# Title: https://...`"
+        types = ", ".join(f"`{model_type}`" for model_type in plan.model_types)
+        special = sorted({rule.strategy_name for rule in plan.rules} - COMMON)
+        marks = ", ".join(f"`{name}`" for name in special) or "-"
+        rows.append(f"| [{found[1]}]({found[2]}) | {types} | [{path.name}](model_plans/{path.name}) | {marks} |")
+    return "\n".join(rows) + "\n"
+
+
+def with_table(text: str) -> str:
+    """The README with the table as it should be."""
+    head, rest = text.split(BEGIN)
+    return head + BEGIN + table() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text()))
