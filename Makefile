@@ -5,13 +5,17 @@ RANKS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test lint versions clean
+.PHONY: demo test matrix lint versions clean
 
 demo: $(VENV)/ready
 	$(PY) -m tp_transformers.demo --ranks $(RANKS)
 
 test: lint
 	$(PY) -m pytest
+
+# Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors: about 20 minutes.
+matrix: $(VENV)/ready
+	MATRIX=1 $(PY) -m pytest tests/distributed/test_architectures.py
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check

@@ -244,6 +244,32 @@ def _qwen_vl(tower: Callable[[bool], dict[str, Any]]) -> Callable[[int, int, boo
     return settings
 
 
+def _gemma3(heads: int, kv: int, odd: bool) -> dict[str, Any]:
+    text = _text(heads, kv, odd, head_dim=HEAD_DIM, sliding_window=4)
+    del text["tie_word_embeddings"]
+    return {
+        "text_config": text,
+        "vision_config": {
+            "hidden_size": 48,
+            "intermediate_size": 101 if odd else 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3 if odd else 4,
+            "image_size": GRID * PATCH,
+            "patch_size": PATCH,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": GRID * GRID // 4,
+        "image_token_index": IMAGE_TOKEN,
+        "boi_token_index": VISION_START,
+        "eoi_token_index": VISION_START + 1,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+        "pad_token_id": PAD,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,
+    }
+
+
 def _tower(odd: bool) -> dict[str, Any]:
     return {"embed_dim": 48, "hidden_size": 72 if odd else 64, "mlp_ratio": 2}
 
@@ -303,6 +329,9 @@ ARCHITECTURES = {
         MULTI_HEAD,
     ),
     "bart": Architecture("BartConfig", "BartForConditionalGeneration", _bart, MULTI_HEAD),
+    "gemma3": Architecture("Gemma3Config", "Gemma3ForConditionalGeneration", _gemma3, share=0.60),
+    "ministral": Architecture("MinistralConfig", "MinistralForCausalLM", _plain(head_dim=HEAD_DIM, sliding_window=4)),
+    "olmo3": Architecture("Olmo3Config", "Olmo3ForCausalLM", _plain(sliding_window=4)),
     "qwen2_vl": Architecture("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", _qwen_vl(_tower), share=0.60),
     "qwen2_5_vl": Architecture(
         "Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", _qwen_vl(_tower_2_5), share=0.60
@@ -351,8 +380,14 @@ def inputs_of(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "attention_mask": torch.cat(
             [MASK[:, :3], torch.ones(2, 1 + images.shape[1], dtype=torch.long), MASK[:, 3:]], 1
         ),
-        "pixel_values": torch.randn(2 * GRID * GRID, 3 * 2 * PATCH * PATCH),
-        "image_grid_thw": torch.tensor([[1, GRID, GRID]] * 2),
     }
-    seeing["mm_token_type_ids"] = (seeing["input_ids"] == IMAGE_TOKEN).long()
+    is_image = (seeing["input_ids"] == IMAGE_TOKEN).long()
+    if model.config.model_type == "gemma3":
+        seeing |= {"pixel_values": torch.randn(2, 3, GRID * PATCH, GRID * PATCH), "token_type_ids": is_image}
+    else:
+        seeing |= {
+            "pixel_values": torch.randn(2 * GRID * GRID, 3 * 2 * PATCH * PATCH),
+            "image_grid_thw": torch.tensor([[1, GRID, GRID]] * 2),
+            "mm_token_type_ids": is_image,
+        }
     return seeing, seeing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,30 @@ def cases(tmp_path_factory: pytest.TempPathFactory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def matrix_summary(pytestconfig: pytest.Config) -> list[Any]:
+    """Where cases of the matrix put (architecture, variant, ranks, worst errors), for the summary at the end."""
+    return pytestconfig.stash.setdefault(_SUMMARY, [])
+
+
+_SUMMARY: pytest.StashKey[list[Any]] = pytest.StashKey()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line an architecture: how many cases passed, and the worst of each number."""
+    rows: dict[str, list[Any]] = {}
+    for name, variant, size, worst in terminalreporter.config.stash.get(_SUMMARY, []):
+        rows.setdefault(name, []).append((variant, size, worst))
+    if rows:
+        terminalreporter.section("worst relative error of every architecture, and share of one of 2 ranks")
+    for name, cases in rows.items():
+        logits, grads = (max(worst[key] for _, _, worst in cases) for key in ("logits", "grads"))
+        shares = [worst["share"] for variant, size, worst in cases if size == 2 and variant[0] == 8]
+        terminalreporter.write_line(
+            f"{name:24} {len(cases):3} cases   logits {logits:.1e}   gradients {grads:.1e}   share {max(shares, default=0):.3f}"
+        )
 
 
 def pytest_report_header() -> str:
