@@ -59,9 +59,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name, cases in rows.items():
         logits, grads = (max(worst[key] for _, _, worst in cases) for key in ("logits", "grads"))
         shares = [worst["share"] for variant, size, worst in cases if size == 2 and variant[0] == 8]
-        terminalreporter.write_line(
-            f"{name:24} {len(cases):3} cases   logits {logits:.1e}   gradients {grads:.1e}   share {max(shares, default=0):.3f}"
-        )
+        numbers = f"logits {logits:.1e}   gradients {grads:.1e}   share {max(shares, default=0):.3f}"
+        terminalreporter.write_line(f"{name:24} {len(cases):3} cases   {numbers}")
 
 
 def pytest_report_header() -> str:

@@ -40,6 +40,7 @@ NOT_LOADED = {
     **dict.fromkeys(
         (
             "cohere_compass_text",
+            "deepseek_ocr2_encoder",
             "deepseek_ocr2_text",
             "diffusion_gemma_text",
             "dots1",
@@ -49,6 +50,7 @@ NOT_LOADED = {
             "llama4",
             "nemotron",
             "neomme",
+            "paddleocr_vl_text",
             "qwen3_omni_moe_talker_text",
             "qwen4_exp_text",
             "t5_gemma_module",
@@ -61,11 +63,12 @@ NOT_LOADED = {
     "doge": "model.layers.*.self_attn.A: it stands among heads that are cut",
     "dots3_note_vision_encoder": "cuts a matrix of blocks.*, so that each of 2 ranks would hold 100% of the model",
     "esmc": "layers.*.self_attn.k_norm.weight: it stands among heads that are cut",
+    "gemma4_vision": "a Gemma4ClippableLinear is no linear or embedding",
     "glm5_next_text": "o_proj leave their features sharded, k_proj, q_proj, v_proj do not",
     "muse_spark": "cuts a matrix of model.audio_tower.layers.*, model.vision_tower.layers.*",
     "phi4_multimodal": "each of 2 ranks would hold 68% of the model",
 }
-"""model_type -> why its declared plan does not load it, in what we say of it."""
+"""model_type -> why its declared plan does not load it, in what we say of it, in one release of transformers or all."""
 
 ONLY_EVEN = {"axk2", "gpt_neox", "hy_v4", "muse_glimmer_vision", "muse_glimmer"}
 """Architectures whose attention is not recognised: 2 ranks, which divide their heads, will do, 3 will not."""
