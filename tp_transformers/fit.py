@@ -48,12 +48,12 @@ def misfits(
             takers = [other for other in fed if _takes(strategies.get(other))]
             split = None
             if _leaves(strategies.get(linear)):
-                if not fed:
+                if not fed and len(linears) > 1:  # one alone may be wrapped by what stands beside others
                     yield (
                         f"{fold_layers(linear)}: it leaves its features sharded, and nothing after it in "
                         f"{fold_layers(name) or 'the model'} takes as many; make it colwise_rep"
                     )
-                elif not takers:
+                elif fed and not takers:
                     mine, theirs = fold_layers(linear), fold_layers(fed[0])
                     yield (
                         f"{mine}: it leaves its features sharded, but {theirs}, which takes as many, expects the "

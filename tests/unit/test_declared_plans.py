@@ -66,7 +66,7 @@ NOT_LOADED = {
     "gemma4_vision": "a Gemma4ClippableLinear is no linear or embedding",
     "glm5_next_text": "o_proj leave their features sharded, k_proj, q_proj, v_proj do not",
     "muse_spark": "cuts a matrix of model.audio_tower.layers.*, model.vision_tower.layers.*",
-    "phi4_multimodal": "each of 2 ranks would hold 68% of the model",
+    "phi4_multimodal": "cuts a matrix of model.embed_tokens_extend.audio_embed.encoder.encoders.*",
 }
 """model_type -> why its declared plan does not load it, in what we say of it, in one release of transformers or all."""
 
