@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_transformers.layout import Layout, Split, even, heads, packed
+from tp_transformers.layout import Layout, Split, even, heads, interleaved, packed
 
 sizes = st.integers(1, 16)
 
@@ -24,13 +24,15 @@ def attention(draw: st.DrawFn) -> tuple[int, int, int]:
 def splits(draw: st.DrawFn) -> Split:
     """Any split that a plan can ask for."""
     size = draw(sizes)
-    kind = draw(st.sampled_from(["even", "heads", "packed", "qkv"]))
+    kind = draw(st.sampled_from(["even", "heads", "packed", "qkv", "interleaved"]))
     if kind == "even":
         return even(draw(st.integers(0, 200)), size, unit=draw(st.integers(1, 9)))
     if kind == "packed":
         return packed([even(length, size) for length in draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))])
     query, kv, size = draw(attention())
     width = draw(st.integers(1, 8))
+    if kind == "interleaved":
+        return interleaved(*heads(query, kv, size)).scaled(width)
     query_split, kv_split = (split.scaled(width) for split in heads(query, kv, size))
     return (
         packed([query_split, kv_split, kv_split]) if kind == "qkv" else draw(st.sampled_from([query_split, kv_split]))
@@ -109,6 +111,81 @@ def test_heads_keep_an_integer_ratio_and_every_query_with_its_kv_head(case: tupl
     # No query head is computed twice; KV heads are replicated only where there are fewer of them than ranks.
     assert sum(query_split.widths) == query
     assert kv < size or sum(kv_split.widths) == kv
+
+
+def dealt(items: list[int], size: int) -> list[list[int]]:
+    """`items` dealt out to `size` hands, in order; the first ones get one more."""
+    hands = []
+    for left in range(size, 0, -1):
+        count = -(-len(items) // left)
+        hands.append(items[:count])
+        items = items[count:]
+    return hands
+
+
+def slow_heads(query: int, kv: int, size: int) -> list[tuple[list[int], list[int]]]:
+    """(query heads, KV heads) of every rank, by dealing them out one by one."""
+    group = query // kv
+    if kv >= size:
+        return [([head * group + i for head in hand for i in range(group)], hand) for hand in dealt([*range(kv)], size)]
+    ranks = []
+    for head, holders in enumerate(dealt([*range(size)], kv)):
+        for hand in dealt([*range(head * group, (head + 1) * group)], len(holders)):
+            ranks.append((hand, [head]))
+    return ranks
+
+
+@given(attention())
+def test_heads_are_dealt_out(case: tuple[int, int, int]) -> None:
+    query_split, kv_split = heads(*case)
+    ranks = range(case[2])
+    assert [(indices(query_split, rank), indices(kv_split, rank)) for rank in ranks] == slow_heads(*case)
+
+
+@given(attention(), st.integers(1, 4))
+def test_interleaved_keeps_every_kv_head_behind_its_query_heads(case: tuple[int, int, int], width: int) -> None:
+    query, kv, size = case
+    group = query // kv
+    # What is stored: for every KV head its query heads, its key, its value.
+    stored = [
+        (role, head)
+        for kv_head in range(kv)
+        for role, head in [
+            *(("query", kv_head * group + i) for i in range(group)),
+            ("key", kv_head),
+            ("value", kv_head),
+        ]
+    ]
+    split = interleaved(*heads(query, kv, size))
+    assert split.length == len(stored)
+    for rank, (queries, keys) in enumerate(slow_heads(query, kv, size)):
+        expected = [
+            part
+            for kv_head in keys
+            for part in [
+                *(("query", head) for head in queries if head // group == kv_head),
+                ("key", kv_head),
+                ("value", kv_head),
+            ]
+        ]
+        assert [stored[index] for index in indices(split, rank)] == expected
+        rows = [index * width + row for index in indices(split, rank) for row in range(width)]
+        assert indices(split.scaled(width), rank) == rows
+
+
+def test_interleaved_by_example() -> None:
+    # q0 q1 k0 v0 q2 q3 k1 v1: whole groups, then one KV head on two ranks.
+    assert interleaved(*heads(4, 2, 2)).ranges == (((0, 4),), ((4, 8),))
+    assert interleaved(*heads(4, 1, 3)).ranges == (((0, 2), (4, 6)), ((2, 3), (4, 6)), ((3, 4), (4, 6)))
+
+
+@given(st.integers(0, 100), sizes, st.integers(1, 9))
+def test_even_deals_out_blocks(length: int, size: int, unit: int) -> None:
+    blocks = [[*range(start, min(start + unit, length))] for start in range(0, length, unit)]
+    hands = dealt([*range(len(blocks))], size)
+    split = even(length, size, unit=unit)
+    for rank, hand in enumerate(hands):
+        assert indices(split, rank) == [index for block in hand for index in blocks[block]]
 
 
 @pytest.mark.parametrize(
