@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.nn.modules.conv import _ConvNd
 
 from ..layout import Layout, Split, even, packed
 from ..lazy import LazyTensor
@@ -71,6 +72,7 @@ class TensorParallelLayer:
         self.unit: int | None = None
         self.size = 1
         self.is_embedding = False
+        self.holds_experts = False
         self.config: Any = None
         self.name = "the module"
         self._splits: dict[tuple[int, int, int], Split] = {}
@@ -102,6 +104,7 @@ class TensorParallelLayer:
         if unit is not None:
             bound.unit = unit
         bound.is_embedding = isinstance(module, nn.Embedding)
+        bound.holds_experts = holds_experts(module)
         return bound
 
     def check(self, module: nn.Module) -> None:
@@ -127,7 +130,7 @@ class TensorParallelLayer:
             return None
         dim %= len(shape)
         # Only what is multiplied in groups needs its width in units: the experts' features, not the experts.
-        unit = self.unit or (EXPERT_UNIT if len(shape) == 3 and dim > 0 else 1)
+        unit = self.unit or (EXPERT_UNIT if self.holds_experts and dim > 0 else 1)
         try:
             return Layout(dim, self.cut(shape[dim], size, unit))
         except ValueError as error:
@@ -248,6 +251,16 @@ class TensorParallelLayer:
 def only(layouts: Placements) -> Placement | None:
     """The one placement of a 1-D mesh."""
     return layouts[0] if isinstance(layouts, Sequence) else layouts
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether the module's parameters are those of experts: (experts, ...), matrices and their biases."""
+    shapes = [param.shape for param in module.parameters(recurse=False)]
+    return (
+        not isinstance(module, _ConvNd)
+        and {2, 3} >= {len(shape) for shape in shapes} >= {3}
+        and len({shape[0] for shape in shapes}) == 1
+    )
 
 
 def attach(

@@ -33,21 +33,12 @@ class IsolatedParallel(TensorParallelLayer):
     parallelism): ids of other ranks' experts get no weight here. Elsewhere parameters stay whole.
     """
 
-    holds_experts = False
-    """Whether the module's parameters are (experts, ...)."""
     experts: Split | None = None
     """Which experts each rank holds; None where there are none, or a part of each."""
 
     def __init__(self, *, use_dtensor: bool = False) -> None:
         """`use_dtensor`: whether shards become DTensors where a placement describes them."""
         super().__init__(use_dtensor=use_dtensor)
-
-    def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
-        """See `TensorParallelLayer.bind`."""
-        bound = super().bind(module, size, **options)
-        assert isinstance(bound, IsolatedParallel)
-        bound.holds_experts = _holds_experts(module)
-        return bound
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The experts, where the module holds any."""
@@ -152,12 +143,6 @@ class IdentityExpertParallel(TensorParallelLayer):
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
         return (inputs[0] / device_mesh.size(), *inputs[1:])
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    """Whether the module's parameters are (experts, ...), some of them matrices."""
-    shapes = [param.shape for param in module.parameters(recurse=False)]
-    return any(len(shape) == 3 for shape in shapes) and len({shape[0] for shape in shapes}) == 1
 
 
 def _is_routed(module: nn.Module) -> bool:

@@ -99,8 +99,9 @@ class ColwiseParallel(_WeightParallel):
         )
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
-        """The output features: dim -2 of a weight, the only dim of a bias; the hidden dim of an embedding."""
-        return -1 if self.is_embedding or self.is_transposed or ndim == 1 else -2
+        """The output features: dim -2 of a weight, the last dim of a bias; the hidden dim of an embedding."""
+        is_bias = ndim == (2 if self.holds_experts else 1)
+        return -1 if self.is_embedding or self.is_transposed or is_bias else -2
 
     @property
     def output_split(self) -> Split:
