@@ -15,7 +15,14 @@ from .fit import largest_share, misfits, whole_layers
 from .layout import Layout
 from .mesh import TensorParallelGroup
 from .plan import Plan, Rule, base_prefix, fold_layers
-from .strategies import STRATEGIES, MlaKvAProjParallel, ParamShard, ReplicateParallel, TensorParallelLayer
+from .strategies import (
+    STRATEGIES,
+    MlaKvAProjParallel,
+    ParamShard,
+    ReplicateParallel,
+    TensorParallelLayer,
+    holds_experts,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,6 +111,7 @@ class _Resolver:
         layouts = self._lay_out(param_strategies)
         self._check_attention(cut, param_strategies, layouts)
         self._check_sums(module_strategies, param_strategies, layouts)
+        self._check_experts(layouts)
         if not self.faults:  # of a plan whose rules do not fit their modules, only that is told
             self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.whole, self.size))
         if self.faults:
@@ -239,6 +247,20 @@ class _Resolver:
                 self.faults.append(
                     f"{fold_layers(name)}: every rank would hold it whole, and their outputs are summed; cut it, or "
                     f"add {fold_layers(name)}: replicate_once if it is added to the output"
+                )
+
+    def _check_experts(self, layouts: Mapping[str, Layout | None]) -> None:
+        """A rank that holds whole experts holds all that is theirs: it counts them from 0."""
+        for owner, module in self.modules.items():
+            if self.size == 1 or not holds_experts(module):
+                continue
+            own = {name: layouts.get(f"{owner}.{name}") for name, _ in module.named_parameters(recurse=False)}
+            spread = [name for name, layout in own.items() if layout is not None and layout.dim == 0]
+            rest = [name for name in own if name not in spread]
+            if spread and rest:
+                self.faults.append(
+                    f"{fold_layers(owner)}: each rank would hold whole experts of {', '.join(spread)}, but not of "
+                    f"{', '.join(rest)}; make all of them local, or none"
                 )
 
     def _lay_out(self, param_strategies: Mapping[str, TensorParallelLayer]) -> dict[str, Layout | None]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError, describe
 from .attention import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
-from .base import TensorParallelLayer, attach
+from .base import TensorParallelLayer, attach, holds_experts
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel, features
 from .local import (
@@ -56,6 +56,7 @@ __all__ = [
     "full_tensor",
     "get_packed_weights",
     "get_tensor_shard",
+    "holds_experts",
     "local_tensor",
     "take",
     "undo_partition",
