@@ -50,6 +50,7 @@ MODULES = {
     "norm": lambda: nn.LayerNorm(10),
     "rms norm": lambda: nn.RMSNorm(10, eps=1e-6),
     "convolution": lambda: nn.Conv1d(6, 10, 3),
+    "dropout": nn.Dropout,
 }
 
 # kind of module -> parameter -> the dim that is cut; None where every rank holds the whole.
@@ -169,7 +170,7 @@ def test_strategies_accept_the_modules_that_they_cut(name: str, kind: str) -> No
     [(name, kind, "no linear or embedding") for name in ("colwise", "packed_rowwise") for kind in ("norm", "experts")]
     + [(name, "embedding", "no packed parts") for name in ("packed_colwise", "packed_rowwise")]
     + [(name, "embedding", "use embedding_rowwise") for name in ("local_rowwise", "local_packed_rowwise")]
-    + [("sharded_norm", kind, "no RMS norm") for kind in ("norm", "linear", "embedding")]
+    + [("sharded_norm", kind, "no RMS norm") for kind in ("norm", "linear", "embedding", "dropout")]
     + [("mla_kv_a_proj", "linear", "no qk_rope_head_dim")],
 )
 def test_strategies_refuse_modules_that_they_do_not_fit(name: str, kind: str, says: str) -> None:
