@@ -13,8 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from ..collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..errors import PlanError, describe
-from ..layout import Split, even
+from ..layout import Layout, Split, even
 from .base import Placements, TensorParallelLayer, only
+from .shard import take
 
 LAST = -1
 """The feature dim of activations: (..., features)."""
@@ -215,7 +216,12 @@ class RowwiseParallel(_WeightParallel):
             mod.__dict__["_tp_outside"] = outside
             x = (x - start).masked_fill(outside, 0)
         elif isinstance(x, DTensor):
-            x = x.redistribute(device_mesh, [Shard(x.ndim - 1)]).to_local()
+            strategy.check_width(x, strategy.in_features)
+            if strategy.input_split.is_chunked:
+                x = x.redistribute(device_mesh, [Shard(x.ndim - 1)]).to_local()
+            else:  # no placement describes the cut
+                x = x.redistribute(device_mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+                x = take(x, Layout(x.ndim - 1, strategy.input_split), device_mesh.get_local_rank())
         elif isinstance(only(input_layouts), Replicate):
             strategy.check_width(x, strategy.in_features)
             x = scatter_to_region(x, strategy.input_split.widths, device_mesh.get_group())
