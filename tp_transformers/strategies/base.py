@@ -253,6 +253,13 @@ def only(layouts: Placements) -> Placement | None:
     return layouts[0] if isinstance(layouts, Sequence) else layouts
 
 
+def as_sharded(x: Tensor, dim: int, length: int, mesh: DeviceMesh) -> DTensor:
+    """The DTensor of `length` along `dim` of which this rank holds `x`; what it holds is what torch.chunk gives it."""
+    shape = torch.Size((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+
+
 def holds_experts(module: nn.Module) -> bool:
     """Whether the module's parameters are those of experts: (experts, ...), matrices and their biases."""
     shapes = [param.shape for param in module.parameters(recurse=False)]

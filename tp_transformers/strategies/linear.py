@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -14,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..errors import PlanError, describe
 from ..layout import Layout, Split, even
-from .base import Placements, TensorParallelLayer, only
+from .base import Placements, TensorParallelLayer, as_sharded, only
 from .shard import take
 
 LAST = -1
@@ -269,6 +268,4 @@ def _as_dtensor(x: Tensor, layout: Placement | None, mod: nn.Module, mesh: Devic
     split = strategy.output_split
     if not split.is_chunked:
         raise ValueError(f"no DTensor placement describes features cut into {split.widths}; use use_local_output=True")
-    shape = torch.Size((*x.shape[:-1], split.length))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, [Shard(x.ndim - 1)], run_check=False, shape=shape, stride=stride)
+    return as_sharded(x, x.ndim - 1, split.length, mesh)
