@@ -17,20 +17,32 @@ class ShardedNormParallel(TensorParallelLayer):
     """An RMS norm over features that are cut over the ranks, such as OLMo 2's over all query heads.
 
     `weight: (features/size)`. The mean square is that of the whole width (one all-reduce of a number a token; backward:
-    all-reduce); features that several ranks hold (replicated KV heads) count once. The module computes in fp32 with
-    the mean square of its own features, and its output is then put right.
+    all-reduce); features that several ranks hold (replicated KV heads) count once. The module is given fp32 at least,
+    computes with the mean square of its own features, and its output is then put right.
 
         [x | y] ── norm by mean(x² + y²) ── [x' | y']
     """
 
     def check(self, module: nn.Module) -> None:
         """An RMS norm: with an epsilon, and without a bias or a mean."""
-        if _epsilon(module) is None or isinstance(module, nn.LayerNorm) or "bias" in dict(module.named_parameters()):
+        if (
+            not self.shape
+            or _epsilon(module) is None
+            or isinstance(module, nn.LayerNorm)
+            or "bias" in dict(module.named_parameters())
+        ):
             raise ValueError(f"a {type(module).__name__} is no RMS norm, whose mean square could be summed")
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The features."""
         return -1
+
+    def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
+        """The shape that torch's RMSNorm norms over."""
+        layout = self.layout("weight", self.shape, self.size)
+        if not isinstance(module, nn.RMSNorm) or layout is None:
+            return {}
+        return {"normalized_shape": layout.local_shape(self.shape, rank)}
 
     @staticmethod
     def _prepare_input_fn(
@@ -46,7 +58,7 @@ class ShardedNormParallel(TensorParallelLayer):
         assert layout is not None
         shared = layout.split.shared(device_mesh.get_local_rank())
         holders = len(shared[0].ranks) if shared else 1
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(LAST, keepdim=True)
         total = copy_to_region(reduce_from_region(squares / holders, group), group)
         epsilon = _epsilon(mod) or 0.0
@@ -65,11 +77,11 @@ class ShardedNormParallel(TensorParallelLayer):
         """See `TensorParallelLayer.bind`."""
         bound = super().bind(module, size, **options)
         assert isinstance(bound, ShardedNormParallel)
-        bound.shape = tuple(next(module.parameters(recurse=False)).shape)
+        bound.shape = next((tuple(param.shape) for param in module.parameters(recurse=False)), ())
         return bound
 
     shape: tuple[int, ...] = ()
-    """Shape of the whole weight."""
+    """Shape of the whole weight; () where there is none."""
 
 
 class MlaKvAProjParallel(TensorParallelLayer):
