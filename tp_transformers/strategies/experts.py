@@ -10,6 +10,7 @@ around them.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,8 @@ class IsolatedParallel(TensorParallelLayer):
 
     experts: Split | None = None
     """Which experts each rank holds; None where there are none, or a part of each."""
+    is_empty = False
+    """Whether the experts are cut for more ranks than they have units, and this rank has no features of any."""
 
     def __init__(self, *, use_dtensor: bool = False) -> None:
         """`use_dtensor`: whether shards become DTensors where a placement describes them."""
@@ -53,12 +56,17 @@ class IsolatedParallel(TensorParallelLayer):
         return super()._cut(length, size, unit)
 
     def attached(self, shards: Mapping[str, ParamShard]) -> None:
-        """Learn which experts each rank holds: what is cut along dim 0."""
+        """Learn which experts each rank holds: what is cut along dim 0; and whether this one holds anything."""
+        self.is_empty = any(0 in shard.local_shape for shard in shards.values())
         layouts = [shard.layout for shard in shards.values() if len(shard.shape) == 3]
         self.experts = next((layout.split for layout in layouts if layout is not None and layout.dim == 0), None)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """The number of experts that this rank computes."""
+        """The number of experts that this rank computes; eager experts where grouped matmuls would have no width."""
+        if self.is_empty and hasattr(module, "config"):
+            config: Any = copy.copy(module.config)
+            config._experts_implementation = "eager"
+            return {"config": config}
         if self.experts is None:
             return {}
         local = {"num_experts": self.experts.widths[rank], "_is_expert_parallel": True}
