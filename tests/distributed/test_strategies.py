@@ -653,6 +653,25 @@ def test_gradients_of_shared_indices_are_summed_over_their_holders(pool: Any) ->
         assert result == expected
 
 
+def run_groups_of_different_ranks() -> list[list[float]]:
+    """KV heads that only some ranks share, then one that all of them do, then the first again."""
+    group = join()
+    results = []
+    for kv in (2, 1, 2):
+        shard = ParamShard(torch.Size([kv]), Layout(0, heads(8, kv, group.size)[1]), group)
+        shard.connect()
+        local = shard.wrap(torch.ones(1), requires_grad=True)
+        (shard.view(local) * (group.rank + 1)).sum().backward()
+        results.append(tp_transformers.full_tensor(local, local.grad).tolist())
+    return results
+
+
+def test_heads_may_be_shared_by_some_ranks_and_then_by_others(pool: Any) -> None:
+    # 3 ranks: KV head 0 of 2 on ranks 0 and 1 (1 + 2), KV head 1 on rank 2 (3); that of 1 on all (1 + 2 + 3).
+    for results in pool.run(3, run_groups_of_different_ranks, timeout=60):
+        assert results == [[3, 3], [6], [3, 3]]
+
+
 def run_collectives() -> list[float]:
     group = join()
     rank, size, process_group = group.rank, group.size, group.process_group

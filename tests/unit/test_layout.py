@@ -79,6 +79,12 @@ def test_shared_names_exactly_the_indices_that_others_hold(split: Split) -> None
 
 
 @given(splits())
+def test_holders_are_the_ranks_that_share_an_index(split: Split) -> None:
+    ranks = [[rank for rank in range(split.size) if index in indices(split, rank)] for index in range(split.length)]
+    assert split.holders == tuple(sorted({tuple(held) for held in ranks if len(held) > 1}))
+
+
+@given(splits())
 def test_is_chunked_means_what_torch_chunk_gives(split: Split) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(split.length).chunk(split.size)] if split.length else []
     chunks += [[]] * (split.size - len(chunks))
