@@ -77,6 +77,13 @@ class Split:
             local += length
         return tuple(shared)
 
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Every set of ranks that hold some indices together."""
+        if sum(self.widths) == self.length:
+            return ()
+        return tuple(sorted({part.ranks for rank in range(self.size) for part in self.shared(rank)}))
+
     @property
     def is_chunked(self) -> bool:
         """Whether the cut is `chunked`, which is what DTensor's `Shard` placement means."""

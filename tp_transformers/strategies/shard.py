@@ -60,9 +60,10 @@ class ParamShard:
         return param
 
     def connect(self) -> None:
-        """Create the process groups of the ranks that hold the same indices; all of them do so in the same order."""
-        for part in self._shared:
-            self._process_group(part.ranks)
+        """Create the process groups of all ranks that hold the same indices; every rank has to call it."""
+        if self.layout is not None:
+            for ranks in self.layout.split.holders:
+                self._process_group(ranks)
 
     @property
     def needs_view(self) -> bool:
@@ -286,6 +287,12 @@ def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
 
 @cache
 def _process_group_of(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of `ranks` (world ranks), made once for each default group; only they take part."""
-    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    """The process group of `ranks` (world ranks), made once for each default group; on others, one of this rank alone.
+
+    torch calls a group by its ranks and by how many groups its process has joined. Ranks that had joined different
+    numbers of them would wait for each other forever, so all join as many.
+    """
+    own = dist.get_rank()
+    members = list(ranks) if own in ranks else [own]
+    group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
     return group
