@@ -798,6 +798,17 @@ def test_sequences_leave_as_dtensors_of_their_length(pool: Any, length: int, for
             assert max(differences.values()) < TOLERANCE, differences
 
 
+def run_sequence_that_no_placement_describes() -> None:
+    group = join()
+    local = shard_module(nn.LayerNorm(6), {"": SequenceParallel(use_local_output=False)}, group)
+    with pytest.raises(ValueError, match=r"sequence cut into \[3, 2, 2\]; use use_local_output=True"):
+        local(torch.ones(1, even(7, 3).widths[group.rank], 6))
+
+
+def test_a_sequence_that_no_placement_describes_is_refused_on_all_ranks(pool: Any) -> None:
+    pool.run(3, run_sequence_that_no_placement_describes, timeout=60)
+
+
 def run_forward_that_raises() -> str:
     group = join()
 
