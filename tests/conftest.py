@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, settings
 from transformers.utils import logging
 
 from .models import Case, make_case
 from .pool import Pool
 
 logging.disable_progress_bar()
+# How fast a machine draws examples says nothing about the code.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

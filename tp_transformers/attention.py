@@ -128,7 +128,7 @@ def cut_attention(
             continue
         query, kv, head_dim = counts
         if plan.declared:
-            _complete_declared(name, roles, modules, module_rules, (query, head_dim))
+            _complete_declared(name, roles, modules, module_rules, param_rules, (query, head_dim))
         followers = [child for names in roles.values() for child in names]
         if size > query:
             cut.whole.update(dict.fromkeys((*followers, name), name))
@@ -155,11 +155,18 @@ def _complete_declared(
     roles: dict[str, list[str]],
     modules: Mapping[str, nn.Module],
     module_rules: dict[str, Rule],
+    param_rules: Mapping[str, Rule],
     query_heads: tuple[int, int | None],
 ) -> None:
-    """Add what a plan that transformers declares leaves out: gates a query head, norms within heads."""
+    """Add what a plan that transformers declares leaves out: gates and biases a query head, norms within heads."""
     count, head_dim = query_heads
     known = {child for names in roles.values() for child in names}
+    for child, rule in param_rules.items():
+        owner, _, param_type = child.rpartition(".")
+        if owner == name and child not in known and rule.strategy_name != "replicate":
+            shape = getattr(modules[name], param_type).shape
+            if {count, count * (head_dim or 1)}.intersection(shape):
+                roles.setdefault("with_query", []).append(child)
     for child, module in modules.items():
         if child.rpartition(".")[0] != name or child in known:
             continue
@@ -272,6 +279,10 @@ def _count_heads(
                 faults.append(f"{child}: its {width} features are not whole heads of {head_dim}")
                 return None
             query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
+        stated = _head_counts(module, config)[0]
+        attended = _inputs(modules[roles["output"][0]]) if "output" in roles else 0
+        if stated and query > stated and query % stated == 0 and attended == stated * head_dim:
+            query = stated  # a projection that makes more than queries (a gate beside each)
     if not query or not kv or query % kv:
         faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
         return None
@@ -281,6 +292,11 @@ def _count_heads(
 def _width(module: nn.Module) -> int:
     """Output features of a projection; 0 where it is no linear."""
     return (features(module) or (0, 0))[1]
+
+
+def _inputs(module: nn.Module) -> int:
+    """Input features of a projection; 0 where it is no linear."""
+    return (features(module) or (0, 0))[0]
 
 
 def _config(module: nn.Module, model: PreTrainedModel) -> Any:

@@ -17,12 +17,13 @@ from .mesh import TensorParallelGroup
 from .plan import Plan, Rule, base_prefix, fold_layers
 from .strategies import (
     STRATEGIES,
-    MlaKvAProjParallel,
+    MoEExpertsParallel,
     ParamShard,
     ReplicateParallel,
+    ReplicateSumGradParallel,
     TensorParallelLayer,
-    holds_experts,
 )
+from .sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,15 +110,15 @@ class _Resolver:
                 uncovered.append(name)
         self._check_modules(module_strategies, param_rules)
         layouts = self._lay_out(param_strategies)
-        self._check_attention(cut, param_strategies, layouts)
-        self._check_sums(module_strategies, param_strategies, layouts)
-        self._check_experts(layouts)
+        bound = BoundPlan(self.modules, self.parameters, module_strategies, param_strategies, layouts, cut, self.size)
+        if self.plan.declared:
+            self._complete(bound, module_strategies, param_strategies)
+        self.faults.extend(sum_faults(bound))
         if not self.faults:  # of a plan whose rules do not fit their modules, only that is told
             self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.whole, self.size))
         if self.faults:
-            raise PlanError(
-                list_faults(f"plan {self.plan.source} does not fit {type(self.model).__name__}", self.faults)
-            )
+            source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
+            raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
         return Resolution(module_strategies, param_strategies, cut.heads, layouts, tuple(uncovered), self._notes(cut))
 
     def _check_architecture(self) -> None:
@@ -159,6 +160,21 @@ class _Resolver:
             if partner in module_rules and owner not in module_rules and isinstance(self.modules[owner], nn.Embedding):
                 module_rules[owner] = Rule(owner, "embedding_rowwise")
 
+    def _complete(
+        self,
+        bound: BoundPlan,
+        module_strategies: dict[str, TensorParallelLayer],
+        param_strategies: dict[str, TensorParallelLayer],
+    ) -> None:
+        """A declared plan may leave out what sums: over experts, and over numbers to learn between its linears."""
+        for name in list(unsummed_experts(bound)):
+            module_strategies[name] = MoEExpertsParallel().bind(self.modules[name], self.size, name=name)
+        for name in list(scalars_between(bound)):
+            strategy = ReplicateSumGradParallel().bind(self.modules[name], self.size, name=name)
+            module_strategies.setdefault(name, strategy)
+            for param_type, _ in self.modules[name].named_parameters():
+                param_strategies.setdefault(f"{name}.{param_type}", strategy)
+
     def _notes(self, cut: AttentionCut) -> tuple[str, ...]:
         if not cut.whole:
             return ()
@@ -171,7 +187,7 @@ class _Resolver:
     def _bind(self, owner: str, rule: Rule, cut: AttentionCut, name: str | None = None) -> TensorParallelLayer:
         """A copy of the rule's strategy for the module `owner`, or for the parameter `name` of it."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
-        if strategy is None or name in cut.whole:
+        if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in set(cut.whole.values())):
             return ReplicateParallel().bind(module, self.size)
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
@@ -202,66 +218,17 @@ class _Resolver:
                 self.faults.append(f"{fold_layers(name) or 'the model'}: {error}")
             if self.prefix and not f"{name}.".startswith(f"{self.prefix}.") and strategy.leaves_sharded_output:
                 self.faults.append(f"{name}: each rank would return its own part of the output; use colwise_rep")
+            # Gemma 3n keeps those features that stand out among all of a token's.
+            sparse = any(getattr(strategy.config, "activation_sparsity_pattern", None) or ())
+            if sparse and name.endswith("mlp.gate_proj") and strategy.leaves_sharded_output and self.size > 1:
+                self.faults.append(
+                    f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with one another; "
+                    "make gate_proj and up_proj colwise_rep, and down_proj rowwise_rep"
+                )
         for name, rule in param_rules.items():
             owner = name.rpartition(".")[0]
             if isinstance(self.modules[owner], nn.Linear | nn.Embedding):
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
-
-    def _check_attention(
-        self,
-        cut: AttentionCut,
-        param_strategies: Mapping[str, TensorParallelLayer],
-        layouts: Mapping[str, Layout | None],
-    ) -> None:
-        """What else computes on the heads of cut attention gets a part of its gradient on every rank."""
-        for name in self.parameters:
-            attention = next((module for module in cut.heads if name.startswith(f"{module}.")), None)
-            owner = name.rpartition(".")[0]
-            strategy = param_strategies.get(name)
-            projected = owner in cut.splits and owner not in cut.heads
-            if attention is None or projected or layouts.get(name) is not None or self.size == 1:
-                continue
-            if strategy is not None and strategy.sums_gradients:
-                continue
-            # Latents are whole, and column-parallel layers sum their gradients; but not that of the rotary key.
-            rotary_key = owner.endswith("kv_a_proj_with_mqa") and not isinstance(strategy, MlaKvAProjParallel)
-            if cut.heads[attention].is_latent and not rotary_key:
-                continue
-            self.faults.append(
-                f"{fold_layers(name)}: it stands among heads that are cut, so its gradient has to be summed over "
-                f"the ranks; add {fold_layers(owner)}: "
-                + ("mla_kv_a_proj" if rotary_key else "replicated_with_grad_allreduce")
-            )
-
-    def _check_sums(
-        self,
-        module_strategies: Mapping[str, TensorParallelLayer],
-        param_strategies: Mapping[str, TensorParallelLayer],
-        layouts: Mapping[str, Layout | None],
-    ) -> None:
-        """Where outputs are summed over the ranks, nothing that all of them hold may be in every summand."""
-        for name, strategy in param_strategies.items():
-            owner, _, param_type = name.rpartition(".")
-            summed = owner in module_strategies and module_strategies[owner].sums_output
-            if summed and layouts.get(name) is None and param_type not in strategy.added_once and self.size > 1:
-                self.faults.append(
-                    f"{fold_layers(name)}: every rank would hold it whole, and their outputs are summed; cut it, or "
-                    f"add {fold_layers(name)}: replicate_once if it is added to the output"
-                )
-
-    def _check_experts(self, layouts: Mapping[str, Layout | None]) -> None:
-        """A rank that holds whole experts holds all that is theirs: it counts them from 0."""
-        for owner, module in self.modules.items():
-            if self.size == 1 or not holds_experts(module):
-                continue
-            own = {name: layouts.get(f"{owner}.{name}") for name, _ in module.named_parameters(recurse=False)}
-            spread = [name for name, layout in own.items() if layout is not None and layout.dim == 0]
-            rest = [name for name in own if name not in spread]
-            if spread and rest:
-                self.faults.append(
-                    f"{fold_layers(owner)}: each rank would hold whole experts of {', '.join(spread)}, but not of "
-                    f"{', '.join(rest)}; make all of them local, or none"
-                )
 
     def _lay_out(self, param_strategies: Mapping[str, TensorParallelLayer]) -> dict[str, Layout | None]:
         """Who holds what; a fault where a parameter cannot be cut as its strategy says, or tied ones are cut apart."""

@@ -123,6 +123,21 @@ def test_architecture_matches_one_process(
         assert Path(saved, "config.json").is_file()
 
 
+# Few heads, and much that stands among them: norms within heads, over all heads, sinks, a shared rotary key, biases.
+@pytest.mark.parametrize(
+    "name", ["qwen3", "olmo2", "cohere with q/k norms", "gpt_oss", "deepseek_v3", "t5", "falcon with alibi", "phi3"]
+)
+def test_more_ranks_than_heads_replicate_attention(pool: Pool, made: Any, tmp_path: Path, name: str) -> None:
+    heads, kv_heads = ARCHITECTURES[name].variants[0]
+    case = made(name, (2, 2 * kv_heads // heads))
+    for result in pool.run(3, compare, name, case.folder, case.reference, str(tmp_path / "saved")):
+        assert result["logits"] < LOGITS_TOLERANCE
+        assert result["tokens"]
+        assert result["agree"]
+        assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
+    assert_same_files(case.folder, str(tmp_path / "saved"))
+
+
 def test_every_plan_has_an_architecture_in_the_matrix() -> None:
     proven = {getattr(transformers, entry.config).model_type for entry in ARCHITECTURES.values()}
     assert set(available_plans()) == proven

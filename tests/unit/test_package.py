@@ -45,6 +45,7 @@ ROOMS = [
     "plan",
     "attention",
     "fit",
+    "sums",
     "resolve",
     "parallelize",
     "loader",

@@ -260,7 +260,11 @@ def test_a_unit_is_that_of_the_rule() -> None:
 
 
 WHOLE_EXPERT_RULES = {
-    "a rule for the experts": {"model.layers.*.mlp.experts": "local"},
+    "a rule for the experts": {
+        "model.layers.*.mlp": "gather",
+        "model.layers.*.mlp.gate": "replicated_with_grad_allreduce",
+        "model.layers.*.mlp.experts": "local",
+    },
     "a rule for each parameter": {
         "model.layers.*.mlp.experts": "moe_tp_experts",
         "model.layers.*.mlp.experts.gate_up_proj": "local",

@@ -116,6 +116,11 @@ class AlibiParallel(TensorParallelLayer):
     heads, queries, keys) where biases are in it already, are cut.
     """
 
+    def check(self, module: nn.Module) -> None:
+        """Attention that calls its output projection, rather than slice its weight."""
+        if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
+            raise ValueError("slow_but_exact multiplies by slices of the whole weight; set it to False in the config")
+
     def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
         """`alibi` and `attention_mask` of this rank's heads."""
         if self.split is None:

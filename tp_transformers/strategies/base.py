@@ -42,6 +42,8 @@ class TensorParallelLayer:
     """Whether every rank has only a part of the gradient of parameters that it holds whole (backward: all-reduce)."""
     sums_output: bool = False
     """Whether outputs are summed over the ranks, so that a parameter that all of them hold whole would count twice."""
+    leaves_partial_output: bool = False
+    """Whether outputs are parts of a sum over the ranks, which something around the module has to add up."""
     parts: int | Sequence[int | str] | None = None
     """Of a fused projection: how many equal parts, or their lengths; each is cut by itself."""
 

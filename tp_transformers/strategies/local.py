@@ -53,6 +53,7 @@ class _LocalRowwiseMixin(_LocalMixin):
 
     hidden: tuple[str, ...] = ()
     added_once: tuple[str, ...] = ("bias",)
+    leaves_partial_output = True
 
     def check(self, module: nn.Module) -> None:
         """An embedding that is cut by rows has to communicate."""

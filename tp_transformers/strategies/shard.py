@@ -229,7 +229,10 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
         except Exception as error:
             raise ValueError(f"its partition_tensor fails on a lazy tensor: {type(error).__name__}: {error}") from error
         if not isinstance(part, _Outline):
-            raise ValueError("its partition_tensor has to return a slice of `param`, not values computed from it")
+            raise ValueError(
+                "its partition_tensor has to return a slice of `param` (param[a:b], param[..., a:b], get_tensor_shard, "
+                "get_packed_weights), not values computed from it"
+            )
         selection = part.stored.selection
         dims = [dim for dim, held in enumerate(selection) if held != ((0, shape[dim]),)]
         if len(dims) > 1:
