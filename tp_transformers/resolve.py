@@ -222,8 +222,8 @@ class _Resolver:
             sparse = any(getattr(strategy.config, "activation_sparsity_pattern", None) or ())
             if sparse and name.endswith("mlp.gate_proj") and strategy.leaves_sharded_output and self.size > 1:
                 self.faults.append(
-                    f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with one another; "
-                    "make gate_proj and up_proj colwise_rep, and down_proj rowwise_rep"
+                    f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with each "
+                    "other; make gate_proj and up_proj colwise_rep, and down_proj rowwise_rep"
                 )
         for name, rule in param_rules.items():
             owner = name.rpartition(".")[0]
