@@ -65,18 +65,6 @@ class AttentionHeads:
         return {name: counts[name] for name in ("num_attention_heads", *KV_COUNTS)}
 
 
-class LocalConfig:
-    """A module's view of a config that it shares with the whole model, with other values for some attributes."""
-
-    def __init__(self, config: Any, **local: Any) -> None:
-        self.__dict__.update(local, _shared=config)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_shared":
-            raise AttributeError(name)
-        return getattr(self._shared, name)
-
-
 @dataclass
 class AttentionCut:
     """How all attention of a model is cut."""

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .attention import LocalConfig
 from .checkpoint.save import save_pretrained
 from .errors import UnsupportedError
 from .mesh import TensorParallelGroup
 from .plan import Plan, base_prefix, fold_layers
 from .resolve import Resolution, check_layers_are_cut, resolve
-from .strategies import ParamShard, TensorParallelLayer, attach
+from .strategies import LocalConfig, ParamShard, TensorParallelLayer, attach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

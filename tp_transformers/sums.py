@@ -14,6 +14,7 @@ from .strategies import (
     MlaKvAProjParallel,
     ReplicateSumGradParallel,
     RowwiseParallel,
+    ShardedNormParallel,
     TensorParallelLayer,
     features,
     holds_experts,
@@ -212,6 +213,11 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
                 f"{fold_layers(child)}: {rule}"
             )
     for name, strategy in plan.module_strategies.items():
+        if isinstance(strategy, ShardedNormParallel) and name not in between and name not in plan.cut.splits:
+            yield (
+                f"{fold_layers(name)}: its input is whole on every rank; use replicate, or name it under with_query or "
+                "with_key in a YAML plan's attention section"
+            )
         if not isinstance(strategy, ReplicateSumGradParallel) or name in between:
             continue
         blocks = list(plan.around(name.rpartition(".")[0]))

@@ -90,6 +90,7 @@ def test_experts_that_are_not_added_up_once(rules: dict[str, str], says: str) ->
             {LAYER + "mlp": "all_reduce", **LOCAL, LAYER + "self_attn": "gather"},
             f"{LAYER}self_attn: every rank's output is whole",
         ),
+        ({"model.norm": "sharded_norm"}, "model.norm: its input is whole on every rank; use replicate"),
         (
             {"model.norm": "replicated_with_grad_allreduce"},
             "model.norm: its input is whole on every rank, and so is its gradient, which would be counted 3 times",

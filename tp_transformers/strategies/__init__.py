@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError, describe
 from .attention import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
-from .base import TensorParallelLayer, attach, holds_experts
+from .base import LocalConfig, TensorParallelLayer, attach, holds_experts
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel, features
 from .local import (
@@ -40,6 +40,7 @@ __all__ = [
     "ColwiseParallel",
     "GatherParallel",
     "IsolatedParallel",
+    "LocalConfig",
     "MlaKvAProjParallel",
     "MoEExpertsParallel",
     "PackedColwiseParallel",
@@ -50,6 +51,7 @@ __all__ = [
     "ReplicateSumGradParallel",
     "RowwiseParallel",
     "SequenceParallel",
+    "ShardedNormParallel",
     "TensorParallelLayer",
     "attach",
     "features",

@@ -250,6 +250,18 @@ class TensorParallelLayer:
         return f"{type(self).__name__}(input={only(self.input_layouts)}, output={only(self.output_layouts)})"
 
 
+class LocalConfig:
+    """A module's view of a config that it shares with the whole model, with other values for some attributes."""
+
+    def __init__(self, config: Any, **local: Any) -> None:
+        self.__dict__.update(local, _shared=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_shared":
+            raise AttributeError(name)
+        return getattr(self._shared, name)
+
+
 def only(layouts: Placements) -> Placement | None:
     """The one placement of a 1-D mesh."""
     return layouts[0] if isinstance(layouts, Sequence) else layouts

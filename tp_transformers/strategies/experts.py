@@ -10,7 +10,6 @@ around them.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +21,7 @@ from torch.nn.functional import pad
 
 from ..collectives import copy_to_region, reduce_from_region
 from ..layout import Split
-from .base import Placements, TensorParallelLayer
+from .base import LocalConfig, Placements, TensorParallelLayer
 from .local import to_local
 from .shard import ParamShard
 
@@ -64,9 +63,7 @@ class IsolatedParallel(TensorParallelLayer):
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The number of experts that this rank computes; eager experts where grouped matmuls would have no width."""
         if self.is_empty and hasattr(module, "config"):
-            config: Any = copy.copy(module.config)
-            config._experts_implementation = "eager"
-            return {"config": config}
+            return {"config": LocalConfig(module.config, _experts_implementation="eager")}
         if self.experts is None:
             return {}
         local = {"num_experts": self.experts.widths[rank], "_is_expert_parallel": True}
