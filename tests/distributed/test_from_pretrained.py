@@ -467,17 +467,6 @@ DECLARED: dict[str, dict[str, Any]] = {
     "Exaone4": {},  # norms within heads, which its plan names
     "Apertus": {},  # numbers to learn between the linears of an MLP
     "Beam": {"layer_types": ["full_attention"] * 2},  # a gate and its bias for every head
-    "Qwen3Next": {  # a query projection that makes gates as well, and layers of another kind
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
 }
 """Architectures without a plan of ours, and what their configs need."""
 

@@ -179,3 +179,19 @@ def test_plans_that_cut_only_the_head_are_refused(name: str) -> None:
         return
     assert "so that each of 2 ranks would hold" in text
     assert "allow_replicated=True" in text
+
+
+def test_a_query_projection_that_makes_gates_as_well_is_cut_by_its_heads() -> None:
+    config = transformers.Qwen3NextConfig(
+        num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_hidden_layers=4
+    )
+    with torch.device("meta"):
+        model = transformers.Qwen3NextForCausalLM(config)
+    plan = declared_plan(model)
+    assert plan is not None
+    resolution = resolve(plan, model, 3)
+    heads = resolution.attention["model.layers.3.self_attn"]
+    assert (heads.query.widths, heads.kv.widths) == ((2, 2, 4), (1, 1, 1))
+    layout = resolution.layouts["model.layers.3.self_attn.q_proj.weight"]
+    assert layout is not None
+    assert layout.split.widths == (64, 64, 128)  # a query and a gate of 16 features each, for every head
