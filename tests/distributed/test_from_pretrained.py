@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -688,6 +690,22 @@ def test_what_does_not_fit_in_the_forward_is_told_there(pool: Any, cases: Any) -
 def feed_a_shard(folder: str) -> None:
     model = load(folder, tp_plan={"model.layers.*.mlp.down_proj": "rowwise_rep"})
     model.model.layers[0].mlp.down_proj(torch.ones(1, 50))
+
+
+def load_only_a_head(folder: str, **options: Any) -> int:
+    plan = dataclasses.replace(tp_transformers.Plan.from_dict({"lm_head": "colwise_rep"}, source="it"), declared=True)
+    return len(tp_transformers.local_tensor(load(folder, tp_plan=plan, **options).lm_head.weight))
+
+
+def test_a_declared_plan_that_leaves_every_layer_whole_is_accepted_only_if_allowed(pool: Any, cases: Any) -> None:
+    folder = cases(8, 4).folder
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, load_only_a_head, folder)
+    for error in caught.value.errors.values():
+        assert error.startswith(
+            "PlanError: it: got no rule that cuts a matrix of model.layers.*, so that each of 2 ranks"
+        )
+    assert pool.run(2, functools.partial(load_only_a_head, allow_replicated=True), folder) == [100, 99]
 
 
 def look_up_nobodys_id(folder: str) -> None:
