@@ -692,6 +692,17 @@ def feed_a_shard(folder: str) -> None:
     model.model.layers[0].mlp.down_proj(torch.ones(1, 50))
 
 
+def threads_after_a_load(folder: str) -> int:
+    load(folder)
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_process_groups_are_let_go_with_the_default_group(pool: Any, cases: Any) -> None:
+    # Two KV heads on four ranks: groups of their own for the ranks that share one. Each would keep its threads.
+    counts = [pool.run(4, threads_after_a_load, cases(8, 2).folder) for _ in range(4)]
+    assert counts[-1] == counts[-2]
+
+
 def load_only_a_head(folder: str, **options: Any) -> int:
     plan = dataclasses.replace(tp_transformers.Plan.from_dict({"lm_head": "colwise_rep"}, source="it"), declared=True)
     return len(tp_transformers.local_tensor(load(folder, tp_plan=plan, **options).lm_head.weight))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -131,7 +131,7 @@ class ParamShard:
 
     def _process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         world = self.group.global_ranks
-        return _process_group_of(dist.group.WORLD, tuple(world[rank] for rank in ranks))
+        return _subgroups.of(tuple(world[rank] for rank in ranks))
 
 
 def full_tensor(param: Tensor, value: Tensor | None = None) -> Tensor:
@@ -288,14 +288,29 @@ def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
             target.copy_(shard.narrow(layout.dim, piece.local, piece.length))
 
 
-@cache
-def _process_group_of(world: Any, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of `ranks` (world ranks), made once for each default group; on others, one of this rank alone.
+class _Subgroups:
+    """Process groups of some ranks of the default group, each made once.
 
-    torch calls a group by its ranks and by how many groups its process has joined. Ranks that had joined different
-    numbers of them would wait for each other forever, so all join as many.
+    They are let go with the default group: a group that somebody still refers to keeps its threads and sockets.
     """
-    own = dist.get_rank()
-    members = list(ranks) if own in ranks else [own]
-    group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
-    return group
+
+    def __init__(self) -> None:
+        self._world: Any = None
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The process group of `ranks` (world ranks); on others, one of this rank alone.
+
+        torch calls a group by its ranks and by how many groups its process has joined. Ranks that had joined different
+        numbers of them would wait for each other forever, so all join as many.
+        """
+        if self._world is not dist.group.WORLD:
+            self._world, self._groups = dist.group.WORLD, {}
+        if ranks not in self._groups:
+            own = dist.get_rank()
+            members = list(ranks) if own in ranks else [own]
+            self._groups[ranks] = dist.new_group(members, use_local_synchronization=True)
+        return self._groups[ranks]
+
+
+_subgroups = _Subgroups()
