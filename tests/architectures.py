@@ -224,13 +224,13 @@ IMAGE_TOKEN, VISION_START = 30, 31
 PATCH, GRID = 4, 4
 
 
-def _qwen_vl(tower: Callable[[bool], dict[str, Any]]) -> Callable[[int, int, bool], dict[str, Any]]:
+def _qwen_vl(tower: Callable[[int, bool], dict[str, Any]]) -> Callable[[int, int, bool], dict[str, Any]]:
     def settings(heads: int, kv: int, odd: bool) -> dict[str, Any]:
         text = _text(heads, kv, odd)
         del text["tie_word_embeddings"]
         return {
             "text_config": {**text, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
-            "vision_config": {"depth": 2, "num_heads": 3 if odd else 4, "patch_size": PATCH, **tower(odd)},
+            "vision_config": {"depth": 2, "num_heads": 3 if odd else 4, "patch_size": PATCH, **tower(heads * HEAD_DIM, odd)},
             "image_token_id": IMAGE_TOKEN,
             "video_token_id": 32,
             "vision_start_token_id": VISION_START,
@@ -270,14 +270,14 @@ def _gemma3(heads: int, kv: int, odd: bool) -> dict[str, Any]:
     }
 
 
-def _tower(odd: bool) -> dict[str, Any]:
-    return {"embed_dim": 48, "hidden_size": 72 if odd else 64, "mlp_ratio": 2}
+def _tower(width: int, odd: bool) -> dict[str, Any]:
+    return {"embed_dim": 48, "hidden_size": width, "mlp_ratio": 2}
 
 
-def _tower_2_5(odd: bool) -> dict[str, Any]:
+def _tower_2_5(width: int, odd: bool) -> dict[str, Any]:
     return {
         "hidden_size": 48,
-        "out_hidden_size": 72 if odd else 64,
+        "out_hidden_size": width,
         "intermediate_size": 101 if odd else 96,
         "window_size": 8,
         "fullatt_block_indexes": [1],
