@@ -230,7 +230,12 @@ def _qwen_vl(tower: Callable[[int, bool], dict[str, Any]]) -> Callable[[int, int
         del text["tie_word_embeddings"]
         return {
             "text_config": {**text, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
-            "vision_config": {"depth": 2, "num_heads": 3 if odd else 4, "patch_size": PATCH, **tower(heads * HEAD_DIM, odd)},
+            "vision_config": {
+                "depth": 2,
+                "num_heads": 3 if odd else 4,
+                "patch_size": PATCH,
+                **tower(heads * HEAD_DIM, odd),
+            },
             "image_token_id": IMAGE_TOKEN,
             "video_token_id": 32,
             "vision_start_token_id": VISION_START,
