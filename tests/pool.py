@@ -6,6 +6,7 @@ process group of its own, which the library itself starts from torchrun's enviro
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -116,6 +117,7 @@ def _serve(connection: Connection, stderr: str) -> None:
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()
+    gc.freeze()  # what is imported stays; collecting the rest is then cheap
     while True:
         try:
             rank, size, port, function, args = connection.recv()
@@ -131,6 +133,7 @@ def _serve(connection: Connection, stderr: str) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()  # models are cycles, which keep their process groups, and those their threads
 
 
 def _free_port() -> int:

@@ -118,7 +118,7 @@ def test_the_wheel_has_every_plan_and_loads(cases: Any, script: str, tmp_path: P
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     program = (
         "import tp_transformers, pathlib; from tp_transformers.plan import available_plans; "
-        "plans = sorted(path.name for path in available_plans().values()); "
+        "plans = sorted({path.name for path in available_plans().values()}); "
         "print(pathlib.Path(tp_transformers.__file__).parent, *plans)"
     )
     done = subprocess.run(
