@@ -3,6 +3,7 @@
 Importing the package patches nothing and starts nothing; `enable()` does.
 """
 
+from .checkpoint.sharded import save_sharded, verify_sharded
 from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
 from .hook import disable, enable
 from .parallelize import is_tensor_parallel
@@ -57,4 +58,6 @@ __all__ = [
     "get_tensor_shard",
     "is_tensor_parallel",
     "local_tensor",
+    "save_sharded",
+    "verify_sharded",
 ]

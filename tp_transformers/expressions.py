@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .layout import Range, joined
-from .lazy import LazyTensor, Resident
+from .lazy import LazyTensor, Resident, Stored
 
 
 class Expression(LazyTensor):
@@ -89,7 +89,7 @@ class Concat(Expression):
                     held[-1][1].append((low, high))
                 position += length
         parts = [part.select(dim, selected) for part, selected in held]
-        return Concat(parts, dim) if parts else _nothing(self, dim)
+        return concat(parts, dim) if parts else _nothing(self, dim)
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
         """Every part fills its own range of the dim."""
@@ -139,6 +139,22 @@ class Squeeze(Expression):
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
         """The source fills the destination with the dim put back."""
         yield from self.source.pieces(destination.unsqueeze(self.squeezed_dim))
+
+
+def concat(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
+    """`parts` one after the other along `dim`; neighbours that are selections of one stored tensor become one.
+
+    Raises ValueError as `Concat` does.
+    """
+    merged: list[LazyTensor] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        extended = last.extended(part, dim) if isinstance(last, Stored) else None
+        if extended is None:
+            merged.append(part)
+        else:
+            merged[-1] = extended
+    return merged[0] if len(merged) == 1 else Concat(merged, dim)
 
 
 def permute(tensor: LazyTensor, dim: int, order: Sequence[int]) -> LazyTensor:

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial, wraps
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers.models.auto import modeling_auto  # noqa: F401 - defines the A
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from .checkpoint.manifest import VARIANT, Manifest, refuse_without_plan
 from .errors import CheckpointError, PlanError, UnsupportedError, describe
 from .loader import LoadRequest, load, partition_initialized
 from .mesh import TensorParallelGroup, check_size, join
@@ -58,6 +60,8 @@ class _Load:
     tp_plan: Plan | str
     group: TensorParallelGroup
     allow_replicated: bool = False
+    sharded: Manifest | None = None
+    """What is loaded, where it is a pre-sharded checkpoint."""
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
 
@@ -125,6 +129,9 @@ def _auto_classes() -> list[type]:
 
 def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("tp_plan") is None:
+        folder = _sharded_folder(args, kwargs)
+        if folder is not None and _current.get() is None:
+            refuse_without_plan(folder)
         return original(cls, *args, **kwargs)
     return _load_tensor_parallel(partial(original, cls), args, kwargs)
 
@@ -149,7 +156,11 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
                     )
                 )
         # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
-        current = _Load(_read_plan(tp_plan), group, allow_replicated)
+        folder = _sharded_folder(args, kwargs)
+        sharded = Manifest.find(folder) if folder is not None else None
+        current = _Load(_read_plan(tp_plan), group, allow_replicated, sharded)
+        if sharded is not None:
+            kwargs["variant"] = VARIANT
         token = _current.set(current)
         try:
             result = original(*args, device_map={"": group.device}, **kwargs)
@@ -199,6 +210,7 @@ def _load_pretrained_model(
         weight_mapping=load_config.weight_mapping,
         dtype_plan=load_config.dtype_plan or {},
         ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+        sharded=current.sharded,
     )
     result = load(model, current.resolution, current.group, request)
     model.tp_bytes_read = result.bytes_read  # type: ignore[assignment]
@@ -213,6 +225,14 @@ def _load_pretrained_model(
         info.name: set() for info in dataclasses.fields(LoadStateDictInfo) if info.name not in found
     }
     return LoadStateDictInfo(**found, **others), None
+
+
+def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
+    """Where a `from_pretrained` may find a pre-sharded checkpoint; None where it looks for something else."""
+    name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    if name is None or kwargs.get("variant") not in (None, VARIANT):
+        return None
+    return Path(name, kwargs.get("subfolder") or "")
 
 
 def _read_plan(tp_plan: Any) -> Plan | str:

@@ -93,16 +93,35 @@ class Split:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """A cover of the whole without overlap: what to copy from which rank to undo the split."""
-        pieces: list[Piece] = []
-        seen: set[Range] = set()
+        return self.cover(0)
+
+    def cover(self, reader: int) -> tuple[Piece, ...]:
+        """A cover of the whole without overlap, for one `reader` of many.
+
+        What the rank of that number holds comes from itself; what it does not, from the holders by turns, so that
+        readers spread over them.
+        """
+        holders: dict[Range, list[Piece]] = {}
         for rank, ranges in enumerate(self.ranges):
             local = 0
             for start, stop in ranges:
-                if stop > start and (start, stop) not in seen:
-                    seen.add((start, stop))
-                    pieces.append(Piece(rank, local, start, stop - start))
+                if stop > start:
+                    holders.setdefault((start, stop), []).append(Piece(rank, local, start, stop - start))
                 local += stop - start
-        return tuple(sorted(pieces, key=lambda piece: piece.start))
+        return tuple(
+            next((piece for piece in pieces if piece.rank == reader), pieces[reader % len(pieces)])
+            for _, pieces in sorted(holders.items())
+        )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether every index is held, and any two ranges are disjoint or equal: what every `Split` has to be."""
+        position = 0
+        for piece in self.pieces:
+            if piece.start != position:
+                return False
+            position += piece.length
+        return position == self.length
 
     def scaled(self, unit: int) -> Split:
         """The same cut where every index stands for `unit` consecutive ones (heads -> rows)."""

@@ -177,6 +177,19 @@ class Stored(LazyTensor):
             self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
         )
 
+    def extended(self, other: LazyTensor, dim: int) -> Stored | None:
+        """This selection followed along `dim` by `other`, as one of the same stored tensor; None where it is not."""
+        if not isinstance(other, Stored) or (self.source, self.offset) != (other.source, other.offset):
+            return None
+        selection = list(self.selection)
+        selection[dim] = other.selection[dim]
+        if tuple(selection) != other.selection or self.stored_shape != other.stored_shape:
+            return None
+        selection[dim] = tuple(joined((*self.selection[dim], *other.selection[dim]))) or ((0, 0),)
+        return Stored(
+            self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
+        )
+
     @property
     def start(self) -> int:
         """File offset of the first selected element."""

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from .checkpoint.conversion import Conversion, convert, dtype_policy
+from .checkpoint.conversion import Conversion, convert, dtype_policy, identity
 from .checkpoint.index import Checkpoint, check_files
+from .checkpoint.manifest import Manifest
 from .checkpoint.reader import Request, read
+from .checkpoint.sharded import ShardedCheckpoint
 from .errors import CheckpointError
 from .lazy import LazyTensor, Resident, Stored
 from .mesh import TensorParallelGroup
@@ -44,6 +46,8 @@ class LoadRequest:
     dtype_plan: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Parameters that are kept in another dtype than the model's."""
     ignore_mismatched_sizes: bool = False
+    sharded: Manifest | None = None
+    """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
 
 
 @dataclass
@@ -72,7 +76,7 @@ def load(
     whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     # 1. Open the files and read their headers.
     with group.agree():
-        checkpoint = _open(request)
+        checkpoint = _open(request, group)
     with checkpoint:
         with group.agree():
             # 2. Say what each parameter is, in terms of checkpoint tensors; keep the slice that this rank holds.
@@ -80,7 +84,7 @@ def load(
             if request.state_dict is not None:
                 tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
             shapes = {name: tensor.shape for name, tensor in whole.items()}
-            conversion = convert(model, tensors, shapes, request.weight_mapping)
+            conversion = _convert(model, tensors, shapes, request)
             mismatched = _take_mismatched(conversion, whole, request)
             shards = {
                 name: _partition(name, expression, resolution, group, whole[name])
@@ -95,7 +99,8 @@ def load(
             with _progress(group, sum(shard.nbytes for shard in shards.values())) as progress:
                 _fill(shards, values, progress)
         bytes_read = checkpoint.bytes_read
-    group.check_same("the checkpoint", (sorted(values), [source.size for source in checkpoint.sources]))
+    save = request.sharded and request.sharded.save
+    group.check_same("the checkpoint", (sorted(values), [source.size for source in checkpoint.sources], save))
     # 4. Put them in place; what is missing goes back to its whole shape until it is initialised.
     _tie(model, group, values)
     for name, value in values.items():
@@ -126,11 +131,28 @@ def partition_initialized(model: nn.Module, resolution: Resolution, group: Tenso
         owner._parameters[param_type] = made[param]
 
 
-def _open(request: LoadRequest) -> Checkpoint:
+def _open(request: LoadRequest, group: TensorParallelGroup) -> Checkpoint:
+    if request.sharded is not None:
+        return ShardedCheckpoint(request.sharded, rank=group.rank)
     if request.state_dict is not None:
         return Checkpoint(())
     files = check_files(request.files, folder=request.name)
     return Checkpoint(files, weight_map=request.weight_map)
+
+
+def _convert(
+    model: PreTrainedModel,
+    tensors: Mapping[str, LazyTensor],
+    shapes: Mapping[str, torch.Size],
+    request: LoadRequest,
+) -> Conversion:
+    if request.sharded is None:
+        return convert(model, tensors, shapes, request.weight_mapping)
+    conversion = convert(model, tensors, shapes, None)
+    # The model went through these before it was saved in shards: `save_pretrained` reverts them as ever.
+    gone_through = [entry for entry in request.weight_mapping or () if identity(entry) in request.sharded.conversions]
+    model._weight_conversions = gone_through  # type: ignore[attr-defined]
+    return conversion
 
 
 def _take_mismatched(

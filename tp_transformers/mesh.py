@@ -42,12 +42,17 @@ class TensorParallelGroup:
         """The world rank of every rank of the axis."""
         return self.device_mesh.mesh.tolist() if self.device_mesh is not None else [0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, by rank, on all of them: one collective of pickled objects."""
+        values: list[Any] = [value]
+        if self.size > 1:
+            values = [None] * self.size
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
     def check_same(self, subject: str, value: Any) -> None:
         """Raise MeshError on all ranks where they do not have the same `value`, which is pickled and compared."""
-        if self.size == 1:
-            return
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
+        values = self.gather(value)
         others = [rank for rank in range(self.size) if values[rank] != values[0]]
         if others:
             error = MeshError(
@@ -80,10 +85,7 @@ class TensorParallelGroup:
             if self.size == 1 or getattr(error, "_agreed_on", False):
                 raise
             failure = error
-        if self.size == 1:
-            return
-        reports: list[tuple[type[TensorParallelError], str] | None] = [None] * self.size
-        dist.all_gather_object(reports, _report(failure), group=self.process_group)
+        reports: list[tuple[type[TensorParallelError], str] | None] = self.gather(_report(failure))
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure

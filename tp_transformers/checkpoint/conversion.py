@@ -107,6 +107,16 @@ def convert(
     return result
 
 
+def identity(entry: Any) -> list[Any]:
+    """What a transform of transformers is known by in another process, as JSON has it."""
+    return [
+        type(entry).__name__,
+        [*entry.source_patterns],
+        [*entry.target_patterns],
+        getattr(entry, "scope_prefix", None),
+    ]
+
+
 def dtype_policy(dtype_plan: Mapping[str, torch.dtype]) -> Callable[[str], torch.dtype | None]:
     """Which dtype transformers' `dtype_plan` keeps a parameter in; None where it has nothing to say."""
     if not dtype_plan:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, describe
-from ..lazy import Stored
+from ..lazy import LazyTensor, Stored
 from .source import LocalFile, Source
 
 # Names of dtypes in safetensors headers: https://github.com/huggingface/safetensors (README, "Format").
@@ -53,7 +53,7 @@ class Checkpoint:
         Raises CheckpointError on a file that is missing, truncated, not safetensors, or at odds with the index.
         """
         self.sources: list[Source] = []
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, LazyTensor] = {}
         with ExitStack() as opened:
             homes: dict[str, str] = {}
             for path in files:
@@ -131,8 +131,10 @@ def check_files(files: Iterable[str] | None, *, folder: str | os.PathLike[str] |
     return paths
 
 
-def read_header(source: Source) -> dict[str, Stored]:
+def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) -> dict[str, Stored]:
     """Parse and check the header of a safetensors file: {name: lazy tensor}, in file order.
+
+    `metadata` is what the file's own has to hold; None is anything.
 
     Raises CheckpointError on anything that is not a well-formed header whose tensors lie inside the file.
     """
@@ -155,7 +157,12 @@ def read_header(source: Source) -> dict[str, Stored]:
         raise _malformed(source, f"a header that is not JSON ({error})", "a JSON header") from None
     if not isinstance(header, dict):
         raise _malformed(source, f"a header that is a JSON {type(header).__name__}", "a JSON object")
-    header.pop("__metadata__", None)
+    said = header.pop("__metadata__", None)
+    said = said if isinstance(said, dict) else {}
+    for key, value in (metadata or {}).items():
+        if said.get(key) != value:
+            got, fix = f"{key} {said.get(key)!r} in its metadata", "The file is another one than was written here."
+            raise _malformed(source, got, f"{key} {value!r}", fix)
     tensors = {name: _stored(source, name, entry, data_start=8 + length) for name, entry in header.items()}
     return dict(sorted(tensors.items(), key=lambda item: item[1].offset))
 

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
@@ -23,10 +23,9 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import UnsupportedError
-from ..lazy import byte_view
 from ..strategies import ParamShard, full_tensor, local_tensor, whole_like
 from .conversion import WholeModel
-from .index import DTYPE_NAMES
+from .writer import Writer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,7 +70,7 @@ def save_pretrained(
     writes = group.rank == 0 and is_main_process
     folder = Path(save_directory)
     # 1. What will stand in which file: from shapes alone, the same on all ranks.
-    tensors = _state(model)
+    tensors = saved_state(model)
     meta = {name: whole_like(tensor) for name, tensor in tensors.items()}
     whole_model = WholeModel(model, {name: tensor.shape for name, tensor in meta.items()})
     state = _reverted(whole_model, meta, save_original_format)
@@ -81,16 +80,16 @@ def save_pretrained(
         filename_pattern=weights_name.replace(".safetensors", "{suffix}.safetensors"),
         max_shard_size=max_shard_size,
     )
-    writers: dict[str, _Writer] = {}
+    writers: dict[str, Writer] = {}
     try:
         # 2. The files that need no weights, and the headers of those that do.
         with group.agree():
             if writes:
                 folder.mkdir(parents=True, exist_ok=True)
-                _write_configs(model, folder)
+                write_configs(model, folder)
                 _remove_old_weights(folder, weights_name, keep=cut.filename_to_tensors)
                 for file, names in cut.filename_to_tensors.items():
-                    writers[file] = _Writer(folder / file, {name: state[name] for name in names})
+                    writers[file] = Writer(folder / file, {name: state[name] for name in names})
         # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
         for names in _convertible_groups(whole_model, meta, state, save_original_format):
             whole = {name: _gather(tensors[name], group) for name in names}
@@ -113,53 +112,7 @@ def save_pretrained(
             writer.close()
 
 
-class _Writer:
-    """A safetensors file whose header is written first, and whose tensors come in any order."""
-
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the header for `tensors`, of which only dtypes and shapes count."""
-        self.path = path
-        self.pending: dict[str, tuple[int, Tensor]] = {}
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
-            end = position + tensor.numel() * tensor.dtype.itemsize
-            header[name] = {
-                "dtype": DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [position, end],
-            }
-            self.pending[name] = (position, tensor)
-            position = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._data_start = 8 + len(text)
-        self._file: BinaryIO = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        self._file.truncate(self._data_start + position)
-
-    def write(self, name: str, value: Tensor) -> None:
-        """Write one tensor to its place."""
-        position, expected = self.pending.pop(name)
-        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
-            raise RuntimeError(f"{name} became {value.dtype} {tuple(value.shape)}, not {tuple(expected.shape)}")
-        self._file.seek(self._data_start + position)
-        self._file.write(byte_view(value.contiguous().cpu()))
-
-    def finish(self) -> None:
-        """Close a complete file. Raises RuntimeError where a tensor was never written."""
-        if self.pending:
-            raise RuntimeError(f"{self.path}: never written: {', '.join(self.pending)}")
-        self._file.close()
-
-    def close(self) -> None:
-        """Close the file, and remove it unless it is complete."""
-        if not self._file.closed:
-            self._file.close()
-            self.path.unlink(missing_ok=True)
-
-
-def _state(model: PreTrainedModel) -> dict[str, Tensor]:
+def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """What is saved: parameters and persistent buffers by name, each tied one once."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for target, source in model.all_tied_weights_keys.items():
@@ -202,7 +155,7 @@ def _convertible_groups(
     return [list(meta)]
 
 
-def _write_configs(model: PreTrainedModel, folder: Path) -> None:
+def write_configs(model: PreTrainedModel, folder: Path) -> None:
     """Everything of a checkpoint but its weights, as transformers writes it."""
     if model._auto_class is not None:
         custom_object_save(model, folder, config=model.config)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..collectives import all_gather_uneven, copy_to_region
-from ..layout import Layout, Range, Shared, Split, chunked, even, joined, packed
+from ..layout import Layout, Range, Shared, Split, chunked, even, packed
 from ..lazy import LazyTensor, Resident, Stored
 from ..mesh import TensorParallelGroup
 
@@ -164,6 +164,18 @@ def whole_like(tensor: Tensor) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
+def layout_of(tensor: Tensor, size: int) -> Layout | None:
+    """Who holds what of a parameter or buffer over `size` ranks; None where every rank holds it whole."""
+    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
+    if shard is not None:
+        return shard.layout
+    placements = tensor.placements if isinstance(tensor, DTensor) else ()  # model.to(dtype) makes new DTensors
+    if not placements or not isinstance(placements[0], Shard):
+        return None
+    dim = placements[0].dim % tensor.ndim
+    return Layout(dim, chunked(tensor.shape[dim], size))
+
+
 def take(param: Tensor | LazyTensor, layout: Layout | None, rank: int) -> Tensor | LazyTensor:
     """The shard of `rank`: a lazy slice of a lazy tensor, a view (one range) or a copy of a tensor."""
     if layout is None:
@@ -246,8 +258,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
     dim = cut_dims.pop()
     whole: tuple[Range, ...] = ((0, shape[dim]),)
     split = Split(shape[dim], tuple(whole if cut is None else held for cut, held in cuts))
-    covered = joined((piece.start, piece.start + piece.length) for piece in split.pieces)
-    if covered != [*whole] or sum(piece.length for piece in split.pieces) != shape[dim]:
+    if not split.is_cut:
         raise ValueError(
             f"its partition_tensor leaves out indices of dim {dim}, or cuts it into ranges that overlap: {split.ranges}"
         )

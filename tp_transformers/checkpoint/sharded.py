@@ -1,0 +1,223 @@
+"""Pre-sharded checkpoints: every rank's shards in a file of its own, and back at any size.
+
+A whole parameter is an expression over the rank files, the concatenation of the pieces that its layout names. Slices
+push through it: at the layout that was saved a rank's slice is exactly the tensor in its own file, so that the load is
+one read from the file's first tensor to its last; at any other layout it is those parts of the files that it keeps.
+
+What several ranks hold (norms, replicated KV heads) stands in the file of each. A rank's file is then all that the rank
+reads, in one go, and takes on the disk what it takes in memory. Stored once, it would be smaller by what the plan
+leaves whole, which is little wherever sharding is worth it, and every rank would read scattered pieces of other files.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError, UnsupportedError, describe, list_faults
+from ..expressions import concat
+from ..lazy import LazyTensor, Stored
+from ..strategies import layout_of, local_tensor, whole_like
+from .conversion import identity
+from .index import Checkpoint, read_header
+from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
+from .save import saved_state, write_configs
+from .source import LocalFile, Source
+from .writer import SummedWriter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..mesh import TensorParallelGroup
+
+_CHUNK = 16 << 20
+"""Bytes that are read at once to be summed."""
+
+
+def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+    """Write every rank's shards as a file of its own, for `from_pretrained(folder, tp_plan=...)`; on all ranks.
+
+    The folder has to be one that all ranks share. Files are written under names of this save alone, and count once
+    the manifest names them, which rank 0 puts in place last: until then an earlier save in the folder stays what it is,
+    and a save that fails leaves nothing behind that could be taken for a checkpoint. With data parallelism beside
+    tensor parallelism, call it on the ranks of one replica.
+
+    Raises:
+        UnsupportedError: for a model that was not loaded with `tp_plan`.
+        CheckpointError: where the folder holds ordinary weights, or is not the same on all ranks.
+    """
+    group: TensorParallelGroup | None = getattr(model, "tp_group", None)
+    if group is None:
+        raise UnsupportedError(
+            describe(
+                "save_sharded",
+                got=f"a {type(model).__name__} that was loaded without tp_plan",
+                expected="a tensor-parallel model",
+                fix='Load it with tp_plan="auto", also on one rank; or call model.save_pretrained(folder).',
+            )
+        )
+    folder, state, save = Path(folder), saved_state(model), group.gather(secrets.token_hex(4))[0]
+    path = folder / f"rank-{group.rank:05}-of-{group.size:05}-{save}.safetensors"
+    temporary = path.with_suffix(".safetensors.tmp")
+    try:
+        # 1. Every rank writes its file.
+        with group.agree():
+            folder.mkdir(parents=True, exist_ok=True)
+            _refuse_ordinary_weights(folder)
+            local = {name: local_tensor(tensor) for name, tensor in state.items()}
+            with closing(SummedWriter(temporary, local, metadata={"save": save, "rank": str(group.rank)})) as writer:
+                writer.write_all(local)
+            temporary.rename(path)
+        files = group.gather(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
+        # 2. Rank 0 looks at all of them as a load would.
+        manifest = _describe(model, folder, save, files)
+        with group.agree():
+            if group.rank == 0:
+                ShardedCheckpoint(manifest, rank=0).close()
+                write_configs(model, folder)
+    except BaseException:
+        for left in (temporary, path):
+            with suppress(OSError):
+                left.unlink()
+        raise
+    # 3. From here on the folder is this save.
+    with group.agree():
+        if group.rank == 0:
+            manifest.write()
+            _remove_others(folder, keep={file.name for file in files})
+
+
+def verify_sharded(folder: str | os.PathLike[str]) -> None:
+    """Read every file of a pre-sharded checkpoint, and hold it against the size and checksum in the manifest.
+
+    Loads check sizes and headers alone, since a checksum takes a pass over the whole file.
+
+    Raises CheckpointError naming every file that is missing or not what was written.
+    """
+    manifest = Manifest.find(Path(folder))
+    if manifest is None:
+        raise CheckpointError(
+            describe(
+                f"checkpoint {folder}",
+                got=f"no {MANIFEST_NAME}",
+                expected="the folder of a save_sharded that was completed",
+                fix="Save the model again.",
+            )
+        )
+    with ThreadPoolExecutor(min(len(manifest.files), os.cpu_count() or 1)) as pool:
+        faults = [fault for fault in pool.map(lambda file: _fault(manifest.folder, file), manifest.files) if fault]
+    if faults:
+        raise CheckpointError(list_faults(f"checkpoint {folder} is not what was saved", faults))
+
+
+class ShardedCheckpoint(Checkpoint):
+    """The open rank files of a pre-sharded checkpoint, and every whole tensor as an expression over them."""
+
+    def __init__(self, manifest: Manifest, *, rank: int) -> None:
+        """Open the files of `manifest` to be read by `rank`, which may be one of another size.
+
+        Raises CheckpointError on a file that is missing, or of another size or with another header than the manifest's.
+        """
+        self.sources: list[Source] = []
+        with ExitStack() as opened:
+            stored = []
+            for holder, file in enumerate(manifest.files):
+                source = opened.enter_context(_open(manifest.folder, file))
+                self.sources.append(source)
+                stored.append(_checked_header(source, manifest, holder))
+            opened.pop_all()
+        self.tensors = {
+            name: _whole(tensor, [shards[name] for shards in stored], rank) for name, tensor in manifest.tensors.items()
+        }
+
+
+def _whole(tensor: WholeTensor, shards: list[Stored], rank: int) -> LazyTensor:
+    """The whole of a tensor out of every rank's shard of it, as `rank` best reads it."""
+    if tensor.layout is None:
+        return shards[rank % len(shards)]
+    dim = tensor.layout.dim
+    pieces = tensor.layout.split.cover(rank)
+    parts = [shards[piece.rank].select(dim, [(piece.local, piece.local + piece.length)]) for piece in pieces]
+    return concat(parts, dim) if parts else shards[0]
+
+
+def _describe(model: PreTrainedModel, folder: Path, save: str, files: list[RankFile]) -> Manifest:
+    group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
+    whole = {name: (whole_like(tensor), layout_of(tensor, group.size)) for name, tensor in saved_state(model).items()}
+    return Manifest(
+        folder,
+        save,
+        tuple(files),
+        {name: WholeTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in whole.items()},
+        tuple(identity(entry) for entry in getattr(model, "_weight_conversions", None) or ()),
+        str(model.dtype).removeprefix("torch."),
+        {"name": model.config._name_or_path or None, "commit_hash": getattr(model.config, "_commit_hash", None)},
+        model.tp_plan or {},
+    )
+
+
+def _open(folder: Path, file: RankFile) -> LocalFile:
+    path = folder / file.name
+    if not path.is_file():
+        raise _other(path, got="no such file", expected=f"the file of {file.size} bytes that was saved")
+    source = LocalFile(path)
+    if source.size != file.size:
+        source.close()
+        raise _other(path, got=f"{source.size} bytes", expected=f"{file.size}, as they were saved")
+    return source
+
+
+def _checked_header(source: Source, manifest: Manifest, rank: int) -> dict[str, Stored]:
+    """The tensors in the file of `rank`, which are those that the manifest names."""
+    header = read_header(source, metadata={"save": manifest.save, "rank": str(rank)})
+    found = {name: (stored.dtype, tuple(stored.shape)) for name, stored in header.items()}
+    expected = {name: (tensor.dtype, tensor.local_shape(rank)) for name, tensor in manifest.tensors.items()}
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise _other(source.name, got=f"{found.get(name)} for {name}", expected=f"{expected.get(name)}")
+    return header
+
+
+def _fault(folder: Path, file: RankFile) -> str | None:
+    """What is wrong with one file; None where its size and checksum are those of the manifest."""
+    try:
+        with _open(folder, file) as source:
+            buffer, crc32 = memoryview(bytearray(min(_CHUNK, max(source.size, 1)))), 0
+            for start in range(0, source.size, len(buffer)):
+                part = buffer[: min(len(buffer), source.size - start)]
+                source.read(start, [part])
+                crc32 = zlib.crc32(part, crc32)
+    except CheckpointError as error:
+        return str(error)
+    return None if f"{crc32:08x}" == file.crc32 else f"{file.name}: got checksum {crc32:08x}, expected {file.crc32}"
+
+
+def _other(path: str | Path, *, got: str, expected: str) -> CheckpointError:
+    fix = "The folder was copied in part or changed; copy it again as a whole, or save the model again."
+    return CheckpointError(describe(f"checkpoint file {path}", got=got, expected=expected, fix=fix))
+
+
+def _refuse_ordinary_weights(folder: Path) -> None:
+    """Raise CheckpointError where the folder holds weights that could be taken for those that are saved."""
+    found = ordinary_weights(folder)
+    if found:
+        raise CheckpointError(
+            describe(
+                f"save_sharded to {folder}",
+                got=f"a folder that holds {found[0]}",
+                expected="a folder without other weights",
+                fix="Choose another folder; one inside this one will do.",
+            )
+        )
+
+
+def _remove_others(folder: Path, *, keep: set[str]) -> None:
+    """Remove the rank files of earlier saves, also of those that were broken off."""
+    for path in folder.iterdir():
+        if RANK_FILE.fullmatch(path.name.removesuffix(".tmp")) and path.name not in keep:
+            path.unlink(missing_ok=True)

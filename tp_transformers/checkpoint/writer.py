@@ -1,0 +1,91 @@
+"""Tensors -> a safetensors file, in a stream: no more than one tensor is in memory beside those of the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from ..lazy import byte_view
+from .index import DTYPE_NAMES
+
+
+class Writer:
+    """A safetensors file whose header is written first, and whose tensors come in any order."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
+        """Write the header for `tensors`, of which only dtypes and shapes count.
+
+        They stand without gaps, the widest dtypes first, so that every tensor is aligned to its elements, then by name.
+        """
+        self.path = path
+        self.pending: dict[str, tuple[int, Tensor]] = {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        position = 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+            end = position + tensor.numel() * tensor.dtype.itemsize
+            header[name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }
+            self.pending[name] = (position, tensor)
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._data_start = 8 + len(text)
+        self.size = self._data_start + position
+        self._file: BinaryIO = path.open("wb")
+        self._put(0, len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self.size)
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Write one tensor to its place."""
+        position, expected = self.pending.pop(name)
+        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+            raise RuntimeError(f"{name} became {value.dtype} {tuple(value.shape)}, not {tuple(expected.shape)}")
+        self._put(self._data_start + position, byte_view(value.contiguous().cpu()))
+
+    def finish(self) -> None:
+        """Close a complete file. Raises RuntimeError where a tensor was never written."""
+        if self.pending:
+            raise RuntimeError(f"{self.path}: never written: {', '.join(self.pending)}")
+        self._file.close()
+
+    def close(self) -> None:
+        """Close the file, and remove it unless it is complete."""
+        if not self._file.closed:
+            self._file.close()
+            self.path.unlink(missing_ok=True)
+
+    def _put(self, position: int, data: bytes | memoryview) -> None:
+        self._file.seek(position)
+        self._file.write(data)
+
+
+class SummedWriter(Writer):
+    """A safetensors file that is written from its first byte to its last, and whose CRC-32 is known when it ends."""
+
+    crc32 = 0
+    """Of all bytes so far, header included."""
+    _end = 0
+
+    def write_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write all tensors in the order of the file; the bytes are on the disk when this returns."""
+        for name in list(self.pending):
+            self.write(name, tensors[name])
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.finish()
+
+    def _put(self, position: int, data: bytes | memoryview) -> None:
+        if position != self._end:
+            raise RuntimeError(f"{self.path}: written at byte {position} after byte {self._end}")
+        super()._put(position, data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self._end = self._file.tell()
