@@ -99,8 +99,7 @@ def load(
             with _progress(group, sum(shard.nbytes for shard in shards.values())) as progress:
                 _fill(shards, values, progress)
         bytes_read = checkpoint.bytes_read
-    save = request.sharded and request.sharded.save
-    group.check_same("the checkpoint", (sorted(values), [source.size for source in checkpoint.sources], save))
+    group.check_same("the checkpoint", (sorted(values), checkpoint.signature))
     # 4. Put them in place; what is missing goes back to its whole shape until it is initialised.
     _tie(model, group, values)
     for name, value in values.items():

@@ -81,6 +81,11 @@ class Checkpoint:
         """Bytes read from all files so far, headers included."""
         return sum(source.bytes_read for source in self.sources)
 
+    @property
+    def signature(self) -> object:
+        """What is the same on all ranks if they read the same checkpoint."""
+        return [source.size for source in self.sources]
+
     def close(self) -> None:
         """Close all files; a second call does nothing."""
         for source in self.sources:

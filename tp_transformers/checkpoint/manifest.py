@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ class Manifest:
                     fix="Remove those that are not meant.",
                 )
             )
-        return _parse(path)
+        return _Parser(path).manifest()
 
     def write(self) -> None:
         """Put the manifest into its folder, in place of another one."""
@@ -153,90 +153,94 @@ def refuse_without_plan(folder: Path) -> None:
         )
 
 
-def _parse(path: Path) -> Manifest:
-    """Read a manifest. Raises CheckpointError that names the first thing that is not as it should be."""
+class _Parser:
+    """The parts of a manifest, each checked; the first that is not as it should be is a CheckpointError."""
 
-    def check(is_so: bool, got: str, expected: str) -> None:
-        if not is_so:
-            fix = "The manifest is damaged or not one of ours; save the model again."
-            raise CheckpointError(describe(f"checkpoint file {path}", got=got, expected=expected, fix=fix))
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"checkpoint file {path} cannot be read as JSON: {error}") from None
+        if not isinstance(self.content, dict):
+            raise self.fault(self.content, "a JSON object")
+        if self.entry("version", int) != _VERSION:
+            raise self.fault(f"version {self.content['version']}", f"version {_VERSION}, which this release reads")
 
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint file {path} cannot be read as JSON: {error}") from None
-    check(isinstance(content, dict), f"a JSON {type(content).__name__}", "a JSON object")
-    version = content.get("version")
-    check(version == _VERSION, f"version {version!r}", f"version {_VERSION}, the one that this release reads")
+    def manifest(self) -> Manifest:
+        """All of it."""
+        files = tuple(self.file(file) for file in self.entry("files", list))
+        names = sorted(file.name for file in files)
+        if not names or len(set(names)) != len(names):
+            raise self.fault(f"the files {names}", "one file a rank")
+        weight_map = self.entry("weight_map", dict)  # is what transformers goes by
+        if sorted(map(str, weight_map.values())) != names:
+            raise self.fault(f"the weight_map {weight_map}", f"one of the files {names}")
+        layouts = [self.layout(layout, len(files)) for layout in self.entry("layouts", list)]
+        return Manifest(
+            folder=self.path.parent,
+            save=self.entry("save", str),
+            files=files,
+            tensors={name: self.tensor(name, tensor, layouts) for name, tensor in self.entry("tensors", dict).items()},
+            conversions=tuple(self.entry("conversions", list)),
+            dtype=str(self.entry("metadata", dict).get("dtype")),
+            source=self.entry("source", dict),
+            plan=self.entry("plan", dict),
+        )
 
-    def entry(key: str, kind: type) -> Any:
-        value = content.get(key)
-        check(isinstance(value, kind), f"{value!r} for {key}", f"a {kind.__name__}")
+    def entry(self, key: str, kind: type) -> Any:
+        """One entry, of a JSON type."""
+        value = self.content.get(key)
+        if not isinstance(value, kind):
+            raise self.fault(f"{value!r} for {key}", f"a {kind.__name__}")
         return value
 
-    save = entry("save", str)
-    files = []
-    for index, file in enumerate(entry("files", list)):
-        file = file if isinstance(file, dict) else {}
-        name, size, crc32 = file.get("name"), file.get("size"), file.get("crc32")
-        is_name = isinstance(name, str) and RANK_FILE.fullmatch(name) is not None
-        check(is_name, f"{name!r} for files[{index}]", "rank-<rank>-of-<size>-<save>.safetensors in the same folder")
-        check(_is_count(size), f"{size!r} bytes for {name}", "a number of bytes")
-        check(isinstance(crc32, str), f"checksum {crc32!r} for {name}", "a CRC-32")
-        files.append(RankFile(name, size, crc32))
-    names = [file.name for file in files]
-    check(bool(files) and len(set(names)) == len(names), f"the files {names}", "one file a rank")
-    weight_map = entry("weight_map", dict)
-    check(sorted(map(str, weight_map.values())) == sorted(names), "a weight_map of other files", "one of files")
-    layouts = [_layout(layout, index, len(files), check) for index, layout in enumerate(entry("layouts", list))]
-    tensors = {}
-    for name, tensor in entry("tensors", dict).items():
-        check(isinstance(tensor, list) and len(tensor) == 3, f"{tensor!r} for {name}", "dtype, shape and layout")
-        dtype, shape, index = tensor
-        check(
-            isinstance(dtype, str) and dtype in _DTYPES, f"dtype {dtype!r} for {name}", f"one of {', '.join(_DTYPES)}"
-        )
-        check(
-            isinstance(shape, list) and all(map(_is_count, shape)), f"shape {shape!r} for {name}", "a list of lengths"
-        )
-        is_layout = index is None or (_is_count(index) and index < len(layouts))
-        check(is_layout, f"layout {index!r} for {name}", f"null or a number below {len(layouts)}")
+    def file(self, entry: Any) -> RankFile:
+        """One entry of `files`, whose name stays inside the folder."""
+        entry = entry if isinstance(entry, dict) else {}
+        name, size, crc32 = (entry.get(key) for key in ("name", "size", "crc32"))
+        if not isinstance(name, str) or not RANK_FILE.fullmatch(name):
+            raise self.fault(f"the file {name!r}", "rank-<rank>-of-<size>-<save>.safetensors in the same folder")
+        if not _is_count(size) or not isinstance(crc32, str):
+            raise self.fault(f"size {size!r} and checksum {crc32!r} for {name}", "a number of bytes and a CRC-32")
+        return RankFile(name, size, crc32)
+
+    def layout(self, entry: Any, size: int) -> Layout:
+        """One entry of `layouts`: ranges of `size` ranks that are a cut of a dim."""
+        dim, ranges = (entry.get("dim"), entry.get("ranges")) if isinstance(entry, dict) else (None, None)
+        if not (
+            isinstance(dim, int)
+            and dim >= 0
+            and isinstance(ranges, list)
+            and len(ranges) == size
+            and all(isinstance(held, list) and all(map(_is_range, held)) for held in ranges)
+        ):
+            raise self.fault(f"the layout {entry!r}", f"a dim, and the ranges that each of {size} ranks holds")
+        held = tuple(tuple((start, stop) for start, stop in held) for held in ranges)
+        split = Split(max((stop for part in held for _, stop in part), default=0), held)
+        if not split.is_cut:
+            raise self.fault(f"the layout {entry!r}", "a cut: ranges that leave nothing out and do not overlap")
+        return Layout(dim, split)
+
+    def tensor(self, name: str, entry: Any, layouts: Sequence[Layout]) -> WholeTensor:
+        """One entry of `tensors`, whose layout is one of its shape."""
+        dtype, shape, index = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise self.fault(f"dtype {dtype!r} for {name}", f"one of {', '.join(_DTYPES)}")
+        if not isinstance(shape, list) or not all(map(_is_count, shape)):
+            raise self.fault(f"shape {shape!r} for {name}", "a list of lengths")
+        if index is not None and not (_is_count(index) and index < len(layouts)):
+            raise self.fault(f"layout {index!r} for {name}", f"null or a number below {len(layouts)}")
         layout = None if index is None else layouts[index]
-        fits = layout is None or (layout.dim < len(shape) and layout.split.length == shape[layout.dim])
-        check(fits, f"layout {index} for {name} of shape {shape}", "a cut of one of its dims")
-        tensors[name] = WholeTensor(_DTYPES[dtype], tuple(shape), layout)
-    return Manifest(
-        path.parent,
-        save,
-        tuple(files),
-        tensors,
-        tuple(entry("conversions", list)),
-        str(entry("metadata", dict).get("dtype")),
-        entry("source", dict),
-        entry("plan", dict),
-    )
+        if layout is not None and (layout.dim >= len(shape) or layout.split.length != shape[layout.dim]):
+            raise self.fault(f"layout {index} for {name} of shape {shape}", "a cut of one of its dims")
+        return WholeTensor(_DTYPES[dtype], tuple(shape), layout)
 
-
-def _layout(entry: Any, index: int, size: int, check: Callable[[bool, str, str], None]) -> Layout:
-    """One entry of `layouts`: ranges of `size` ranks that are a cut of a dim."""
-    dim, ranges = (entry.get("dim"), entry.get("ranges")) if isinstance(entry, dict) else (None, None)
-    well_formed = (
-        _is_count(dim)
-        and isinstance(ranges, list)
-        and len(ranges) == size
-        and all(isinstance(held, list) and all(map(_is_range, held)) for held in ranges)
-    )
-    check(well_formed, f"{str(entry)[:200]} for layouts[{index}]", f"a dim, and the ranges of {size} ranks")
-    assert isinstance(dim, int)
-    assert isinstance(ranges, list)
-    held = tuple(tuple((start, stop) for start, stop in held) for held in ranges)
-    split = Split(max((stop for part in held for _, stop in part), default=0), held)
-    check(
-        split.is_cut,
-        f"{str(ranges)[:200]} for layouts[{index}]",
-        "ranges that are a cut: nothing left out or overlapping",
-    )
-    return Layout(dim, split)
+    def fault(self, got: Any, expected: str) -> CheckpointError:
+        """The error to raise."""
+        got = str(got)[:300]
+        fix = "The manifest is damaged or not one of ours; save the model again."
+        return CheckpointError(describe(f"checkpoint file {self.path}", got=got, expected=expected, fix=fix))
 
 
 def _is_count(value: Any) -> bool:

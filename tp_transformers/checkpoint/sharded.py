@@ -14,13 +14,17 @@ from __future__ import annotations
 import os
 import secrets
 import zlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..errors import CheckpointError, UnsupportedError, describe, list_faults
-from ..expressions import concat
+from ..expressions import Expression, concat
+from ..layout import Layout, Piece, Range
 from ..lazy import LazyTensor, Stored
 from ..strategies import layout_of, local_tensor, whole_like
 from .conversion import identity
@@ -78,7 +82,9 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
         manifest = _describe(model, folder, save, files)
         with group.agree():
             if group.rank == 0:
-                ShardedCheckpoint(manifest, rank=0).close()
+                with ShardedCheckpoint(manifest, rank=0) as written:
+                    for rank in range(group.size):
+                        written.shards(rank)
                 write_configs(model, folder)
     except BaseException:
         for left in (temporary, path):
@@ -116,34 +122,79 @@ def verify_sharded(folder: str | os.PathLike[str]) -> None:
 
 
 class ShardedCheckpoint(Checkpoint):
-    """The open rank files of a pre-sharded checkpoint, and every whole tensor as an expression over them."""
+    """The whole tensors of a pre-sharded checkpoint, as expressions over rank files that are opened when needed.
+
+    At the layout that was saved a rank opens no file but its own, of however many there are.
+    """
 
     def __init__(self, manifest: Manifest, *, rank: int) -> None:
-        """Open the files of `manifest` to be read by `rank`, which may be one of another size.
-
-        Raises CheckpointError on a file that is missing, or of another size or with another header than the manifest's.
-        """
+        """Express every tensor as `rank`, which may be one of another size, best reads it. Opens nothing yet."""
+        self.manifest = manifest
         self.sources: list[Source] = []
-        with ExitStack() as opened:
-            stored = []
-            for holder, file in enumerate(manifest.files):
-                source = opened.enter_context(_open(manifest.folder, file))
-                self.sources.append(source)
-                stored.append(_checked_header(source, manifest, holder))
-            opened.pop_all()
-        self.tensors = {
-            name: _whole(tensor, [shards[name] for shards in stored], rank) for name, tensor in manifest.tensors.items()
-        }
+        self._shards: dict[int, dict[str, Stored]] = {}
+        covers: dict[Layout | None, tuple[Piece, ...]] = {None: ()}
+        self.tensors = {}
+        for name, tensor in manifest.tensors.items():
+            if tensor.layout is not None and tensor.layout not in covers:
+                covers[tensor.layout] = tensor.layout.split.cover(rank)
+            self.tensors[name] = _Whole(self, name, tensor, covers[tensor.layout], home=rank % len(manifest.files))
+
+    def __enter__(self) -> ShardedCheckpoint:
+        return self
+
+    def shards(self, rank: int) -> dict[str, Stored]:
+        """What the file of `rank` holds.
+
+        Raises CheckpointError where it is missing, or of another size or with another header than the manifest's.
+        """
+        if rank not in self._shards:
+            source = _open(self.manifest.folder, self.manifest.files[rank])
+            self.sources.append(source)
+            self._shards[rank] = _checked_header(source, self.manifest, rank)
+        return self._shards[rank]
+
+    @property
+    def signature(self) -> object:
+        """What tells one save from another."""
+        return self.manifest.save, self.manifest.files
 
 
-def _whole(tensor: WholeTensor, shards: list[Stored], rank: int) -> LazyTensor:
-    """The whole of a tensor out of every rank's shard of it, as `rank` best reads it."""
-    if tensor.layout is None:
-        return shards[rank % len(shards)]
-    dim = tensor.layout.dim
-    pieces = tensor.layout.split.cover(rank)
-    parts = [shards[piece.rank].select(dim, [(piece.local, piece.local + piece.length)]) for piece in pieces]
-    return concat(parts, dim) if parts else shards[0]
+class _Whole(Expression):
+    """A whole tensor out of the rank files, of which those are opened that a selection takes something from."""
+
+    def __init__(
+        self, checkpoint: ShardedCheckpoint, name: str, tensor: WholeTensor, cover: tuple[Piece, ...], *, home: int
+    ) -> None:
+        """`cover` says which piece is taken from which file; what all files hold is taken from that of rank `home`."""
+        self.checkpoint, self.name, self.cover, self.home = checkpoint, name, cover, home
+        self.cut_dim = None if tensor.layout is None else tensor.layout.dim
+        self.shape, self.dtype = torch.Size(tensor.shape), tensor.dtype
+
+    def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
+        """What the ranges hold of each piece; along another dim than the cut one, the same of every piece."""
+        if self.cut_dim is None:
+            return self._shard(self.home).select(dim, ranges)
+        if dim != self.cut_dim:
+            return self._all().select(dim, ranges)
+        parts: list[LazyTensor] = []
+        for start, stop in ranges:
+            for piece in self.cover:
+                low, high = max(start - piece.start, 0), min(stop - piece.start, piece.length)
+                if low < high:
+                    parts.append(self._shard(piece.rank).select(dim, [(piece.local + low, piece.local + high)]))
+        return concat(parts, dim) if parts else self._shard(self.home).select(dim, [])
+
+    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+        """Every piece fills its own range of the cut dim."""
+        yield from self._all().pieces(destination)
+
+    def _all(self) -> LazyTensor:
+        if self.cut_dim is None:
+            return self._shard(self.home)
+        return self.select(self.cut_dim, [(0, self.shape[self.cut_dim])])
+
+    def _shard(self, rank: int) -> Stored:
+        return self.checkpoint.shards(rank)[self.name]
 
 
 def _describe(model: PreTrainedModel, folder: Path, save: str, files: list[RankFile]) -> Manifest:
