@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tp_transformers.checkpoint.index import Checkpoint
 from tp_transformers.checkpoint.reader import Request, read
-from tp_transformers.expressions import Concat, Squeeze, Stack, Transpose, permute
+from tp_transformers.expressions import Concat, Squeeze, Stack, Transpose, concat, permute
 from tp_transformers.lazy import Deferred, LazyTensor, Resident, Stored
 
 from .test_lazy import ranges, select
@@ -98,6 +98,22 @@ def test_experts_are_read_straight_into_place(leaves) -> None:
         for leaf, view in pieces:
             assert isinstance(leaf, Stored)
             assert Request(leaf, view).is_direct
+
+
+def test_neighbours_of_one_stored_tensor_become_one(leaves) -> None:
+    (first, real), (other, _) = leaves[1][:2]
+    rows = [first.select(0, [(index, index + 1)]) for index in range(3)]
+    whole = Concat([rows[0], other, rows[1], rows[2]], 0)
+    merged = whole.select(0, [(0, 1), (4, 6)])
+    assert isinstance(merged, Stored)
+    assert merged.selection == first.selection
+    swapped = concat([rows[1], rows[0], other], 0)
+    assert [type(part) for part in swapped.parts] == [Stored, Stored]
+    assert torch.equal(swapped.parts[0].materialize(), real[[1, 0]])
+    # Of different tensors, or of other selections of another dim, they stay apart.
+    assert len(concat([rows[0], other.select(0, [(1, 2)])], 0).parts) == 2
+    narrow = [first[:, 1:3].select(0, [(0, 1)]), first[:, 2:4].select(0, [(1, 2)])]
+    assert len(concat(narrow, 0).parts) == 2
 
 
 def test_slicing_reads_nothing(leaves) -> None:

@@ -68,6 +68,35 @@ def test_pieces_undo_the_split(split: Split) -> None:
     assert torch.equal(rebuilt, whole)
 
 
+@given(splits(), st.integers(0, 20))
+def test_a_cover_takes_from_its_reader_what_that_holds(split: Split, reader: int) -> None:
+    cover = split.cover(reader)
+    assert [index for piece in cover for index in range(piece.start, piece.start + piece.length)] == [
+        *range(split.length)
+    ]
+    own = set(indices(split, reader)) if reader < split.size else set()
+    for piece in cover:
+        held = indices(split, piece.rank)[piece.local : piece.local + piece.length]
+        assert held == [*range(piece.start, piece.start + piece.length)]
+        assert (piece.rank == reader) == (piece.start in own)
+
+
+@given(splits(), st.data())
+def test_a_split_that_lacks_or_repeats_an_index_is_no_cut(split: Split, data: st.DataObject) -> None:
+    assert split.is_cut
+    held = all_ranges(split)
+    start, stop = data.draw(st.sampled_from(held)) if held else (0, 0)
+    if stop - start > 1:  # one rank holds a part of what another holds
+        assert not Split(split.length, (*split.ranges, ((start, stop - 1),))).is_cut
+    assert not Split(split.length + 1, split.ranges).is_cut
+    without = tuple(tuple(part for part in ranges if part != (start, stop)) for ranges in split.ranges)
+    assert Split(split.length, without).is_cut == (start == stop)
+
+
+def all_ranges(split: Split) -> list[tuple[int, int]]:
+    return sorted({(start, stop) for ranges in split.ranges for start, stop in ranges if start < stop})
+
+
 @given(splits())
 def test_shared_names_exactly_the_indices_that_others_hold(split: Split) -> None:
     for rank in range(split.size):
