@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto import modeling_auto  # noqa: F401 - defines the Auto classes
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.utils.hub import extract_commit_hash
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from .checkpoint.manifest import VARIANT, Manifest, refuse_without_plan
@@ -214,6 +215,11 @@ def _load_pretrained_model(
     )
     result = load(model, current.resolution, current.group, request)
     model.tp_bytes_read = result.bytes_read  # type: ignore[assignment]
+    if current.sharded is not None:
+        model.tp_source = current.sharded.source  # type: ignore[assignment]
+    else:
+        commit = extract_commit_hash(next(iter(checkpoint_files or ()), None), None)
+        model.tp_source = {"name": model.config.name_or_path or None, "commit_hash": commit}  # type: ignore[assignment]
     found = {
         "missing_keys": result.missing,
         "unexpected_keys": result.unexpected,

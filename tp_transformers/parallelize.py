@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ class TensorParallelModel:
     """The plan in force, module by module."""
     tp_bytes_read: int
     """Bytes that this rank read from checkpoint files."""
+    tp_source: Mapping[str, str | None]
+    """The "name" of the checkpoint and, where it is in the cache of the Hub, its "commit_hash"."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Write a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.save.save_pretrained`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -238,6 +239,19 @@ def test_one_process_saves_and_loads(saved: tuple[str, Path], tmp_path: Path) ->
     assert_same_files(folder, str(tmp_path / "back"))
 
 
+def test_nothing_is_renamed_again(saved: tuple[str, Path], tmp_path: Path) -> None:
+    folder, sharded = saved
+    model, info = load(
+        sharded, key_mapping={"^lm_head": "model.head", "gate_proj": "up_proj"}, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    plain = LlamaForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    model.save_pretrained(tmp_path / "back", max_shard_size="60KB")
+    assert_same_files(folder, str(tmp_path / "back"))
+
+
 def test_dtypes(saved: tuple[str, Path], tmp_path: Path) -> None:
     folder, sharded = saved
     plain = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -313,8 +327,17 @@ def test_a_save_replaces_the_one_before_it(saved: tuple[str, Path], monkeypatch:
     verify_sharded(sharded)
 
 
-def test_the_manifest_says_where_the_model_is_from(saved: tuple[str, Path]) -> None:
+def test_the_manifest_says_where_the_model_is_from(saved: tuple[str, Path], tmp_path: Path) -> None:
     folder, sharded = saved
+    commit = "5f1" + "0" * 37
+    cached = tmp_path / "models--tiny" / "snapshots" / commit  # as the Hub's cache has it
+    shutil.copytree(folder, cached)
+    save_sharded(load(cached), tmp_path / "from-cache")
+    save_sharded(load(tmp_path / "from-cache"), tmp_path / "again")
+    for target in ("from-cache", "again"):
+        manifest = Manifest.find(tmp_path / target)
+        assert manifest is not None
+        assert manifest.source == {"name": str(cached), "commit_hash": commit}
     manifest = Manifest.find(sharded)
     assert manifest is not None
     assert manifest.source == {"name": folder, "commit_hash": None}

@@ -207,7 +207,7 @@ def _describe(model: PreTrainedModel, folder: Path, save: str, files: list[RankF
         {name: WholeTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in whole.items()},
         tuple(identity(entry) for entry in getattr(model, "_weight_conversions", None) or ()),
         str(model.dtype).removeprefix("torch."),
-        {"name": model.config._name_or_path or None, "commit_hash": getattr(model.config, "_commit_hash", None)},
+        model.tp_source,  # type: ignore[arg-type]
         model.tp_plan or {},
     )
 
