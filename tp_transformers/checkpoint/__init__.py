@@ -1,1 +1,1 @@
-"""Checkpoints: where bytes are (index), where they come from (source), how they move (reader, conversion, save, sharded)."""
+"""Checkpoints: where bytes are (index), come from (source) and go (reader, conversion), and how they are saved."""
