@@ -58,6 +58,7 @@ class _Load:
     tp_plan: Plan | str
     group: TensorParallelGroup
     allow_replicated: bool = False
+    prefetch: bool | None = None
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
 
@@ -133,6 +134,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     """Run a `from_pretrained` that was given a `tp_plan`."""
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
     allow_replicated = bool(kwargs.pop("allow_replicated", False))
+    prefetch = kwargs.pop("tp_prefetch", None)
     # 1. Find the ranks.
     group = join(device_mesh)
     with group.agree():
@@ -149,7 +151,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
                     )
                 )
         # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
-        current = _Load(_read_plan(tp_plan), group, allow_replicated)
+        current = _Load(_read_plan(tp_plan), group, allow_replicated, prefetch)
         token = _current.set(current)
         try:
             result = original(*args, device_map={"": group.device}, **kwargs)
@@ -199,9 +201,10 @@ def _load_pretrained_model(
         weight_mapping=load_config.weight_mapping,
         dtype_plan=load_config.dtype_plan or {},
         ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+        prefetch=current.prefetch,
     )
     result = load(model, current.resolution, current.group, request)
-    model.tp_bytes_read = result.bytes_read  # type: ignore[assignment]
+    model.tp_report = result.report  # type: ignore[assignment]
     found = {
         "missing_keys": result.missing,
         "unexpected_keys": result.unexpected,

@@ -1,4 +1,4 @@
-"""Process group, device and DeviceMesh: the only reader of RANK, WORLD_SIZE and LOCAL_RANK."""
+"""Process group, device and DeviceMesh: the only reader of RANK, WORLD_SIZE, LOCAL_RANK, ..."""
 
 from __future__ import annotations
 
@@ -44,10 +44,7 @@ class TensorParallelGroup:
 
     def check_same(self, subject: str, value: Any) -> None:
         """Raise MeshError on all ranks where they do not have the same `value`, which is pickled and compared."""
-        if self.size == 1:
-            return
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
+        values = self.gather(value)
         others = [rank for rank in range(self.size) if values[rank] != values[0]]
         if others:
             error = MeshError(
@@ -60,6 +57,20 @@ class TensorParallelGroup:
             )
             error._agreed_on = True  # type: ignore[attr-defined]
             raise error
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, pickled and gathered; all ranks have to call it."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    @property
+    def threads(self) -> int:
+        """Threads that this rank may keep busy: its share of the cores that it can see, at most 8."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        return max(1, min(8, cores // ranks))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self
@@ -82,8 +93,7 @@ class TensorParallelGroup:
             failure = error
         if self.size == 1:
             return
-        reports: list[tuple[type[TensorParallelError], str] | None] = [None] * self.size
-        dist.all_gather_object(reports, _report(failure), group=self.process_group)
+        reports = self.gather(_report(failure))
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure

@@ -16,6 +16,7 @@ from .checkpoint.save import save_pretrained
 from .errors import UnsupportedError
 from .mesh import TensorParallelGroup
 from .plan import Plan, base_prefix, fold_layers
+from .report import LoadReport
 from .resolve import Resolution, check_layers_are_cut, resolve
 from .strategies import LocalConfig, ParamShard, TensorParallelLayer, attach
 
@@ -32,8 +33,8 @@ class TensorParallelModel:
     """The ranks that share the model."""
     tp_resolution: Resolution
     """The plan in force, module by module."""
-    tp_bytes_read: int
-    """Bytes that this rank read from checkpoint files."""
+    tp_report: LoadReport
+    """How this rank came by its shard."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Write a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.save.save_pretrained`."""

@@ -52,12 +52,13 @@ class Checkpoint:
         `weight_map` is the index's {tensor name: file name}, where there is one; it is held against the headers.
         Raises CheckpointError on a file that is missing, truncated, not safetensors, or at odds with the index.
         """
-        self.sources: list[Source] = []
+        self.sources: list[LocalFile] = []
         self.tensors: dict[str, Stored] = {}
         with ExitStack() as opened:
             homes: dict[str, str] = {}
             for path in files:
-                source = opened.enter_context(LocalFile(path))
+                source = LocalFile(path)
+                opened.callback(source.close)
                 self.sources.append(source)
                 for name, tensor in read_header(source).items():
                     if name in homes:
@@ -80,6 +81,11 @@ class Checkpoint:
     def bytes_read(self) -> int:
         """Bytes read from all files so far, headers included."""
         return sum(source.bytes_read for source in self.sources)
+
+    @property
+    def reads(self) -> int:
+        """Reads issued to all files so far."""
+        return sum(source.reads for source in self.sources)
 
     def close(self) -> None:
         """Close all files; a second call does nothing."""
