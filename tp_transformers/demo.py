@@ -89,7 +89,7 @@ def work(folder: Path, report: Path) -> None:
         "kv_heads": heads // attention.num_key_value_groups,
         "local": local,
         "whole": whole,
-        "read": model.tp_bytes_read,
+        "read": model.tp_report.bytes_read,
         "seconds": seconds,
         "text": generate(model, folder),
     }

@@ -61,6 +61,7 @@ class _Load:
     tp_plan: Plan | str
     group: TensorParallelGroup
     allow_replicated: bool = False
+    prefetch: bool | None = None
     sharded: Manifest | None = None
     """What is loaded, where it is a pre-sharded checkpoint."""
     resolution: Resolution | None = None
@@ -141,6 +142,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     """Run a `from_pretrained` that was given a `tp_plan`."""
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
     allow_replicated = bool(kwargs.pop("allow_replicated", False))
+    prefetch = kwargs.pop("tp_prefetch", None)
     # 1. Find the ranks.
     group = join(device_mesh)
     with group.agree():
@@ -159,7 +161,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
         folder = _sharded_folder(args, kwargs)
         sharded = Manifest.find(folder) if folder is not None else None
-        current = _Load(_read_plan(tp_plan), group, allow_replicated, sharded)
+        current = _Load(_read_plan(tp_plan), group, allow_replicated, prefetch, sharded)
         if sharded is not None:
             kwargs["variant"] = VARIANT
         token = _current.set(current)
@@ -211,10 +213,11 @@ def _load_pretrained_model(
         weight_mapping=load_config.weight_mapping,
         dtype_plan=load_config.dtype_plan or {},
         ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+        prefetch=current.prefetch,
         sharded=current.sharded,
     )
     result = load(model, current.resolution, current.group, request)
-    model.tp_bytes_read = result.bytes_read  # type: ignore[assignment]
+    model.tp_report = result.report  # type: ignore[assignment]
     if current.sharded is not None:
         model.tp_source = current.sharded.source  # type: ignore[assignment]
     else:

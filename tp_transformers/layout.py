@@ -161,6 +161,17 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     return result
 
 
+def union(ranges: Iterable[Range]) -> list[Range]:
+    """All indices that are in any of the ranges, in ascending order."""
+    result: list[Range] = []
+    for start, stop in sorted(ranges):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        elif start < stop:
+            result.append((start, stop))
+    return result
+
+
 @cache
 def even(length: int, size: int, *, unit: int = 1) -> Split:
     """Cut `length` in blocks of `unit` that stay whole; the first ranks hold one block more.

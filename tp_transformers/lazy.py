@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,6 +153,76 @@ for _name in ("neg", "abs", "invert", "lt", "le", "gt", "ge", "bool", "float", "
     setattr(LazyTensor, f"__{_name}__", _reading(f"__{_name}__"))
 
 
+@dataclass(frozen=True)
+class Box:
+    """One index range of every dim of a row-major tensor in a file: runs of bytes at regular distances."""
+
+    source: Source
+    offset: int
+    """File offset of the first element, in bytes."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Those of the whole tensor, in elements."""
+    dtype: torch.dtype
+
+    @cached_property
+    def run(self) -> int:
+        """Consecutive bytes in the file, from the first element on."""
+        elements = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length > 1 and stride != elements:
+                break
+            elements *= length
+        return elements * self.dtype.itemsize
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Number of runs."""
+        return self.nbytes // self.run
+
+    @cached_property
+    def span(self) -> int:
+        """Bytes in the file from the first element to the last."""
+        last = sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    @property
+    def stop(self) -> int:
+        """File offset after the last element."""
+        return self.offset + self.span
+
+    def run_offsets(self) -> list[int]:
+        """File offsets of the runs, in the order of the elements."""
+        offsets = torch.tensor(self.offset)
+        inner = self.run // self.dtype.itemsize
+        for length, stride in zip(self.shape, self.strides, strict=True):
+            if length > 1 and stride >= inner:
+                offsets = offsets[..., None] + torch.arange(length) * (stride * self.dtype.itemsize)
+        return offsets.flatten().tolist()  # type: ignore[no-any-return]
+
+    def cut(
+        self, destination: torch.Tensor, limit: int, *, by_span: bool = False
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Cut into boxes of at most `limit` bytes (of values, or of the span), each with its view of `destination`."""
+        nbytes = self.span if by_span else self.nbytes
+        dim = next((dim for dim, length in enumerate(self.shape) if length > 1), None)
+        if nbytes <= limit or dim is None:
+            yield self, destination
+            return
+        length, stride = self.shape[dim], self.strides[dim]
+        step = max(limit * length // nbytes, 1)
+        for start in range(0, length, step):
+            shape = (*self.shape[:dim], min(step, length - start), *self.shape[dim + 1 :])
+            offset = self.offset + start * stride * self.dtype.itemsize
+            part = Box(self.source, offset, shape, self.strides, self.dtype)
+            yield from part.cut(destination.narrow(dim, start, shape[dim]), limit, by_span=by_span)
+
+
 class Stored(LazyTensor):
     """A selection of a row-major tensor in a file."""
 
@@ -229,6 +302,21 @@ class Stored(LazyTensor):
             for index in range(start, stop):
                 yield from self._runs(dim + 1, outer, base + index * step, strides)
 
+    def boxes(self, destination: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The selection as boxes, each with its view of `destination` (of `shape`)."""
+        strides = [1] * len(self.stored_shape)
+        for dim in range(len(strides) - 1, 0, -1):
+            strides[dim - 1] = strides[dim] * self.stored_shape[dim]
+        placed = [list(_placed(ranges)) for ranges in self.selection]
+        for ranges in product(*placed):
+            offset, view = 0, destination
+            for dim, (start, stop, position) in enumerate(ranges):
+                offset += start * strides[dim]
+                if len(placed[dim]) > 1:
+                    view = view.narrow(dim, position, stop - start)
+            shape = tuple(stop - start for start, stop, _ in ranges)
+            yield Box(self.source, self.offset + offset * self.dtype.itemsize, shape, tuple(strides), self.dtype), view
+
     def materialize(self) -> torch.Tensor:
         """Read the selection through the source, run by run."""
         result = torch.empty(self.shape, dtype=self.dtype)
@@ -294,6 +382,15 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor as a writable memoryview of format "B"."""
     # A dim of length 1 may have any stride in a contiguous tensor, and would keep it through `view(-1)`.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _placed(ranges: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
+    """The ranges that are not empty, each with the index in the selection at which it starts."""
+    position = 0
+    for start, stop in ranges:
+        if stop > start:
+            yield start, stop, position
+        position += stop - start
 
 
 def _lengths(selection: Selection) -> list[int]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,14 @@ from transformers.utils import logging as transformers_logging
 from .checkpoint.conversion import Conversion, convert, dtype_policy, identity
 from .checkpoint.index import Checkpoint, check_files
 from .checkpoint.manifest import Manifest
+from .checkpoint.memory import empty
+from .checkpoint.prefetch import prefetch
 from .checkpoint.reader import Request, read
 from .checkpoint.sharded import ShardedCheckpoint
 from .errors import CheckpointError
 from .lazy import LazyTensor, Resident, Stored
 from .mesh import TensorParallelGroup
+from .report import LoadReport
 from .resolve import Resolution
 from .strategies import local_tensor, whole_like
 
@@ -46,6 +50,8 @@ class LoadRequest:
     dtype_plan: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Parameters that are kept in another dtype than the model's."""
     ignore_mismatched_sizes: bool = False
+    prefetch: bool | None = None
+    """Whether the ranks of a node fill the page cache together; None: where it is cold."""
     sharded: Manifest | None = None
     """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
 
@@ -59,8 +65,7 @@ class LoadResult:
     unexpected: set[str]
     mismatched: set[tuple[str, torch.Size, torch.Size]]
     """(name, shape in the checkpoint, shape in the model)."""
-    bytes_read: int
-    """Bytes that this rank read from files, headers included."""
+    report: LoadReport
 
 
 def load(
@@ -73,6 +78,7 @@ def load(
     Raises:
         CheckpointError: on files that are missing, malformed, truncated or of the wrong shape.
     """
+    began = perf_counter()
     whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     # 1. Open the files and read their headers.
     with group.agree():
@@ -90,17 +96,26 @@ def load(
                 name: _partition(name, expression, resolution, group, whole[name])
                 for name, expression in conversion.expressions.items()
             }
-            # 3. Read the slices into the memory that the parameters will live in.
+            # 3. Say which bytes go where in the memory that the parameters will live in.
             dtype_of = dtype_policy(request.dtype_plan)
             values = {
-                name: torch.empty(shard.shape, dtype=dtype_of(name) or whole[name].dtype, device=group.device)
+                name: empty(shard.shape, dtype_of(name) or whole[name].dtype, group.device)
                 for name, shard in shards.items()
             }
+            stored, others = _leaves(shards, values)
+        # 4. Read them; the ranks of a node first fill a cold page cache together.
+        prefetched = prefetch(checkpoint.files, stored, group, wanted=request.prefetch)
+        with group.agree():
             with _progress(group, sum(shard.nbytes for shard in shards.values())) as progress:
-                _fill(shards, values, progress)
-        bytes_read = checkpoint.bytes_read
+                statistics = read(stored, threads=group.threads, progress=progress)
+                for leaf, destination in others:
+                    destination.copy_(leaf.materialize())
+                    progress(leaf.nbytes)
+            for source in checkpoint.sources:
+                source.check_unchanged()
+        reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
     group.check_same("the checkpoint", (sorted(values), checkpoint.signature))
-    # 4. Put them in place; what is missing goes back to its whole shape until it is initialised.
+    # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
     _tie(model, group, values)
     for name, value in values.items():
         _place(model, name, value)
@@ -108,7 +123,23 @@ def load(
     for name in missing:
         _restore_whole(model, name, whole[name])
     missing -= {name for name, _, _ in mismatched}
-    return LoadResult(missing, conversion.unexpected, mismatched, bytes_read)
+    held = sum(value.nbytes for value in values.values())
+    report = LoadReport(
+        rank=group.rank,
+        shares=tuple(group.gather(held)),
+        seconds=perf_counter() - began,
+        reading_seconds=statistics.seconds,
+        bytes_read=bytes_read,
+        reads=reads,
+        methods={name: (way.nbytes, way.copied, way.seconds) for name, way in statistics.methods.items()},
+        threads=statistics.threads,
+        peak_buffer=statistics.peak_buffer,
+        prefetched=prefetched,
+        fallbacks=tuple(conversion.fallbacks),
+    )
+    if group.rank == 0:
+        logger.info("%s", report)
+    return LoadResult(missing, conversion.unexpected, mismatched, report)
 
 
 def partition_initialized(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
@@ -186,10 +217,10 @@ def _partition(
     return shard if isinstance(shard, LazyTensor) else Resident(local_tensor(shard))
 
 
-def _fill(
-    shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor], progress: Callable[[int], object]
-) -> None:
-    """Read every shard into its value: what is stored in files together, in file order, the rest one by one."""
+def _leaves(
+    shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]
+) -> tuple[list[Request], list[tuple[LazyTensor, torch.Tensor]]]:
+    """What is stored in files, to be read together, and what else there is; each with the memory that it fills."""
     stored: list[Request] = []
     others: list[tuple[LazyTensor, torch.Tensor]] = []
     for name, shard in shards.items():
@@ -198,10 +229,7 @@ def _fill(
                 stored.append(Request(leaf, destination))
             else:
                 others.append((leaf, destination))
-    read(stored, progress=progress)
-    for leaf, destination in others:
-        destination.copy_(leaf.materialize())
-        progress(leaf.nbytes)
+    return stored, others
 
 
 def _tie(model: PreTrainedModel, group: TensorParallelGroup, values: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Process group, device and DeviceMesh: the only reader of RANK, WORLD_SIZE and LOCAL_RANK."""
+"""Process group, device and DeviceMesh: the only reader of RANK, WORLD_SIZE, LOCAL_RANK, ..."""
 
 from __future__ import annotations
 
@@ -42,14 +42,6 @@ class TensorParallelGroup:
         """The world rank of every rank of the axis."""
         return self.device_mesh.mesh.tolist() if self.device_mesh is not None else [0]
 
-    def gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank, by rank, on all of them: one collective of pickled objects."""
-        values: list[Any] = [value]
-        if self.size > 1:
-            values = [None] * self.size
-            dist.all_gather_object(values, value, group=self.process_group)
-        return values
-
     def check_same(self, subject: str, value: Any) -> None:
         """Raise MeshError on all ranks where they do not have the same `value`, which is pickled and compared."""
         values = self.gather(value)
@@ -65,6 +57,20 @@ class TensorParallelGroup:
             )
             error._agreed_on = True  # type: ignore[attr-defined]
             raise error
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, pickled and gathered; all ranks have to call it."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    @property
+    def threads(self) -> int:
+        """Threads that this rank may keep busy: its share of the cores that it can see, at most 8."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        return max(1, min(8, cores // ranks))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self
@@ -85,7 +91,9 @@ class TensorParallelGroup:
             if self.size == 1 or getattr(error, "_agreed_on", False):
                 raise
             failure = error
-        reports: list[tuple[type[TensorParallelError], str] | None] = self.gather(_report(failure))
+        if self.size == 1:
+            return
+        reports = self.gather(_report(failure))
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure

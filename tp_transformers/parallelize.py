@@ -17,6 +17,7 @@ from .checkpoint.save import save_pretrained
 from .errors import UnsupportedError
 from .mesh import TensorParallelGroup
 from .plan import Plan, base_prefix, fold_layers
+from .report import LoadReport
 from .resolve import Resolution, check_layers_are_cut, resolve
 from .strategies import LocalConfig, ParamShard, TensorParallelLayer, attach
 
@@ -33,8 +34,8 @@ class TensorParallelModel:
     """The ranks that share the model."""
     tp_resolution: Resolution
     """The plan in force, module by module."""
-    tp_bytes_read: int
-    """Bytes that this rank read from checkpoint files."""
+    tp_report: LoadReport
+    """How this rank came by its shard."""
     tp_source: Mapping[str, str | None]
     """The "name" of the checkpoint and, where it is in the cache of the Hub, its "commit_hash"."""
 

@@ -76,7 +76,7 @@ def compare(name: str, folder: str, reference_file: str, saved: str) -> dict[str
         "agree": all(
             torch.equal(logits, seen["logits"]) and torch.equal(tokens, seen["tokens"]) for logits, tokens in everyone
         ),
-        "read": model.tp_bytes_read - held(model) - headers(folder),
+        "read": model.tp_report.bytes_read - held(model) - headers(folder),
         "share": sum(tp_transformers.local_tensor(param).nbytes for param in params) / whole,
     }
 

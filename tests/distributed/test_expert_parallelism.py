@@ -64,7 +64,7 @@ def compare(name: str, plan: str, folder: str, reference_file: str, saved: str) 
         "tokens": torch.equal(seen["tokens"], reference["tokens"]),
         "grads": max(grads.items(), key=lambda item: item[1]),
         "experts": len(experts[0]),
-        "read": model.tp_bytes_read - held(model) - headers(folder),
+        "read": model.tp_report.bytes_read - held(model) - headers(folder),
     }
 
 

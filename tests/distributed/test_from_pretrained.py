@@ -60,7 +60,7 @@ def share(folder: str) -> dict[str, Any]:
     params = list(model.parameters())
     local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() * p.element_size() for p in params)
     return {
-        "read": model.tp_bytes_read,
+        "read": model.tp_report.bytes_read,
         "local": local,
         "whole": sum(p.tp_shard.shape.numel() * p.element_size() for p in params),
         "kinds": {name: type(p).__name__ for name, p in model.named_parameters()},
@@ -374,7 +374,7 @@ def tied(folder: str) -> dict[str, Any]:
         "plain tied": plain.lm_head.weight is plain.model.embed_tokens.weight,
         "missing": sorted(info["missing_keys"]) == sorted(plain_info["missing_keys"]),
         "error": error,
-        "read": model.tp_bytes_read,
+        "read": model.tp_report.bytes_read,
         "local": sum((p.to_local() if isinstance(p, DTensor) else p).numel() * 4 for p in params),
     }
 
@@ -529,7 +529,7 @@ def save_transposed(folder: str, target: str) -> float:
     with tp_transformers.enable():
         model = Qwen3VLMoeForConditionalGeneration.from_pretrained(folder, tp_plan=TRANSPOSED)
     model.save_pretrained(target)
-    return model.tp_bytes_read
+    return model.tp_report.bytes_read
 
 
 def test_converters_that_measure_parameters_see_them_whole(pool: Any, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def compare(folder: str, reference_file: str, saved: str) -> dict[str, Any]:
             relative(tp_transformers.full_tensor(param, param.grad), reference["grads"][name])
             for name, param in model.named_parameters()
         ),
-        "read": model.tp_bytes_read - held(model) - headers(folder),
+        "read": model.tp_report.bytes_read - held(model) - headers(folder),
     }
 
 

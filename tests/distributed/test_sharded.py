@@ -83,19 +83,19 @@ def sharded(pool: Pool, checkpoint: Any, tmp_path_factory: pytest.TempPathFactor
 
 def compare(folder: str, sharded: str, plan: str, saved: str | None) -> dict[str, Any]:
     """Load the checkpoint and its shards at this size, and say how they differ."""
-    reads: list[tuple[str, int, int]] = []
-    original = LocalFile.read
+    opened: list[str] = []
+    original = LocalFile.__init__
 
-    def recorded(self: LocalFile, offset: int, buffers: Any) -> None:
-        reads.append((Path(self.name).name, offset, offset + sum(map(len, buffers))))
-        original(self, offset, buffers)
+    def recorded(self: LocalFile, path: Any) -> None:
+        opened.append(Path(path).name)
+        original(self, path)
 
     model = load(folder, tp_plan=plan)
-    LocalFile.read = recorded  # type: ignore[method-assign]
+    LocalFile.__init__ = recorded  # type: ignore[method-assign]
     try:
         again, info = load(sharded, tp_plan=plan, output_loading_info=True)
     finally:
-        LocalFile.read = original  # type: ignore[method-assign]
+        LocalFile.__init__ = original  # type: ignore[method-assign]
     ours, theirs = again.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
     local = tp_transformers.local_tensor
     if saved is not None:
@@ -106,8 +106,9 @@ def compare(folder: str, sharded: str, plan: str, saved: str | None) -> dict[str
         "kinds": [name for name in ours if type(ours[name]) is not type(theirs[name])],
         "tied": len({*map(id, ours.values())}) == len({*map(id, theirs.values())}),
         "report": [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]],
-        "reads": sorted(reads),
-        "read": again.tp_bytes_read,
+        "files": sorted(opened),
+        "read": again.tp_report.bytes_read - sum(header(sharded, file) for file in opened),
+        "reads": again.tp_report.reads,
         "held": held(again),
         "dtype": again.dtype == model.dtype,
     }
@@ -141,15 +142,12 @@ def test_shards_are_the_checkpoint_at_any_size(
     results = pool.run(size, compare, folder, shards, "auto", str(tmp_path / "back"))
     assert_same(results)
     for rank, result in enumerate(results):
-        files = {file for file, _, _ in result["reads"]}
-        assert result["read"] - sum(header(shards, file) for file in files) == result["held"]
-        if size == saved_at:  # its own file, from the first byte to the last, each once, in a few reads
-            (file,) = files
+        assert result["read"] == result["held"]
+        if size == saved_at:  # its own file, each byte once, in a few reads
+            (file,) = result["files"]
             assert file.startswith(f"rank-{rank:05}-of-{size:05}-")
-            ends = [0, *(stop for _, _, stop in result["reads"])]
-            assert [start for _, start, _ in result["reads"]] == ends[:-1]
-            assert ends[-1] == (Path(shards) / file).stat().st_size
-            assert len(result["reads"]) <= 6
+            assert (Path(shards) / file).stat().st_size == header(shards, file) + result["held"]
+            assert result["reads"] <= 6
     assert_same_files(folder, str(tmp_path / "back"))
 
 
@@ -177,14 +175,31 @@ def test_cut_experts_become_whole_ones_and_back(
         results = pool.run(size, compare, folder, sharded(name, 2), str(plan), None)
         assert_same(results)
         for result in results:
-            headers = sum(header(sharded(name, 2), file) for file in {file for file, _, _ in result["reads"]})
-            assert result["read"] - headers == result["held"]
+            assert result["read"] == result["held"]
     pool.run(3, save, folder, str(tmp_path / "whole"), str(plan))
     assert_same(pool.run(2, compare, folder, str(tmp_path / "whole"), "auto", str(tmp_path / "back")))
     assert_same_files(folder, str(tmp_path / "back"))
     results = pool.run(3, compare, folder, str(tmp_path / "whole"), str(plan), None)
     assert_same(results)
-    assert all(len({file for file, _, _ in result["reads"]}) == 1 for result in results)
+    assert all(len(result["files"]) == 1 for result in results)
+
+
+def prefetched(folder: str, shards: str) -> tuple[bool, int, int]:
+    model, again = load(folder), load(shards, tp_prefetch=True)
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    same = all(torch.equal(tp_transformers.local_tensor(a), tp_transformers.local_tensor(b)) for a, b in pairs)
+    return same, again.tp_report.prefetched, held(again)
+
+
+def test_a_cold_page_cache_is_filled_by_those_who_need_a_file(pool: Pool, checkpoint: Any, sharded: Any) -> None:
+    folder, shards = checkpoint("9/3 heads"), sharded("9/3 heads", 2)
+    for same, brought_in, kept in pool.run(2, prefetched, folder, shards):
+        assert same
+        assert brought_in == kept, "nobody reads another's file"
+    results = pool.run(3, prefetched, folder, shards)
+    assert all(same for same, _, _ in results)
+    stored = sum(file.stat().st_size for file in Path(shards).glob("rank-*"))
+    assert 0.9 * stored < sum(brought_in for _, brought_in, _ in results) < stored, "each byte is brought in once"
 
 
 def shard_again(shards: str, target: str, dtype: torch.dtype | None = None) -> None:

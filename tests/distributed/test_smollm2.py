@@ -47,7 +47,7 @@ def compare(folder: str, reference_file: str) -> dict[str, Any]:
         "logits": relative(seen["logits"], expected["logits"]),
         "tokens": torch.equal(seen["tokens"], expected["tokens"]),
         "share": local / sum(param.tp_shard.shape.numel() * param.element_size() for param in params),
-        "read": model.tp_bytes_read / local,
+        "read": model.tp_report.bytes_read / local,
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
     }
 

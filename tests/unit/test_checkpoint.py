@@ -116,7 +116,7 @@ def stored(tmp_path: Path):
 @pytest.mark.parametrize("cast", [None, torch.float64])
 def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast: torch.dtype | None, monkeypatch) -> None:
     # A staging buffer smaller than a row, so that casts cross its borders.
-    monkeypatch.setattr("tp_transformers.checkpoint.reader.STAGING_BYTES", 64)
+    monkeypatch.setattr("tp_transformers.checkpoint.reader.JOB_BYTES", 64)
     checkpoint, path = stored
     requests, expected = [], []
     with safe_open(path, "pt") as reference:
@@ -138,11 +138,16 @@ def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast: torch.dt
 
 @pytest.mark.parametrize("cast", [None, torch.float64])
 @pytest.mark.parametrize("staging", [16, 64, 1 << 20])
+@pytest.mark.parametrize("method", ["map", "blocks", "reads"])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_views_of_any_strides_are_filled_and_nothing_beside_them(
-    stored, staging: int, cast: torch.dtype | None, monkeypatch
+    stored, staging: int, cast: torch.dtype | None, method: str, threads: int, monkeypatch
 ) -> None:
     # 16 bytes are less than a row of any tensor here, and two elements of a cast one.
-    monkeypatch.setattr("tp_transformers.checkpoint.reader.STAGING_BYTES", staging)
+    monkeypatch.setattr("tp_transformers.checkpoint.reader.may_map", lambda: method == "map")
+    monkeypatch.setattr("tp_transformers.checkpoint.reader.cheapest", lambda box, may_map: method)
+    monkeypatch.setattr("tp_transformers.checkpoint.reader.BLOCK_BYTES", 100)
+    monkeypatch.setattr("tp_transformers.checkpoint.reader.JOB_BYTES", staging)
     checkpoint, path = stored
     requests, expected, around = [], [], []
     with safe_open(path, "pt") as reference:
@@ -166,18 +171,22 @@ def test_views_of_any_strides_are_filled_and_nothing_beside_them(
                 requests.append(Request(tensor.select(dim, ranges), crossed.clone().narrow(dim, 0, length - 1)))
                 expected.append(torch.cat([whole.narrow(dim, 2, length - 2), whole.narrow(dim, 0, 1)], dim))
                 around += [wider.select(dim, 0), wider.select(dim, length + 1)]
-    assert sum(request.is_direct for request in requests) < len(requests) / 2
     before = checkpoint.bytes_read
     seen: list[int] = []
-    read(requests, progress=seen.append)
+    statistics = read(requests, threads=threads, progress=seen.append)
     for request, value in zip(requests, expected, strict=True):
         assert torch.equal(request.destination, value.to(request.destination.dtype))
     assert all((border == 7).all() for border in around)
-    assert sum(seen) == checkpoint.bytes_read - before == sum(request.tensor.nbytes for request in requests)
+    assert sum(seen) == sum(request.tensor.nbytes for request in requests)
+    assert method in statistics.methods
+    assert sum(way.nbytes for way in statistics.methods.values()) == sum(seen)
+    assert sum(way.copied for way in statistics.methods.values()) == checkpoint.bytes_read - before
+    assert checkpoint.bytes_read - before == sum(seen) or method == "blocks"
 
 
 def test_staging_is_bounded(stored, monkeypatch) -> None:
-    monkeypatch.setattr("tp_transformers.checkpoint.reader.STAGING_BYTES", 1000)
+    monkeypatch.setattr("tp_transformers.checkpoint.reader.JOB_BYTES", 1000)
+    monkeypatch.setattr("tp_transformers.checkpoint.reader.may_map", lambda: False)
     checkpoint, _ = stored
     (source,) = checkpoint.sources
     largest = 0
@@ -190,7 +199,8 @@ def test_staging_is_bounded(stored, monkeypatch) -> None:
 
     monkeypatch.setattr(source, "read", watched)
     tensor = checkpoint.tensors["d"]
-    read([Request(tensor, torch.empty(300, 40, dtype=tensor.dtype).t())])
+    statistics = read([Request(tensor, torch.empty(300, 40, dtype=tensor.dtype).t())])
+    assert statistics.peak_buffer == 2 * 600
     assert 600 <= largest <= 1000, "a row of 600 bytes at a time"
 
 

@@ -42,6 +42,8 @@ class Conversion:
     """Model parameter or buffer -> its whole value, lazily."""
     unexpected: set[str] = field(default_factory=set)
     """Checkpoint tensors (renamed) that the model has no place for."""
+    fallbacks: list[str] = field(default_factory=list)
+    """Parameters whose sources have to be read whole."""
 
 
 def convert(
@@ -86,21 +88,20 @@ def convert(
             groups[name] = _Group(name, converter, WholeModel(model, shapes))
         groups[name].sources.append((key, pattern, tensors[key]))
 
-    whole = []
     for group in groups.values():
         targets = [target for target in _targets(group.first_target, group.converter) if target in names]
         expressed = express(group.converter, group.first_target, group.sources, group.model)
         if expressed is None:
-            whole.append(group.first_target)
+            result.fallbacks.append(group.first_target)
             result.expressions.update({target: group.deferred(target, shapes[target]) for target in targets})
         else:
             result.expressions.update({target: group.take(expressed, target) for target in targets})
-    if whole:
+    if result.fallbacks:
         logger.info(
             "%d parameters (%s, ...) are converted while loading in a way that slices cannot be pushed through; their "
             "sources are read whole",
-            len(whole),
-            whole[0],
+            len(result.fallbacks),
+            result.fallbacks[0],
         )
     # transformers reverts these on save.
     model._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]  # type: ignore[attr-defined]

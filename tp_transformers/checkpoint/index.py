@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -52,12 +52,13 @@ class Checkpoint:
         `weight_map` is the index's {tensor name: file name}, where there is one; it is held against the headers.
         Raises CheckpointError on a file that is missing, truncated, not safetensors, or at odds with the index.
         """
-        self.sources: list[Source] = []
+        self.sources: list[LocalFile] = []
         self.tensors: dict[str, LazyTensor] = {}
         with ExitStack() as opened:
             homes: dict[str, str] = {}
             for path in files:
-                source = opened.enter_context(LocalFile(path))
+                source = LocalFile(path)
+                opened.callback(source.close)
                 self.sources.append(source)
                 for name, tensor in read_header(source).items():
                     if name in homes:
@@ -80,6 +81,16 @@ class Checkpoint:
     def bytes_read(self) -> int:
         """Bytes read from all files so far, headers included."""
         return sum(source.bytes_read for source in self.sources)
+
+    @property
+    def reads(self) -> int:
+        """Reads issued to all files so far."""
+        return sum(source.reads for source in self.sources)
+
+    @property
+    def files(self) -> Sequence[LocalFile | None]:
+        """The files of the checkpoint, in the same order on all ranks; None for one that is not opened here."""
+        return self.sources
 
     @property
     def signature(self) -> object:

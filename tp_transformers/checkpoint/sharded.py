@@ -130,7 +130,8 @@ class ShardedCheckpoint(Checkpoint):
     def __init__(self, manifest: Manifest, *, rank: int) -> None:
         """Express every tensor as `rank`, which may be one of another size, best reads it. Opens nothing yet."""
         self.manifest = manifest
-        self.sources: list[Source] = []
+        self.sources: list[LocalFile] = []
+        self._files: list[LocalFile | None] = [None] * len(manifest.files)
         self._shards: dict[int, dict[str, Stored]] = {}
         covers: dict[Layout | None, tuple[Piece, ...]] = {None: ()}
         self.tensors = {}
@@ -150,8 +151,14 @@ class ShardedCheckpoint(Checkpoint):
         if rank not in self._shards:
             source = _open(self.manifest.folder, self.manifest.files[rank])
             self.sources.append(source)
+            self._files[rank] = source
             self._shards[rank] = _checked_header(source, self.manifest, rank)
         return self._shards[rank]
+
+    @property
+    def files(self) -> Sequence[LocalFile | None]:
+        """The files by rank; None for one that is not opened here."""
+        return self._files
 
     @property
     def signature(self) -> object:

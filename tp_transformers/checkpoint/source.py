@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from threading import Lock
 from types import TracebackType
 
 from ..errors import CheckpointError, describe
+from .mapping import FileMap
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 
+_SAMPLE_BYTES = 1 << 20
+"""Of how many bytes one is looked at to tell whether they are in the page cache."""
+
 
 class Source(ABC):
-    """A file of known size that can be read from any offset. Use as a context manager, or `close()` it."""
+    """A file of known size that several threads may read from any offset. Use as a context manager, or `close()` it."""
 
     name: str
     """What error messages call it."""
     size: int
     """Length in bytes."""
-    bytes_read: int = 0
-    """Bytes read so far."""
-    reads: int = 0
-    """Read calls issued so far."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.bytes_read = 0
+        """Bytes copied into memory so far."""
+        self.reads = 0
+        """Read calls issued so far, and copies from the memory map."""
+
+    def count(self, nbytes: int) -> None:
+        """Count one read of `nbytes`."""
+        with self._lock:
+            self.reads += 1
+            self.bytes_read += nbytes
 
     @abstractmethod
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -53,8 +67,10 @@ class LocalFile(Source):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open `path`. Raises CheckpointError where there is no such file or it cannot be opened."""
+        super().__init__()
         self.name = os.fspath(path)
         self._fd = -1
+        self._map: FileMap | None = None
         try:
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -68,7 +84,8 @@ class LocalFile(Source):
             ) from None
         except OSError as error:
             raise CheckpointError(f"checkpoint file {self.name} cannot be opened: {error.strerror}") from error
-        self.size = os.fstat(self._fd).st_size
+        self._identity = _identity(os.fstat(self._fd))
+        self.size = self._identity[1]
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `Source.read`; interrupted and partial reads are continued."""
@@ -78,9 +95,7 @@ class LocalFile(Source):
             try:
                 count = os.preadv(self._fd, pending[:_IOV_MAX], position)
             except OSError as error:
-                raise CheckpointError(
-                    f"checkpoint file {self.name}: reading at byte {position} failed: {error.strerror}"
-                ) from error
+                raise self._failed(position, error) from error
             if count == 0:
                 missing = sum(map(len, pending))
                 raise CheckpointError(
@@ -91,19 +106,73 @@ class LocalFile(Source):
                         fix="The file is truncated, or changed while it was read; download it again.",
                     )
                 )
-            self.reads += 1
-            self.bytes_read += count
+            self.count(count)
             position += count
             while pending and count >= len(pending[0]):
                 count -= len(pending.pop(0))
             if count:
                 pending[0] = pending[0][count:]
 
+    def map(self) -> FileMap:
+        """The file as a memory map, made at the first call; for bytes that are in the page cache."""
+        if self._map is None:
+            self._map = FileMap(self._fd, self.size)
+        return self._map
+
+    def is_resident(self, spans: Iterable[tuple[int, int]]) -> bool:
+        """Whether all of some bytes that are looked at, one in every MiB of `spans` (start, stop), are in memory.
+
+        A file system that does not say counts as one whose bytes are not.
+        """
+        probe = [memoryview(bytearray(1))]
+        try:
+            for start, stop in spans:
+                for offset in (*range(start, stop, _SAMPLE_BYTES), stop - 1):
+                    os.preadv(self._fd, probe, offset, os.RWF_NOWAIT)
+        except (OSError, AttributeError):  # AttributeError: not Linux
+            return False
+        return True
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Read bytes that nobody keeps, so that they are in the page cache."""
+        scratch = memoryview(bytearray(min(stop - start, _SAMPLE_BYTES)))
+        for offset in range(start, stop, _SAMPLE_BYTES):
+            try:
+                os.preadv(self._fd, [scratch[: stop - offset]], offset)
+            except OSError as error:
+                raise self._failed(offset, error) from error
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where the file is not the one that was opened, or was written to since."""
+        try:
+            now = _identity(os.fstat(self._fd))
+            same = now == self._identity and _identity(os.stat(self.name)) == now
+        except OSError:
+            same = False
+        if not same:
+            raise CheckpointError(
+                describe(
+                    f"checkpoint file {self.name}",
+                    got="another file, or other contents, after loading than before",
+                    expected="files that stay as they are while they are read",
+                    fix="Wait until the checkpoint is complete, then load it again.",
+                )
+            )
+
     def close(self) -> None:
-        """Close the file descriptor."""
+        """Close the file descriptor, and let go of the map."""
+        self._map = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
+    def _failed(self, offset: int, error: OSError) -> CheckpointError:
+        return CheckpointError(f"checkpoint file {self.name}: reading at byte {offset} failed: {error.strerror}")
+
     def __del__(self) -> None:
         self.close()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    """What tells a file, and a version of it, from another: inode, size and time of the last change."""
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,80 @@
+"""Files as memory maps, for what is in the page cache: strided copies out of a map need no buffer and no call a row.
+
+A map has one danger. Where its file is truncated, touching what is gone raises SIGBUS, which ends the process without a
+word. `survive_truncation` turns that into an error: copies run in worker threads, and the main thread, when told of
+the signal, puts zero pages where the map was, so that the copy goes on to its end and can be thrown away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_MAP_FIXED = 0x10
+_SIGACTION_BYTES = 512
+"""Room for a `struct sigaction`, with some to spare."""
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class FileMap:
+    """A read-only map of a whole file, unmapped with the last tensor that views it."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Map the `size` bytes of the open file `fd`."""
+        self.size = size
+        self.lost = False
+        """Whether bytes have gone while they were mapped; what has been copied is worth nothing then."""
+        with warnings.catch_warnings():  # torch warns that the memory is not writable, as it should be
+            warnings.simplefilter("ignore")
+            self._bytes = torch.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ), dtype=torch.uint8)
+
+    def view(
+        self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
+    ) -> torch.Tensor:
+        """A tensor over `nbytes` from `offset` on, which has to be a multiple of the item size; strides in elements."""
+        return self._bytes[offset : offset + nbytes].view(dtype).as_strided(tuple(shape), tuple(strides))
+
+    def replace(self) -> None:
+        """Put zero pages where the file was mapped."""
+        self.lost = True
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *([ctypes.c_int] * 3), ctypes.c_long)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        if libc.mmap(self._bytes.data_ptr(), self.size, mmap.PROT_READ, flags, -1, 0) == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), "mmap failed")
+
+
+@contextmanager
+def survive_truncation(maps: Sequence[FileMap]) -> Iterator[None]:
+    """While the block runs, losing bytes of `maps` marks them as `lost` instead of ending the process.
+
+    The main thread has to wait in Python code, with a timeout, for the threads that read the maps; `may_map()` first.
+    """
+
+    def handle(number: int, frame: Any) -> None:
+        for each in maps:
+            each.replace()
+
+    # Handlers that were not set from Python (faulthandler's) can only be put back as the C library gives them.
+    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES)
+    libc.sigaction(signal.SIGBUS, None, action)
+    before = signal.signal(signal.SIGBUS, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGBUS, signal.SIG_DFL if before is None else before)
+        libc.sigaction(signal.SIGBUS, action, None)
+
+
+def may_map() -> bool:
+    """Whether truncation can be survived here: signals reach the main thread alone."""
+    return hasattr(signal, "SIGBUS") and threading.current_thread() is threading.main_thread()
