@@ -235,3 +235,16 @@ def test_a_source_is_opened_once_and_closed(big) -> None:
     assert str(path) not in Path("/proc/self/maps").read_text()
     with LocalFile(path) as source:
         assert source.size == path.stat().st_size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(600, 70), (3, 300, 20), (1, 5), (5, 1), (7,), (2, 3, 4, 5), (0, 4)])
+def test_copies_into_any_strides(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = torch.randn(shape).bfloat16()
+    wide = torch.cat([values, values], -1).narrow(-1, 0, shape[-1])
+    for source in (values, wide):
+        for first in range(len(shape)):
+            for second in range(len(shape)):
+                destination = torch.empty(values.transpose(first, second).shape, dtype=dtype).transpose(first, second)
+                memory.copy(source, destination)
+                assert torch.equal(destination, values.to(dtype))

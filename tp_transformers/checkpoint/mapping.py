@@ -21,6 +21,8 @@ import torch
 _MAP_FIXED = 0x10
 _SIGACTION_BYTES = 512
 """Room for a `struct sigaction`, with some to spare."""
+_SIGNALS = 100
+"""After so many the signal is of something else than a map, and may end the process."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -60,7 +62,13 @@ def survive_truncation(maps: Sequence[FileMap]) -> Iterator[None]:
     The main thread has to wait in Python code, with a timeout, for the threads that read the maps; `may_map()` first.
     """
 
+    signals = 0
+
     def handle(number: int, frame: Any) -> None:
+        nonlocal signals
+        signals += 1
+        if signals > _SIGNALS:
+            signal.signal(signal.SIGBUS, signal.SIG_DFL)
         for each in maps:
             each.replace()
 

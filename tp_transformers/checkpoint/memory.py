@@ -20,6 +20,8 @@ _SMALLEST = 2 << 20
 _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; Python's mmap does not name it."""
 
+_TILE_ROWS = 256
+
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a parameter; on a CPU in huge pages, where these can be had and are worth it.
@@ -38,6 +40,25 @@ def populate(tensor: torch.Tensor) -> None:
     """Let the kernel clear all pages of a tensor in one call, just before they are filled."""
     if tensor.is_contiguous():
         _advise(tensor, _MADV_POPULATE_WRITE)
+
+
+def copy(values: torch.Tensor, destination: torch.Tensor) -> None:
+    """Copy `values` (of rows that are contiguous) to a `destination` of their shape, of any strides and dtype.
+
+    On a CPU, torch transposes element by element unless both sides are contiguous: 0.26 GB/s of bfloat16, against 2.0
+    in tiles.
+    """
+    if destination.device.type != "cpu":
+        destination.copy_(values, non_blocking=True)
+    elif values.ndim == 3:
+        for each, place in zip(values, destination, strict=True):
+            copy(each, place)
+    elif values.ndim == 2 and destination.stride(0) == 1 != destination.stride(1):
+        for start in range(0, len(values), _TILE_ROWS):
+            tile = values[start : start + _TILE_ROWS].contiguous()
+            destination[start : start + _TILE_ROWS].t().copy_(tile.t().contiguous())
+    else:
+        destination.copy_(values)
 
 
 def _advise(tensor: torch.Tensor, advice: int) -> None:
@@ -95,11 +116,11 @@ class Staging:
             self._free.put((buffer, event))
 
     def deliver(self, values: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy contiguous `values`, which lie in a buffer, to `destination`: of any strides and dtype, on `device`."""
+        """Copy contiguous `values`, which lie in a buffer, to `destination`: of any device, strides and dtype."""
         with self._module.stream(self._stream):
             if values.dtype != destination.dtype or not destination.is_contiguous():
-                values = values.to(self.device, non_blocking=True)
-            destination.copy_(values, non_blocking=True)
+                values = values.to(destination.device, non_blocking=True)
+            copy(values, destination)
 
     def close(self) -> None:
         """Wait for all copies; what comes after on the device's current stream sees them."""

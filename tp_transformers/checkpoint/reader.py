@@ -27,7 +27,7 @@ from ..layout import union
 from ..lazy import Box, Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
 from .mapping import may_map, survive_truncation
-from .memory import Staging, populate
+from .memory import Staging, copy, populate
 from .source import LocalFile, Source
 
 JOB_BYTES = 16 << 20
@@ -208,7 +208,7 @@ def _read_blocks(box: Box, destination: torch.Tensor) -> int:
     for part, place in box.cut(destination, len(buffer), by_span=True):
         block = buffer[: part.span]
         part.source.read(part.offset, [byte_view(block)])
-        place.copy_(block.view(part.dtype).as_strided(part.shape, part.strides))
+        copy(block.view(part.dtype).as_strided(part.shape, part.strides), place)
         copied += part.span
     return copied
 
@@ -216,7 +216,7 @@ def _read_blocks(box: Box, destination: torch.Tensor) -> int:
 def _read_map(box: Box, destination: torch.Tensor) -> int:
     """A strided copy out of the memory map."""
     assert isinstance(box.source, LocalFile)
-    destination.copy_(box.source.map().view(box.offset, box.span, box.dtype, box.shape, box.strides))
+    copy(box.source.map().view(box.offset, box.span, box.dtype, box.shape, box.strides), destination)
     box.source.count(box.nbytes)
     return box.nbytes
 
