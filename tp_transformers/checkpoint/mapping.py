@@ -27,7 +27,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class FileMap:
-    """A read-only map of a whole file, unmapped with the last tensor that views it."""
+    """A read-only map of a whole file; `close` it to unmap it with the last tensor that views it."""
 
     def __init__(self, fd: int, size: int) -> None:
         """Map the `size` bytes of the open file `fd`."""
@@ -43,6 +43,10 @@ class FileMap:
     ) -> torch.Tensor:
         """A tensor over `nbytes` from `offset` on, which has to be a multiple of the item size; strides in elements."""
         return self._bytes[offset : offset + nbytes].view(dtype).as_strided(tuple(shape), tuple(strides))
+
+    def close(self) -> None:
+        """Let go of the map; a second call does nothing."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def replace(self) -> None:
         """Put zero pages where the file was mapped."""
