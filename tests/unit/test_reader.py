@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import faulthandler
 import os
@@ -248,3 +249,75 @@ def test_copies_into_any_strides(shape: tuple[int, ...], dtype: torch.dtype) -> 
                 destination = torch.empty(values.transpose(first, second).shape, dtype=dtype).transpose(first, second)
                 memory.copy(source, destination)
                 assert torch.equal(destination, values.to(dtype))
+
+
+class LateDevice:
+    """Stands in for a GPU: copies are made when somebody waits for them, from what the buffers hold by then."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.done = 0
+        self.waits: list[str] = []
+
+    def copy(self, values: torch.Tensor, destination: torch.Tensor) -> None:
+        with self.lock:
+            self.queue.append((values, destination))
+
+    def run_until(self, count: int) -> None:
+        with self.lock:
+            for values, destination in self.queue[self.done : count]:
+                destination.copy_(values)
+            self.done = max(self.done, count)
+
+    def module(self) -> Any:
+        device = self
+
+        class Stream:
+            def __init__(self, *arguments: Any) -> None:
+                pass
+
+            def wait_stream(self, other: Any) -> None:
+                device.waits.append("side waits" if isinstance(other, str) else "current waits")
+
+        class Current(str):
+            def wait_stream(self, other: Any) -> None:
+                device.waits.append("current waits")
+
+        class Event:
+            count = 0
+
+            def record(self, stream: Any) -> None:
+                with device.lock:
+                    self.count = len(device.queue)
+
+            def synchronize(self) -> None:
+                device.run_until(self.count)
+
+        class Module:
+            pass
+
+        module: Any = Module()
+        module.Stream, module.Event = Stream, Event
+        module.current_stream = lambda of: Current("current")
+        module.stream = lambda stream: contextlib.nullcontext()
+        return module
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_buffers_are_used_again_only_when_their_copies_are_made(big, threads: int, monkeypatch) -> None:
+    checkpoint, _, values = big
+    device = LateDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: device.module())
+    monkeypatch.setattr(memory, "copy", device.copy)
+    monkeypatch.setattr(reader, "may_map", lambda: False)
+    monkeypatch.setattr(reader, "JOB_BYTES", 1 << 18)
+    tensor = checkpoint.tensors["x"]
+    whole = torch.empty(tensor.shape, dtype=torch.float32)
+    turned = torch.empty(tensor.shape[::-1], dtype=tensor.dtype).t()
+    statistics = read([Request(tensor, whole), Request(tensor, turned)], threads=threads)
+    assert torch.equal(whole, values.float())
+    assert torch.equal(turned, values)
+    assert statistics.peak_buffer == (threads + 1) * (1 << 18)
+    assert len(device.queue) == device.done == 2 * tensor.nbytes >> 18
+    assert device.waits == ["side waits", "current waits"]
