@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -81,9 +81,9 @@ def load(
     began = perf_counter()
     whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     # 1. Open the files and read their headers.
-    with group.agree():
-        checkpoint = _open(request, group)
-    with checkpoint:
+    with ExitStack() as stack:
+        with group.agree():
+            checkpoint = stack.enter_context(_open(request, group))
         with group.agree():
             # 2. Say what each parameter is, in terms of checkpoint tensors; keep the slice that this rank holds.
             tensors: Mapping[str, LazyTensor] = checkpoint.tensors

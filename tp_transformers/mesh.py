@@ -59,10 +59,18 @@ class TensorParallelGroup:
             raise error
 
     def gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank, pickled and gathered; all ranks have to call it."""
+        """The `value` of every rank, pickled and gathered; all ranks have to call it.
+
+        Raises RemoteRankError where a rank has ended, or cannot be reached.
+        """
         values: list[Any] = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(values, value, group=self.process_group)
+            try:
+                dist.all_gather_object(values, value, group=self.process_group)
+            except RuntimeError as error:
+                lost = RemoteRankError(f"another rank ended, or cannot be reached: {error}")
+                lost._agreed_on = True  # type: ignore[attr-defined]  # there is nobody left to vote with
+                raise lost from error
         return values
 
     @property

@@ -21,11 +21,13 @@ import torch
 _MAP_FIXED = 0x10
 _SIGACTION_BYTES = 512
 """Room for a `struct sigaction`, with some to spare."""
+_SIGNALS = 100
+"""After so many the signal is of something else than a map, and may end the process."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class FileMap:
-    """A read-only map of a whole file, unmapped with the last tensor that views it."""
+    """A read-only map of a whole file; `close` it to unmap it with the last tensor that views it."""
 
     def __init__(self, fd: int, size: int) -> None:
         """Map the `size` bytes of the open file `fd`."""
@@ -41,6 +43,10 @@ class FileMap:
     ) -> torch.Tensor:
         """A tensor over `nbytes` from `offset` on, which has to be a multiple of the item size; strides in elements."""
         return self._bytes[offset : offset + nbytes].view(dtype).as_strided(tuple(shape), tuple(strides))
+
+    def close(self) -> None:
+        """Let go of the map; a second call does nothing."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def replace(self) -> None:
         """Put zero pages where the file was mapped."""
@@ -60,7 +66,13 @@ def survive_truncation(maps: Sequence[FileMap]) -> Iterator[None]:
     The main thread has to wait in Python code, with a timeout, for the threads that read the maps; `may_map()` first.
     """
 
+    signals = 0
+
     def handle(number: int, frame: Any) -> None:
+        nonlocal signals
+        signals += 1
+        if signals > _SIGNALS:
+            signal.signal(signal.SIGBUS, signal.SIG_DFL)
         for each in maps:
             each.replace()
 

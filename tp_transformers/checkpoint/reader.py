@@ -27,7 +27,7 @@ from ..layout import union
 from ..lazy import Box, Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
 from .mapping import may_map, survive_truncation
-from .memory import Staging
+from .memory import Staging, copy, populate
 from .source import LocalFile, Source
 
 JOB_BYTES = 16 << 20
@@ -87,7 +87,8 @@ def read(
     pieces.sort(key=lambda piece: (piece.box.source.name, piece.box.offset))
     with ExitStack() as stack:
         mapped = _resident(pieces) if may_map() else []
-        stack.enter_context(survive_truncation([source.map() for source in mapped]))
+        if mapped:
+            stack.enter_context(survive_truncation([source.map() for source in mapped]))
         jobs = deque(_jobs(pieces, mapped))
         staged = [job for job in jobs if job.is_staged]
         staging = None
@@ -171,6 +172,8 @@ class _Job:
         box, destination = self.pieces[0].box, self.pieces[0].destination
         if len(self.pieces) > 1:
             copied = self.nbytes
+            for piece in self.pieces:
+                populate(piece.destination)
             box.source.read(box.offset, [byte_view(piece.destination) for piece in self.pieces])
         elif self.is_staged:
             assert context.staging is not None
@@ -179,6 +182,7 @@ class _Job:
                 copied = _READERS[self.method](box, values)
                 context.staging.deliver(values, destination)
         else:
+            populate(destination)
             copied = _READERS[self.method](box, destination)
         context.count(self.method, self.nbytes, copied, perf_counter() - began)
 
@@ -204,7 +208,7 @@ def _read_blocks(box: Box, destination: torch.Tensor) -> int:
     for part, place in box.cut(destination, len(buffer), by_span=True):
         block = buffer[: part.span]
         part.source.read(part.offset, [byte_view(block)])
-        place.copy_(block.view(part.dtype).as_strided(part.shape, part.strides))
+        copy(block.view(part.dtype).as_strided(part.shape, part.strides), place)
         copied += part.span
     return copied
 
@@ -212,7 +216,7 @@ def _read_blocks(box: Box, destination: torch.Tensor) -> int:
 def _read_map(box: Box, destination: torch.Tensor) -> int:
     """A strided copy out of the memory map."""
     assert isinstance(box.source, LocalFile)
-    destination.copy_(box.source.map().view(box.offset, box.span, box.dtype, box.shape, box.strides))
+    copy(box.source.map().view(box.offset, box.span, box.dtype, box.shape, box.strides), destination)
     box.source.count(box.nbytes)
     return box.nbytes
 

@@ -161,7 +161,9 @@ class LocalFile(Source):
 
     def close(self) -> None:
         """Close the file descriptor, and let go of the map."""
-        self._map = None
+        if self._map is not None:
+            self._map.close()
+            self._map = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,0 +1,291 @@
+"""What a load does besides giving the right values: cold caches, reports, and faults in the middle of it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.models import MASK, PROMPTS, headers, held, relative
+from tests.pool import WorkerError
+from tp_transformers.checkpoint import prefetch, reader
+from tp_transformers.checkpoint.mapping import FileMap
+from tp_transformers.checkpoint.source import LocalFile
+
+pytestmark = pytest.mark.distributed
+
+
+def load(folder: str, **arguments: Any) -> Any:
+    with tp_transformers.enable():
+        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **arguments)
+
+
+# -- what is reported
+
+
+def report(folder: str, how: bool | None, evict: bool) -> dict[str, Any]:
+    if evict:
+        for path in Path(folder).glob("*.safetensors"):
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+    model = load(folder, tp_prefetch=how)
+    with torch.no_grad():
+        logits = model(PROMPTS, attention_mask=MASK).logits
+    report = model.tp_report
+    return {"report": report, "text": str(report), "held": held(model), "headers": headers(folder), "logits": logits}
+
+
+def stored_bytes(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) - headers(folder)
+
+
+def error_of(rank: dict[str, Any], reference: str) -> float:
+    return relative(rank["logits"], torch.load(reference)["logits"])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_report_adds_up(pool: Any, cases: Any, size: int) -> None:
+    case = cases(9, 3)
+    ranks = pool.run(size, report, case.folder, False, False)
+    for index, rank in enumerate(ranks):
+        found = rank["report"]
+        assert found.rank == index
+        assert found.shares == tuple(other["held"] for other in ranks)
+        assert found.share == rank["held"]
+        assert sum(nbytes for nbytes, _, _ in found.methods.values()) == rank["held"]
+        assert sum(copied for _, copied, _ in found.methods.values()) == found.bytes_read - rank["headers"]
+        assert found.reads >= len(found.methods)
+        assert 0 < found.reading_seconds <= found.seconds
+        assert found.prefetched == 0
+        assert found.fallbacks == ()
+        assert f"rank {index} of {size}" in rank["text"]
+
+
+@pytest.mark.parametrize("evict", [False, True])
+def test_the_ranks_of_a_node_fill_a_cold_cache_together(
+    pool: Any, cases: Any, tmp_path: Path, evict: bool, monkeypatch: Any
+) -> None:
+    """Each byte once, whichever ranks need it; what they read then is in the cache, so that maps can be used."""
+    case = cases(9, 3)
+    folder = shutil.copytree(case.folder, tmp_path / "cold")
+    ranks = pool.run(3, report, str(folder), True, evict)
+    assert sum(rank["report"].prefetched for rank in ranks) == stored_bytes(str(folder))
+    for rank in ranks:
+        assert rank["report"].bytes_read - rank["headers"] == rank["held"], "as from a warm cache"
+        assert error_of(rank, case.reference) < 1e-4
+
+
+def small_blocks(folder: str) -> dict[str, Any]:
+    before = prefetch.BLOCK_BYTES
+    prefetch.BLOCK_BYTES = 1000
+    try:
+        return report(folder, True, True)
+    finally:
+        prefetch.BLOCK_BYTES = before
+
+
+def test_blocks_are_shared_out(pool: Any, cases: Any) -> None:
+    case = cases(9, 3)
+    ranks = pool.run(3, small_blocks, case.folder)
+    total = stored_bytes(case.folder)
+    assert sum(rank["report"].prefetched for rank in ranks) == total
+    assert all(abs(rank["report"].prefetched - total / 3) < 0.1 * total for rank in ranks)
+
+
+def short_of_memory(folder: str) -> dict[str, Any]:
+    before = prefetch._available_memory
+    prefetch._available_memory = lambda: 1000
+    try:
+        return report(folder, True, False)
+    finally:
+        prefetch._available_memory = before
+
+
+def test_a_cache_without_room_is_left_alone(pool: Any, cases: Any) -> None:
+    case = cases(9, 3)
+    for rank in pool.run(2, short_of_memory, case.folder):
+        assert rank["report"].prefetched == 0
+        assert error_of(rank, case.reference) < 1e-4
+
+
+# -- what goes wrong in the middle
+
+
+def descriptors() -> set[str]:
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return {os.readlink(link) for link in links if os.path.lexists(link)}
+
+
+def load_with(fault: str, rank: int, folder: str) -> None:
+    """Load, while `fault` happens on one rank; what is left open or running afterwards is told by another error."""
+    own = int(os.environ["RANK"])
+    undo = _FAULTS[fault](Path(folder)) if own == rank else (lambda: None)
+    try:
+        load(folder)
+    finally:
+        undo()
+        gc.collect()
+        left = [path for path in descriptors() if path.startswith(folder)]
+        running = [thread.name for thread in threading.enumerate() if thread.name.startswith(("read", "prefetch"))]
+        assert not left, left
+        assert not running, running
+
+
+def patched(owner: Any, name: str, replacement: Any) -> Any:
+    before = getattr(owner, name)
+    setattr(owner, name, replacement)
+    return lambda: setattr(owner, name, before)
+
+
+def io_error(folder: Path) -> Any:
+    def failing(self: LocalFile, offset: int, buffers: Any) -> None:
+        raise self._failed(offset, OSError(errno.EIO, os.strerror(errno.EIO)))
+
+    calls, read = [0], LocalFile.read  # two calls a file for the headers
+
+    def later(self: LocalFile, offset: int, buffers: Any) -> None:
+        calls[0] += 1
+        (failing if calls[0] > 16 else read)(self, offset, buffers)
+
+    return patched(LocalFile, "read", later)
+
+
+def io_error_in_the_header(folder: Path) -> Any:
+    def failing(fd: int, *arguments: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    return patched(os, "preadv", failing)
+
+
+def short_read(folder: Path) -> Any:
+    """The file ends early, after its header was read."""
+    run = reader._run
+
+    def truncating(*arguments: Any) -> None:
+        for path in folder.glob("*.safetensors"):
+            os.truncate(path, path.stat().st_size // 2)
+        run(*arguments)
+
+    return patched(reader, "_run", truncating)
+
+
+def truncated_under_a_map(folder: Path) -> Any:
+    view = FileMap.view
+
+    def truncating(self: FileMap, *arguments: Any) -> torch.Tensor:
+        for path in folder.glob("*.safetensors"):
+            os.truncate(path, 0)
+        return view(self, *arguments)
+
+    return patched(FileMap, "view", truncating)
+
+
+def replaced(folder: Path) -> Any:
+    run = reader._run
+
+    def replacing(*arguments: Any) -> None:
+        run(*arguments)
+        for path in folder.glob("*.safetensors"):
+            shutil.copy(path, folder / "new")
+            (folder / "new").replace(path)
+
+    return patched(reader, "_run", replacing)
+
+
+_FAULTS = {
+    "io_error_in_the_header": io_error_in_the_header,
+    "io_error": io_error,
+    "short_read": short_read,
+    "truncated_under_a_map": truncated_under_a_map,
+    "replaced": replaced,
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("io_error_in_the_header", "Input/output error"),
+        ("io_error", r"reading at byte \d+ failed: Input/output error"),
+        ("short_read", "truncated|end of the file|got another file"),
+        ("truncated_under_a_map", "truncated while it was read|end of the file|got another file"),
+        ("replaced", "got another file, or other contents"),
+    ],
+)
+def test_a_fault_in_the_middle_stops_all_ranks(
+    pool: Any, cases: Any, tmp_path: Path, fault: str, says: str, rank: int
+) -> None:
+    folder = shutil.copytree(cases(9, 3).folder, tmp_path / "model")
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, load_with, fault, rank, str(folder), timeout=60)
+    errors = caught.value.errors
+    assert len(errors) == 2
+    for text in errors.values():
+        assert text.startswith("CheckpointError")
+        assert re.search(says, text), text
+        assert ".safetensors" in text
+
+
+KILLED = """
+    import os, signal, sys
+    import tp_transformers
+    from tp_transformers.checkpoint import reader
+    from transformers import AutoModelForCausalLM
+
+    run = reader._run
+
+    def dying(*arguments):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        run(*arguments)
+
+    reader._run = dying
+    with tp_transformers.enable():
+        AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+    print("loaded")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_others(cases: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(KILLED))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [*command, cases(9, 3).folder], capture_output=True, text=True, timeout=120, env={**os.environ, "LC_ALL": "C"}
+    )
+    assert done.returncode != 0
+    assert "loaded" not in done.stdout
+    assert f"Signal {signal.SIGKILL.value}" in done.stderr
+
+
+def die(folder: str) -> None:
+    def dying(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "1":
+        reader._run = dying
+    load(folder)
+
+
+def test_the_others_say_that_a_rank_has_ended(pool: Any, cases: Any) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, die, cases(9, 3).folder, timeout=60)
+    assert caught.value.errors[0].startswith("RemoteRankError: another rank ended")
+    assert caught.value.errors[1].startswith("Died")
