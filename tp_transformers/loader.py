@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from .checkpoint.conversion import Conversion, convert, dtype_policy
+from .checkpoint.exchange import fetch
 from .checkpoint.index import Checkpoint, check_files
 from .checkpoint.reader import Request, read
+from .checkpoint.source import Source
 from .errors import CheckpointError
 from .lazy import LazyTensor, Resident, Stored
 from .mesh import TensorParallelGroup
@@ -34,7 +37,9 @@ class LoadRequest:
 
     name: str
     """What messages call the checkpoint: its folder, or its name on the Hub."""
-    files: Sequence[str] | None = None
+    files: Sequence[str | Source] | None = None
+    shared: bool = False
+    """Whether files are on the Hub, so that ranks share what they fetch: the same on all ranks."""
     state_dict: Mapping[str, torch.Tensor] | None = None
     """Weights in memory, in place of files."""
     weight_map: Mapping[str, str] | None = None
@@ -92,8 +97,9 @@ def load(
                 name: torch.empty(shard.shape, dtype=dtype_of(name) or whole[name].dtype, device=group.device)
                 for name, shard in shards.items()
             }
+            fetch_remote = partial(fetch, sources=checkpoint.sources, group=group)
             with _progress(group, sum(shard.nbytes for shard in shards.values())) as progress:
-                _fill(shards, values, progress)
+                _fill(shards, values, progress, fetch_remote if request.shared else None)
         bytes_read = checkpoint.bytes_read
     group.check_same("the checkpoint", (sorted(values), [source.size for source in checkpoint.sources]))
     # 4. Put them in place; what is missing goes back to its whole shape until it is initialised.
@@ -129,7 +135,8 @@ def partition_initialized(model: nn.Module, resolution: Resolution, group: Tenso
 def _open(request: LoadRequest) -> Checkpoint:
     if request.state_dict is not None:
         return Checkpoint(())
-    files = check_files(request.files, folder=request.name)
+    files = request.files or ()
+    check_files((file.name if isinstance(file, Source) else file for file in files), folder=request.name)
     return Checkpoint(files, weight_map=request.weight_map)
 
 
@@ -166,7 +173,10 @@ def _partition(
 
 
 def _fill(
-    shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor], progress: Callable[[int], object]
+    shards: Mapping[str, LazyTensor],
+    values: Mapping[str, torch.Tensor],
+    progress: Callable[[int], object],
+    fetch_remote: Callable[..., None] | None,
 ) -> None:
     """Read every shard into its value: what is stored in files together, in file order, the rest one by one."""
     stored: list[Request] = []
@@ -177,7 +187,9 @@ def _fill(
                 stored.append(Request(leaf, destination))
             else:
                 others.append((leaf, destination))
-    read(stored, progress=progress)
+    read([request for request in stored if not request.tensor.source.is_remote], progress=progress)
+    if fetch_remote is not None:
+        fetch_remote([request for request in stored if request.tensor.source.is_remote], progress=progress)
     for leaf, destination in others:
         destination.copy_(leaf.materialize())
         progress(leaf.nbytes)

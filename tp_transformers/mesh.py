@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,11 @@ from .errors import MeshError, RemoteRankError, TensorParallelError, describe
 
 TP_AXIS = "tp"
 """Name of the DeviceMesh axis over which tensors are split."""
+
+HEARTBEAT = 10.0
+"""Seconds after which ranks that wait for one another's jobs meet; far below the timeout of a collective."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,24 @@ class TensorParallelGroup:
         """The world rank of every rank of the axis."""
         return self.device_mesh.mesh.tolist() if self.device_mesh is not None else [0]
 
-    def check_same(self, subject: str, value: Any) -> None:
-        """Raise MeshError on all ranks where they do not have the same `value`, which is pickled and compared."""
+    @property
+    def is_first_on_node(self) -> bool:
+        """Whether no lower rank of the axis is on this node."""
+        rank = self.global_ranks[self.rank]
+        node_start = rank - int(os.environ.get("LOCAL_RANK", rank))
+        return rank == min(other for other in self.global_ranks if other >= node_start)
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of every rank, which is pickled, on all ranks."""
         if self.size == 1:
-            return
+            return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def check_same(self, subject: str, value: Any) -> None:
+        """Raise MeshError on all ranks where they do not have the same `value`, which is pickled and compared."""
+        values = self.gather(value)
         others = [rank for rank in range(self.size) if values[rank] != values[0]]
         if others:
             error = MeshError(
@@ -63,6 +82,31 @@ class TensorParallelGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self
+
+    def meet(self, jobs: Collection[Future[Any]]) -> None:
+        """Return on all ranks once the `jobs` of each are done or have failed.
+
+        The ranks tell each other every HEARTBEAT seconds, since no collective may wait for as long as a job takes.
+        """
+        while not all(self.gather(not wait(jobs, HEARTBEAT).not_done)):
+            pass
+
+    def first_on_node(self, function: Callable[[], T]) -> T:
+        """Run `function` on all ranks, on the first one of each node before the others, which find what it leaves.
+
+        Raises on all ranks what it raises on one.
+        """
+        if self.size == 1:
+            return function()
+        with self.agree():  # that all ranks are here
+            first = self.is_first_on_node
+        with ThreadPoolExecutor(1) as executor:
+            jobs = [executor.submit(copy_context().run, function)] if first else []
+            self.meet(jobs)
+        with self.agree():
+            results = [job.result() for job in jobs]
+        with self.agree():
+            return results[0] if results else function()
 
     @contextmanager
     def agree(self) -> Iterator[None]:
@@ -82,8 +126,7 @@ class TensorParallelGroup:
             failure = error
         if self.size == 1:
             return
-        reports: list[tuple[type[TensorParallelError], str] | None] = [None] * self.size
-        dist.all_gather_object(reports, _report(failure), group=self.process_group)
+        reports = self.gather(_report(failure))
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure

@@ -23,6 +23,8 @@ class Source(ABC):
     """Bytes read so far."""
     reads: int = 0
     """Read calls issued so far."""
+    is_remote: bool = False
+    """Whether reading crosses a network, so that ranks should share what they fetch."""
 
     @abstractmethod
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
