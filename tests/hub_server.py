@@ -31,7 +31,7 @@ WEIGHTS = (".safetensors", ".bin")
 
 @dataclass
 class Faults:
-    """What goes wrong; counts are of requests for bytes of weights, but for `error_every`, which counts all."""
+    """What goes wrong; counts are of requests for bytes of weights, those of `error_every` for anything about them."""
 
     drop_every: int = 0
     """Every so many answers end in their middle, with their connection."""
@@ -84,7 +84,7 @@ class HubServer:
         self.seen: list[Seen] = []
         self.lock = threading.Lock()
         self.signatures: dict[str, int] = {}
-        self.counter = itertools.count(1)
+        self.counter, self.signature_counter = itertools.count(1), itertools.count(1)
         self.weight_counter = itertools.count(1)
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -127,10 +127,10 @@ class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
     seen: Seen
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self._answer()
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self._answer()
 
     def log_message(self, *args: object) -> None:
@@ -141,9 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.seen = Seen(self.command, self.headers["Host"].partition(":")[0], self.path, dict(self.headers.items()))
         with hub.lock:
             hub.seen.append(self.seen)
-            number = next(hub.counter)
+            number = next(hub.counter) if re.search(r"\.safetensors", self.path) else 0
         time.sleep(hub.faults.delay)
-        if hub.faults.error_every and number % hub.faults.error_every == 0:
+        if number and hub.faults.error_every and number % hub.faults.error_every == 0:
             after = {"Retry-After": hub.faults.retry_after} if hub.faults.retry_after else {}
             return self._say(hub.faults.error_status, after)
         path = unquote(urlsplit(self.path).path)
@@ -179,7 +179,11 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "tree":
             entries: Any = [
                 {"type": "file", "oid": _etag(path), "size": path.stat().st_size, "path": name}
-                | ({"lfs": {"oid": _etag(path), "size": path.stat().st_size, "pointerSize": 130}} if _is_lfs(name) else {})
+                | (
+                    {"lfs": {"oid": _etag(path), "size": path.stat().st_size, "pointerSize": 130}}
+                    if _is_lfs(name)
+                    else {}
+                )
                 for name, path in names.items()
             ]
         else:
@@ -196,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say(404, {**told, "X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
         if not _is_lfs(file):
             return self._say(200, {**told, "ETag": f'"{_etag(path)}"'}, path.read_bytes())
-        signature = f"s{next(self.hub.counter)}"
+        signature = f"s{next(self.hub.signature_counter)}"
         self.hub.signatures[signature] = 0
         location = f"http://localhost:{self.hub.port}/cdn/{repository}/{commit}/{quote(file)}?signature={signature}"
         linked = {"X-Linked-ETag": f'"{_etag(path)}"', "X-Linked-Size": str(path.stat().st_size)}

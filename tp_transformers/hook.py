@@ -209,8 +209,8 @@ def _resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if current is None or current.resolution is not None:
         return original(*args, **kwargs)
     asked = inspect.signature(original).bind(*args, **kwargs).arguments
+    found = asked.get("download_kwargs") or {}
     if current.stream and not asked.get("gguf_file"):
-        found = asked.get("download_kwargs") or {}
         files, metadata = open_weights(
             current.group,
             Weights(
@@ -228,9 +228,10 @@ def _resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         current.remote = {file.name: file for file in files if isinstance(file, RemoteFile)}
         return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
 
-    def resolve() -> Any:
+    def resolve(first: bool) -> Any:
+        force = first and bool(found.get("force_download"))
         try:
-            return original(*args, **kwargs)
+            return original(**{**asked, "download_kwargs": {**found, "force_download": force}})
         except OSError as error:  # that it is one has to survive the way to the other ranks
             raise CheckpointError(str(error)) from error
 

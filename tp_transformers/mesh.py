@@ -91,22 +91,22 @@ class TensorParallelGroup:
         while not all(self.gather(not wait(jobs, HEARTBEAT).not_done)):
             pass
 
-    def first_on_node(self, function: Callable[[], T]) -> T:
-        """Run `function` on all ranks, on the first one of each node before the others, which find what it leaves.
+    def first_on_node(self, function: Callable[[bool], T]) -> T:
+        """Run `function(True)` on the first rank of each node, then `function(False)` on those that find what it left.
 
         Raises on all ranks what it raises on one.
         """
         if self.size == 1:
-            return function()
+            return function(True)
         with self.agree():  # that all ranks are here
             first = self.is_first_on_node
         with ThreadPoolExecutor(1) as executor:
-            jobs = [executor.submit(copy_context().run, function)] if first else []
+            jobs = [executor.submit(copy_context().run, function, True)] if first else []
             self.meet(jobs)
         with self.agree():
             results = [job.result() for job in jobs]
         with self.agree():
-            return results[0] if results else function()
+            return results[0] if results else function(False)
 
     @contextmanager
     def agree(self) -> Iterator[None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import re
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from huggingface_hub import constants, get_hf_file_metadata
@@ -38,6 +39,8 @@ _EXPIRED = frozenset({400, 401, 403, 404, 410})
 
 # httpx or httpx2, as the installed huggingface_hub has it.
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
+
+T = TypeVar("T")
 
 
 class _TryAgainError(Exception):
@@ -79,29 +82,37 @@ def resolve(url: str, token: str | bool | None = None, closed: threading.Event |
         EntryNotFoundError: where the repository has no such file.
         CheckpointError: where the Hub cannot be reached, refuses, or does not say what a Hub says.
     """
+    metadata = ask_hub(url, partial(get_hf_file_metadata, url, token=token), closed)
+    if metadata.commit_hash and metadata.etag and metadata.size is not None:
+        return metadata
+    raise CheckpointError(
+        describe(
+            url,
+            got="an answer without commit, ETag or size",
+            expected="what the Hugging Face Hub answers",
+            fix="Check HF_ENDPOINT, proxies and firewalls.",
+        )
+    )
+
+
+def ask_hub(url: str, question: Callable[[], T], closed: threading.Event | None = None) -> T:
+    """The answer to a `question` that huggingface_hub asks, in as many tries as it takes; raises as `resolve`."""
     tries = _Tries(url, closed or threading.Event())
     while True:
         try:
-            metadata = get_hf_file_metadata(url, token=token)
+            return question()
         except EntryNotFoundError:
             raise
-        except HfHubHTTPError as error:
-            if error.response.status_code not in _TRANSIENT:
-                raise refused(url, error) from error
-            tries.again(_TryAgainError(f"status {error.response.status_code}", _asked_wait(error.response.headers)))
-        except _HTTPError as error:
-            tries.again(error)
-        else:
-            if metadata.commit_hash and metadata.etag and metadata.size is not None:
-                return metadata
-            raise CheckpointError(
-                describe(
-                    url,
-                    got="an answer without commit, ETag or size",
-                    expected="what the Hugging Face Hub answers",
-                    fix="Check HF_ENDPOINT, proxies and firewalls.",
-                )
-            )
+        except (_HTTPError, OSError) as error:
+            # transformers wraps what huggingface_hub raises.
+            cause = error if isinstance(error, _HTTPError) else error.__cause__
+            if isinstance(cause, HfHubHTTPError):
+                if cause.response.status_code not in _TRANSIENT:
+                    raise refused(url, cause) from error
+                cause = _TryAgainError(f"status {cause.response.status_code}", _asked_wait(cause.response.headers))
+            elif not isinstance(cause, _HTTPError):
+                raise
+            tries.again(cause)
 
 
 class RemoteFile(Source):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from transformers.utils.hub import cached_file
 
 from ..errors import CheckpointError, describe
 from ..mesh import TensorParallelGroup
-from .http import RemoteFile, refused, resolve
+from .http import RemoteFile, ask_hub, refused, resolve
 from .index import HEADER_LIMIT, check_files, read_header
 from .source import LocalFile, Source
 
@@ -154,14 +155,19 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
         return [single], {}
     if index is None and weights.file is None:
         index = _variant("model.safetensors.index.json", weights.variant)
-    path = index and cached_file(
-        weights.repository,
-        index,
-        subfolder=weights.subfolder,
-        revision=weights.revision,
-        token=weights.token,
-        cache_dir=weights.cache_dir,
-        _raise_exceptions_for_missing_entries=False,
+    path = index and ask_hub(
+        weights.url(index),
+        partial(
+            cached_file,
+            weights.repository,
+            index,
+            subfolder=weights.subfolder,
+            revision=weights.revision,
+            token=weights.token,
+            cache_dir=weights.cache_dir,
+            force_download=weights.force_download,
+            _raise_exceptions_for_missing_entries=False,
+        ),
     )
     if path is None:
         for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
