@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import shutil
@@ -14,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from huggingface_hub.utils import close_session
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
@@ -21,7 +23,8 @@ import tp_transformers
 from tests.architectures import ARCHITECTURES
 from tests.hub_server import HubServer, commit_of
 from tests.pool import Pool, WorkerError
-from tp_transformers.checkpoint import http, shares
+from tp_transformers import loader
+from tp_transformers.checkpoint import exchange, http, shares
 
 pytestmark = pytest.mark.distributed
 
@@ -155,6 +158,26 @@ def test_what_ranks_hold_twice_travels_once(hub_pool: Any, served: HubServer, ca
     results = _run(hub_pool, 3, "org/model", folder, str(tmp_path), tp_plan=plan)
     assert all(not result["different"] for result in results)
     assert served.weights_sent() < 1.03 * weight_bytes(folder)
+
+
+def _beside_nccl(folder: str, cache: str) -> dict[str, Any]:
+    """As on GPUs, whose process group cannot send what is on the CPU."""
+    original = exchange.fetch
+
+    def fetch(requests: Any, *, group: Any, **arguments: Any) -> None:
+        original(requests, group=dataclasses.replace(group, device=torch.device("cuda")), **arguments)
+
+    with mock.patch.object(loader, "fetch", fetch):
+        result = stream("org/model", folder, cache)
+    return {**result, "groups": len(dist.distributed_c10d._world.pg_map)}
+
+
+def test_a_channel_beside_a_group_of_gpus(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+    folder = cases(9, 3).folder
+    served.add("org/model", folder)
+    for size in (2, 3):
+        own = hub_pool.run(size, _beside_nccl, folder, str(tmp_path))
+        assert all(not result["different"] and result["groups"] == 1 for result in own)
 
 
 # -- faults that pass

@@ -73,7 +73,9 @@ def fetch(
             with group.agree():
                 for job in jobs:
                     job.result()
-            progress(current.deliver(channel))
+                current.prepare()
+            with group.agree():
+                progress(current.deliver(channel))
 
 
 def _described(stored: Stored) -> tuple[int, tuple[int, ...], torch.dtype, Selection]:
@@ -108,6 +110,12 @@ class _Round:
         for part in self.ranges:
             jobs.append(partial(self.sources[part.file].read, part.start, list(_places(part))))
         return jobs
+
+    def prepare(self) -> None:
+        """Make room for what comes, so that nothing can fail while ranks wait for each other's bytes."""
+        for block in self.blocks:
+            for need in block.of(self.group.rank):
+                len(need.memory)
 
     def deliver(self, channel: dist.ProcessGroup | None) -> int:
         """Pass the blocks on, once all are fetched; returns how many bytes this rank has got that it needs."""

@@ -155,6 +155,8 @@ class RemoteFile(Source):
         tries = _Tries(f"checkpoint file {self.name}", self._closed)
         while target.position < target.stop:
             start = target.position
+            if self._closed.is_set():
+                raise CheckpointError(f"checkpoint file {self.name}: read after it was closed")
             try:
                 self._receive(target)
                 if target.position == start:
