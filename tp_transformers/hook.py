@@ -211,20 +211,7 @@ def _resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     asked = inspect.signature(original).bind(*args, **kwargs).arguments
     found = asked.get("download_kwargs") or {}
     if current.stream and not asked.get("gguf_file"):
-        files, metadata = open_weights(
-            current.group,
-            Weights(
-                repository=str(asked["pretrained_model_name_or_path"]),
-                revision=str(found["revision"]),
-                subfolder=found.get("subfolder") or "",
-                variant=asked["variant"],
-                use_safetensors=asked["use_safetensors"],
-                file=asked.get("transformers_explicit_filename"),
-                token=found.get("token"),
-                cache_dir=found.get("cache_dir"),
-                force_download=bool(found.get("force_download")),
-            ),
-        )
+        files, metadata = open_weights(current.group, Weights.asked_for(asked, found))
         current.remote = {file.name: file for file in files if isinstance(file, RemoteFile)}
         return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
 

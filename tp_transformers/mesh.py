@@ -91,22 +91,27 @@ class TensorParallelGroup:
         while not all(self.gather(not wait(jobs, HEARTBEAT).not_done)):
             pass
 
+    def together(self, function: Callable[[], T]) -> T:
+        """Run `function` on all ranks, however long it takes on some; where one fails, all do."""
+        if self.size == 1:
+            return function()
+        with self.agree():  # that all ranks are here
+            executor = ThreadPoolExecutor(1)
+        with executor:
+            job = executor.submit(copy_context().run, function)
+            self.meet([job])
+        with self.agree():
+            return job.result()
+
     def first_on_node(self, function: Callable[[bool], T]) -> T:
         """Run `function(True)` on the first rank of each node, then `function(False)` on those that find what it left.
 
-        Raises on all ranks what it raises on one.
+        Where it fails on one rank, all fail.
         """
-        if self.size == 1:
-            return function(True)
-        with self.agree():  # that all ranks are here
-            first = self.is_first_on_node
-        with ThreadPoolExecutor(1) as executor:
-            jobs = [executor.submit(copy_context().run, function, True)] if first else []
-            self.meet(jobs)
+        first = self.is_first_on_node
+        result = self.together(lambda: function(True) if first else None)
         with self.agree():
-            results = [job.result() for job in jobs]
-        with self.agree():
-            return results[0] if results else function(False)
+            return function(False) if result is None else result
 
     @contextmanager
     def agree(self) -> Iterator[None]:

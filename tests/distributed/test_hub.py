@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ import tp_transformers
 from tests.architectures import ARCHITECTURES
 from tests.hub_server import HubServer, commit_of
 from tests.pool import Pool, WorkerError
-from tp_transformers import loader
+from tp_transformers import loader, mesh
 from tp_transformers.checkpoint import exchange, http, shares
 
 pytestmark = pytest.mark.distributed
@@ -362,8 +363,9 @@ def test_no_thread_and_no_descriptor_is_left(hub_pool: Any, served: HubServer, c
 def _count_after(cache: str) -> tuple[int, int]:
     with suppress(tp_transformers.CheckpointError):
         stream("org/model", None, cache)
-    gc.collect()
     close_session()  # its connections are kept alive for whoever asks next
+    dist.destroy_process_group()  # whose connections come and go
+    gc.collect()
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
@@ -495,3 +497,21 @@ def test_a_download_that_fails_stops_all(hub_pool: Any, served: HubServer, cases
     error = _fail(hub_pool, 3, "org/model", None, str(tmp_path), tp_stream=False)
     assert error.startswith("CheckpointError: rank 0: ")
     assert len({seen.path for seen in served.seen if seen.status == 404 and seen.is_weights}) == 1
+
+
+def _in_a_hurry(folder: str, cache: str, tp_stream: bool) -> dict[str, Any]:
+    """With collectives that give up after 4 seconds."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    with mock.patch.object(mesh, "HEARTBEAT", 0.5):
+        return stream("org/model", folder, cache, tp_stream=tp_stream, sizes={})
+
+
+@pytest.mark.parametrize("tp_stream", [True, False])
+def test_ranks_wait_longer_than_a_collective_may(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, tp_stream: bool
+) -> None:
+    folder = cases(8, 4).folder
+    served.add("org/model", folder)
+    served.faults.error_every, served.faults.retry_after = 3, "4"
+    served.faults.error_status = 429
+    assert all(not r["different"] for r in hub_pool.run(3, _in_a_hurry, folder, str(tmp_path), tp_stream, timeout=120))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -53,6 +53,21 @@ class Weights:
     token: str | bool | None = None
     cache_dir: str | Path | None = None
     force_download: bool = False
+
+    @classmethod
+    def asked_for(cls, arguments: Mapping[str, Any], download: Mapping[str, Any]) -> Weights:
+        """Those that the `arguments` of transformers' `_get_resolved_checkpoint_files` mean."""
+        return cls(
+            repository=str(arguments["pretrained_model_name_or_path"]),
+            revision=str(download["revision"]),
+            subfolder=download.get("subfolder") or "",
+            variant=arguments["variant"],
+            use_safetensors=arguments["use_safetensors"],
+            file=arguments.get("transformers_explicit_filename"),
+            token=download.get("token"),
+            cache_dir=download.get("cache_dir"),
+            force_download=bool(download.get("force_download")),
+        )
 
     def url(self, file: str) -> str:
         """Where the Hub answers for a file."""
@@ -125,10 +140,7 @@ def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str
     with group.agree():
         cached = {file: weights.cached(file) for file in files}
     missing = sorted({file for names in group.gather([f for f in files if not cached[f]]) for file in names})
-    with group.agree():
-        share = missing[group.rank :: group.size]
-        with ThreadPoolExecutor(CONNECTIONS) as executor:
-            found = dict(zip(share, executor.map(lambda file: _inquire(weights, file), share), strict=True))
+    found = group.together(lambda: _inquire_all(weights, missing[group.rank :: group.size]))
     everywhere = {file: remote for some in group.gather(found) for file, remote in some.items()}
     with group.agree():
         opened = [cached[file] or _open(weights, file, everywhere[file]) for file in files]
@@ -139,8 +151,7 @@ def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str
 
 def _on_rank_0(group: TensorParallelGroup, compute: Callable[[], T]) -> T:
     """What `compute` returns on rank 0, on all ranks; they fail together."""
-    with group.agree():
-        value = compute() if group.rank == 0 else None
+    value = group.together(lambda: compute() if group.rank == 0 else None)
     result: Any = group.gather(value)[0]
     return result  # type: ignore[no-any-return]
 
@@ -212,6 +223,11 @@ def _exists(weights: Weights, file: str) -> bool:
     except EntryNotFoundError:
         return False
     return True
+
+
+def _inquire_all(weights: Weights, files: list[str]) -> dict[str, _Remote]:
+    with ThreadPoolExecutor(CONNECTIONS) as executor:
+        return dict(zip(files, executor.map(partial(_inquire, weights), files), strict=True))
 
 
 def _inquire(weights: Weights, file: str) -> _Remote:
