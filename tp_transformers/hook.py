@@ -1,8 +1,9 @@
 """`enable()` and `disable()`: the only file that patches transformers.
 
-While the hook is on, `from_pretrained`, of models and of Auto classes, takes `tp_plan`, `tp_size`, `device_mesh` and
-`allow_replicated` out of its arguments and calls the original, which resolves files, config and dtype and builds the
-model on the meta device.
+While the hook is on, `from_pretrained`, of models and of Auto classes, takes `tp_plan`, `tp_size`, `device_mesh`,
+`tp_stream` and `allow_replicated` out of its arguments and calls the original, which resolves config and dtype and
+builds the model on the meta device. `_get_resolved_checkpoint_files`, which would download the weights on every rank,
+does so on one rank of a node, or with `tp_stream` only asks the Hub where they are.
 `PreTrainedModel._load_pretrained_model`, which would then load the checkpoint, runs our loader instead; everything
 around it (tying, initialising what is missing, the report, the generation config) stays transformers' own.
 """
@@ -22,13 +23,15 @@ from typing import Any
 
 import transformers
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto import modeling_auto  # noqa: F401 - defines the Auto classes
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils.hub import extract_commit_hash
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from .checkpoint.http import RemoteFile
+from .checkpoint.hub import Weights, is_on_hub, open_weights, pin
 from .checkpoint.manifest import VARIANT, Manifest, refuse_without_plan
 from .errors import CheckpointError, PlanError, UnsupportedError, describe
 from .loader import LoadRequest, load, partition_initialized
@@ -43,6 +46,17 @@ OLDEST, FIRST_UNSUPPORTED = (5, 6), (6, 0)
 """The versions of transformers that the hook is made for: OLDEST <= version < FIRST_UNSUPPORTED."""
 
 _SEAM_ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
+_FILES_ARGUMENTS = [
+    "pretrained_model_name_or_path",
+    "variant",
+    "gguf_file",
+    "use_safetensors",
+    "user_agent",
+    "is_remote_code",
+    "transformers_explicit_filename",
+    "download_kwargs",
+    "tqdm_class",
+]
 _SEAM_CONFIG = {
     "pretrained_model_name_or_path",
     "sharded_metadata",
@@ -64,11 +78,15 @@ class _Load:
     prefetch: bool | None = None
     sharded: Manifest | None = None
     """What is loaded, where it is a pre-sharded checkpoint."""
+    stream: str | None = None
+    """The commit of which weights are read from the Hub without a download."""
+    remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
+    """The files on the Hub, by the names that transformers passes on."""
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
 
 
-_originals: dict[tuple[type, str], Any] = {}
+_originals: dict[tuple[Any, str], Any] = {}
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
 _told: set[str] = set()
 
@@ -89,6 +107,7 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
         if self._turned_on:
             _check_transformers()
             _patch(PreTrainedModel, "_load_pretrained_model", _load_pretrained_model)
+            _patch(modeling_utils, "_get_resolved_checkpoint_files", _resolve_files)
             for cls in (PreTrainedModel, *_auto_classes()):
                 _patch(cls, "from_pretrained", _from_pretrained)
 
@@ -105,20 +124,21 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
 def disable() -> None:
     """Put back exactly what `enable()` replaced; models that are loaded stay as they are."""
     while _originals:
-        (cls, name), original = _originals.popitem()
-        setattr(cls, name, original)
+        (owner, name), original = _originals.popitem()
+        setattr(owner, name, original)
 
 
-def _patch(cls: type, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a class or static method; the replacement gets the original function first."""
-    descriptor = cls.__dict__[name]
-    _originals[cls, name] = descriptor
+def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a class or static method, or a module's function; the replacement gets the original function first."""
+    descriptor = vars(owner)[name]
+    _originals[owner, name] = descriptor
+    original = getattr(descriptor, "__func__", descriptor)
 
-    @wraps(descriptor.__func__)
+    @wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        return replacement(descriptor.__func__, *args, **kwargs)
+        return replacement(original, *args, **kwargs)
 
-    setattr(cls, name, type(descriptor)(patched))
+    setattr(owner, name, patched if original is descriptor else type(descriptor)(patched))
 
 
 def _auto_classes() -> list[type]:
@@ -143,6 +163,8 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
     allow_replicated = bool(kwargs.pop("allow_replicated", False))
     prefetch = kwargs.pop("tp_prefetch", None)
+    stream = kwargs.pop("tp_stream", None)
+    name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     # 1. Find the ranks.
     group = join(device_mesh)
     with group.agree():
@@ -158,26 +180,64 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
                         fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
                     )
                 )
-        # 3. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
         folder = _sharded_folder(args, kwargs)
         sharded = Manifest.find(folder) if folder is not None else None
         current = _Load(_read_plan(tp_plan), group, allow_replicated, prefetch, sharded)
         if sharded is not None:
             kwargs["variant"] = VARIANT
+        # 3. If weights stay on the Hub, settle on one commit of everything.
+        current.stream = _settle_stream(group, name, stream, kwargs)
+        # 4. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
         token = _current.set(current)
         try:
             result = original(*args, device_map={"": group.device}, **kwargs)
         except SafetensorError as error:  # transformers looks into a file for its dtype before we open it
-            name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
             raise CheckpointError(f"checkpoint {name}: {error}") from error
         finally:
             _current.reset(token)
         model = result[0] if isinstance(result, tuple) else result
         if current.resolution is None:
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
-    # 4. Cut what transformers has initialised, because the checkpoint lacked it.
+    # 5. Cut what transformers has initialised, because the checkpoint lacked it.
     partition_initialized(model, current.resolution, group)
     return result
+
+
+def _settle_stream(group: TensorParallelGroup, name: Any, stream: Any, kwargs: dict[str, Any]) -> str | None:
+    """The commit of which weights are streamed from the Hub, if they are; then `kwargs` are of it, on all ranks."""
+    with group.agree():
+        wanted = os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0") if stream is None else bool(stream)
+        wanted = wanted and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
+        asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
+    group.check_same("tp_stream", asked)
+    if not wanted:
+        return None
+    subfolder = kwargs.get("subfolder") or ""
+    commit = pin(group, str(name), kwargs.get("revision"), token=kwargs.get("token"), subfolder=subfolder)
+    kwargs["revision"] = commit
+    return commit
+
+
+def _resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The paths of a checkpoint's files and the metadata of its index, as transformers wants them."""
+    current = _current.get()
+    if current is None or current.resolution is not None:
+        return original(*args, **kwargs)
+    asked = inspect.signature(original).bind(*args, **kwargs).arguments
+    found = asked.get("download_kwargs") or {}
+    if current.stream and not asked.get("gguf_file"):
+        files, metadata = open_weights(current.group, Weights.asked_for(asked, found))
+        current.remote = {file.name: file for file in files if isinstance(file, RemoteFile)}
+        return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
+
+    def resolve(first: bool) -> Any:
+        force = first and bool(found.get("force_download"))
+        try:
+            return original(**{**asked, "download_kwargs": {**found, "force_download": force}})
+        except OSError as error:  # that it is one has to survive the way to the other ranks
+            raise CheckpointError(str(error)) from error
+
+    return current.group.first_on_node(resolve)
 
 
 def _load_pretrained_model(
@@ -207,7 +267,8 @@ def _load_pretrained_model(
     current.resolution = parallelize(model, plan, current.group, allow_replicated=current.allow_replicated)
     request = LoadRequest(
         name=str(load_config.pretrained_model_name_or_path),
-        files=checkpoint_files,
+        files=[current.remote.get(file, file) for file in checkpoint_files or ()],
+        shared=current.stream is not None,
         state_dict=state_dict,
         weight_map=(load_config.sharded_metadata or {}).get("weight_map"),
         weight_mapping=load_config.weight_mapping,
@@ -221,7 +282,7 @@ def _load_pretrained_model(
     if current.sharded is not None:
         model.tp_source = current.sharded.source  # type: ignore[assignment]
     else:
-        commit = extract_commit_hash(next(iter(checkpoint_files or ()), None), None)
+        commit = current.stream or extract_commit_hash(next(iter(checkpoint_files or ()), None), None)
         model.tp_source = {"name": model.config.name_or_path or None, "commit_hash": commit}  # type: ignore[assignment]
     found = {
         "missing_keys": result.missing,
@@ -291,6 +352,9 @@ def _check_transformers() -> None:
     found = list(inspect.signature(PreTrainedModel._load_pretrained_model).parameters)
     if found[: len(_SEAM_ARGUMENTS)] != _SEAM_ARGUMENTS:
         problems.append(f"_load_pretrained_model({', '.join(found)})")
+    found = list(inspect.signature(modeling_utils._get_resolved_checkpoint_files).parameters)
+    if found != _FILES_ARGUMENTS:
+        problems.append(f"_get_resolved_checkpoint_files({', '.join(found)})")
     for cls, needed in ((LoadStateDictConfig, _SEAM_CONFIG), (LoadStateDictInfo, _SEAM_INFO)):
         lacking = needed - {info.name for info in dataclasses.fields(cls)}
         if lacking:

@@ -15,12 +15,14 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from .checkpoint.conversion import Conversion, convert, dtype_policy, identity
+from .checkpoint.exchange import fetch
 from .checkpoint.index import Checkpoint, check_files
 from .checkpoint.manifest import Manifest
 from .checkpoint.memory import empty
 from .checkpoint.prefetch import prefetch
 from .checkpoint.reader import Request, read
 from .checkpoint.sharded import ShardedCheckpoint
+from .checkpoint.source import Source
 from .errors import CheckpointError
 from .lazy import LazyTensor, Resident, Stored
 from .mesh import TensorParallelGroup
@@ -40,7 +42,9 @@ class LoadRequest:
 
     name: str
     """What messages call the checkpoint: its folder, or its name on the Hub."""
-    files: Sequence[str] | None = None
+    files: Sequence[str | Source] | None = None
+    shared: bool = False
+    """Whether files are on the Hub, so that ranks share what they fetch: the same on all ranks."""
     state_dict: Mapping[str, torch.Tensor] | None = None
     """Weights in memory, in place of files."""
     weight_map: Mapping[str, str] | None = None
@@ -103,16 +107,21 @@ def load(
                 for name, shard in shards.items()
             }
             stored, others = _leaves(shards, values)
-        # 4. Read them; the ranks of a node first fill a cold page cache together.
+            remote = [each for each in stored if each.tensor.source.is_remote]
+            stored = [each for each in stored if not each.tensor.source.is_remote]
+        # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
         prefetched = prefetch(checkpoint.files, stored, group, wanted=request.prefetch)
-        with group.agree():
-            with _progress(group, sum(shard.nbytes for shard in shards.values())) as progress:
+        with _progress(group, sum(shard.nbytes for shard in shards.values())) as progress:
+            with group.agree():
                 statistics = read(stored, threads=group.threads, progress=progress)
+            if request.shared:
+                fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
+            with group.agree():
                 for leaf, destination in others:
                     destination.copy_(leaf.materialize())
                     progress(leaf.nbytes)
-            for source in checkpoint.sources:
-                source.check_unchanged()
+                for source in checkpoint.sources:
+                    source.check_unchanged()
         reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
     group.check_same("the checkpoint", (sorted(values), checkpoint.signature))
     # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
@@ -166,7 +175,8 @@ def _open(request: LoadRequest, group: TensorParallelGroup) -> Checkpoint:
         return ShardedCheckpoint(request.sharded, rank=group.rank)
     if request.state_dict is not None:
         return Checkpoint(())
-    files = check_files(request.files, folder=request.name)
+    files = request.files or ()
+    check_files((file.name if isinstance(file, Source) else file for file in files), folder=request.name)
     return Checkpoint(files, weight_map=request.weight_map)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,11 @@ from .errors import MeshError, RemoteRankError, TensorParallelError, describe
 
 TP_AXIS = "tp"
 """Name of the DeviceMesh axis over which tensors are split."""
+
+HEARTBEAT = 10.0
+"""Seconds after which ranks that wait for one another's jobs meet; far below the timeout of a collective."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,13 @@ class TensorParallelGroup:
     def global_ranks(self) -> list[int]:
         """The world rank of every rank of the axis."""
         return self.device_mesh.mesh.tolist() if self.device_mesh is not None else [0]
+
+    @property
+    def is_first_on_node(self) -> bool:
+        """Whether no lower rank of the axis is on this node."""
+        rank = self.global_ranks[self.rank]
+        node_start = rank - int(os.environ.get("LOCAL_RANK", rank))
+        return rank == min(other for other in self.global_ranks if other >= node_start)
 
     def check_same(self, subject: str, value: Any) -> None:
         """Raise MeshError on all ranks where they do not have the same `value`, which is pickled and compared."""
@@ -82,6 +96,36 @@ class TensorParallelGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self
+
+    def meet(self, jobs: Collection[Future[Any]]) -> None:
+        """Return on all ranks once the `jobs` of each are done or have failed.
+
+        The ranks tell each other every HEARTBEAT seconds, since no collective may wait for as long as a job takes.
+        """
+        while not all(self.gather(not wait(jobs, HEARTBEAT).not_done)):
+            pass
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Run `function` on all ranks, however long it takes on some; where one fails, all do."""
+        if self.size == 1:
+            return function()
+        with self.agree():  # that all ranks are here
+            executor = ThreadPoolExecutor(1)
+        with executor:
+            job = executor.submit(copy_context().run, function)
+            self.meet([job])
+        with self.agree():
+            return job.result()
+
+    def first_on_node(self, function: Callable[[bool], T]) -> T:
+        """Run `function(True)` on the first rank of each node, then `function(False)` on those that find what it left.
+
+        Where it fails on one rank, all fail.
+        """
+        first = self.is_first_on_node
+        result = self.together(lambda: function(True) if first else None)
+        with self.agree():
+            return function(False) if result is None else result
 
     @contextmanager
     def agree(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, modeling_utils
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import tp_transformers
@@ -29,13 +29,17 @@ ROOMS = [
     "report",
     "checkpoint.mapping",
     "checkpoint.source",
+    "checkpoint.http",
     "checkpoint.index",
     "checkpoint.costs",
     "checkpoint.memory",
     "checkpoint.reader",
     "checkpoint.prefetch",
+    "checkpoint.shares",
     "checkpoint.operations",
     "checkpoint.conversion",
+    "checkpoint.hub",
+    "checkpoint.exchange",
     "collectives",
     "strategies.shard",
     "strategies.base",
@@ -110,6 +114,7 @@ def patched() -> dict[str, Any]:
         "loader": vars(PreTrainedModel)["_load_pretrained_model"],
         "auto": vars(AutoModelForCausalLM)["from_pretrained"],
         "base auto": vars(_BaseAutoModelClass)["from_pretrained"],
+        "files": modeling_utils._get_resolved_checkpoint_files,
     }
 
 
@@ -186,6 +191,10 @@ def test_a_transformers_whose_seam_changed_is_refused_unpatched(monkeypatch: pyt
     with pytest.raises(tp_transformers.UnsupportedError, match=r"_load_pretrained_model\(model, weights\)"):
         tp_transformers.enable()
     assert patched() == before
+    monkeypatch.undo()
+    monkeypatch.setattr(modeling_utils, "_get_resolved_checkpoint_files", changed)
+    with pytest.raises(tp_transformers.UnsupportedError, match=r"_get_resolved_checkpoint_files\(model, weights\)"):
+        tp_transformers.enable()
     monkeypatch.undo()
     for version in ("4.57.1", "6.0.0", "6.0.0.dev0"):
         monkeypatch.setattr(hook.transformers, "__version__", version)

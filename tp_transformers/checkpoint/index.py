@@ -46,18 +46,20 @@ HEADER_LIMIT = 100_000_000
 class Checkpoint:
     """Open shard files and the lazy tensors in them. Use as a context manager: it closes every file on every path."""
 
-    def __init__(self, files: Iterable[str | os.PathLike[str]], *, weight_map: Mapping[str, str] | None = None) -> None:
-        """Open `files` and read their headers.
+    def __init__(
+        self, files: Iterable[str | os.PathLike[str] | Source], *, weight_map: Mapping[str, str] | None = None
+    ) -> None:
+        """Open `files`, sources or paths, and read their headers.
 
         `weight_map` is the index's {tensor name: file name}, where there is one; it is held against the headers.
         Raises CheckpointError on a file that is missing, truncated, not safetensors, or at odds with the index.
         """
-        self.sources: list[LocalFile] = []
+        self.sources: list[Source] = []
         self.tensors: dict[str, LazyTensor] = {}
         with ExitStack() as opened:
             homes: dict[str, str] = {}
-            for path in files:
-                source = LocalFile(path)
+            for file in files:
+                source = file if isinstance(file, Source) else LocalFile(file)
                 opened.callback(source.close)
                 self.sources.append(source)
                 for name, tensor in read_header(source).items():
@@ -65,13 +67,13 @@ class Checkpoint:
                         raise CheckpointError(f"tensor {name} stands in two files: {homes[name]} and {source.name}")
                     homes[name] = source.name
                     self.tensors[name] = tensor
-            for name, file in (weight_map or {}).items():
-                if os.path.basename(homes.get(name, "")) != os.path.basename(file):
+            for name, home in (weight_map or {}).items():
+                if os.path.basename(homes.get(name, "")) != os.path.basename(home):
                     raise CheckpointError(
                         describe(
                             f"tensor {name}",
                             got=f"it in {homes[name]}" if name in homes else "it in none of the files",
-                            expected=f"it in {file}, where the index puts it",
+                            expected=f"it in {home}, where the index puts it",
                             fix="Index and files are of different checkpoints; download it again.",
                         )
                     )
@@ -89,8 +91,9 @@ class Checkpoint:
 
     @property
     def files(self) -> Sequence[LocalFile | None]:
-        """The files of the checkpoint, in the same order on all ranks; None for one that is not opened here."""
-        return self.sources
+        """The files of the checkpoint, in the same order on all ranks; None for one that is not on this node, or not
+        opened here."""
+        return [source if isinstance(source, LocalFile) else None for source in self.sources]
 
     @property
     def signature(self) -> object:

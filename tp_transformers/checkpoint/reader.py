@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -118,10 +118,11 @@ class _Piece:
     @property
     def is_direct(self) -> bool:
         """Whether the file's bytes are the destination's, in the same order and with no others between them."""
-        return self.box.rows == 1 and _same_memory(self.destination, self.box.dtype)
+        return self.box.rows == 1 and is_same_memory(self.destination, self.box.dtype)
 
 
-def _same_memory(destination: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_same_memory(destination: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a file's values of `dtype` are, byte by byte and in order, what `destination` holds."""
     return destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous()
 
 
@@ -164,7 +165,7 @@ class _Job:
         (box, destination) = (self.pieces[0].box, self.pieces[0].destination)
         if destination.device.type != "cpu":
             return True
-        return self.method != "map" and not _same_memory(destination, box.dtype)
+        return self.method != "map" and not is_same_memory(destination, box.dtype)
 
     def run(self, context: _Context) -> None:
         """Read, and where needed copy on."""
@@ -236,12 +237,14 @@ def _pieces(request: Request) -> Iterator[_Piece]:
 
 
 def _resident(pieces: Sequence[_Piece]) -> list[LocalFile]:
-    """The files of whose pieces some need more than a read into place, and are in the page cache."""
+    """The files of whose pieces some need more than a read into place, and are in the page cache; now mapped."""
     found = []
     for source, group in groupby(pieces, key=attrgetter("box.source")):
         spans = [(piece.box.offset, piece.box.stop) for piece in group if not piece.is_direct]
         if spans and isinstance(source, LocalFile) and source.is_resident(union(spans)):
-            found.append(source)
+            with suppress(OSError, ValueError):  # no maps on this file system; or a file that shrank, as reads will tell
+                source.map()
+                found.append(source)
     return found
 
 

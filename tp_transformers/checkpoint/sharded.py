@@ -130,7 +130,7 @@ class ShardedCheckpoint(Checkpoint):
     def __init__(self, manifest: Manifest, *, rank: int) -> None:
         """Express every tensor as `rank`, which may be one of another size, best reads it. Opens nothing yet."""
         self.manifest = manifest
-        self.sources: list[LocalFile] = []
+        self.sources: list[Source] = []
         self._files: list[LocalFile | None] = [None] * len(manifest.files)
         self._shards: dict[int, dict[str, Stored]] = {}
         covers: dict[Layout | None, tuple[Piece, ...]] = {None: ()}

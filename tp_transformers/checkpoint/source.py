@@ -24,6 +24,8 @@ class Source(ABC):
     """What error messages call it."""
     size: int
     """Length in bytes."""
+    is_remote: bool = False
+    """Whether reading crosses a network, so that ranks should share what they fetch."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -44,6 +46,9 @@ class Source(ABC):
 
         Raises CheckpointError where the file ends before, or cannot be read.
         """
+
+    def check_unchanged(self) -> None:  # noqa: B027 - a source may see to it in every read
+        """Raise CheckpointError where the file is not the one that was opened, or was written to since."""
 
     @abstractmethod
     def close(self) -> None:
@@ -143,7 +148,7 @@ class LocalFile(Source):
                 raise self._failed(offset, error) from error
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where the file is not the one that was opened, or was written to since."""
+        """See `Source.check_unchanged`; by inode, size and time of the last change."""
         try:
             now = _identity(os.fstat(self._fd))
             same = now == self._identity and _identity(os.stat(self.name)) == now
