@@ -242,7 +242,7 @@ def _resident(pieces: Sequence[_Piece]) -> list[LocalFile]:
     for source, group in groupby(pieces, key=attrgetter("box.source")):
         spans = [(piece.box.offset, piece.box.stop) for piece in group if not piece.is_direct]
         if spans and isinstance(source, LocalFile) and source.is_resident(union(spans)):
-            with suppress(OSError, ValueError):  # no maps on this file system; or a file that shrank, as reads will tell
+            with suppress(OSError, ValueError):  # no maps on this file system, or a file that shrank
                 source.map()
                 found.append(source)
     return found
