@@ -89,7 +89,7 @@ def _measure(
     if arguments.device == "cuda":
         limits["pinned"] = setting.run("copy", next(iter(sides.values())), folder)[0]["pinned"]
     measures = ["load", "first_forward", "anonymous", "bytes"]
-    measures += ["device"] * (arguments.device == "cuda") + ["storage"] * arguments.cold
+    measures += ["device"] * (arguments.device == "cuda") + ["storage"] * arguments.cold + ["sent"] * arguments.hub
     ours = list(sides)[-1]
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {
@@ -98,7 +98,6 @@ def _measure(
         "shards": {name: shards(of_side[0]) for name, of_side in runs.items()},
         "limits": limits,
         "fractions": fractions(runs[ours], limits),
-        "report": [rank["report"] for rank in runs[ours][-1]],
         "runs": runs,
     }
 

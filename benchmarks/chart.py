@@ -23,10 +23,10 @@ def draw(result: dict[str, Any], path: Path) -> bool:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
     setting, machine, _ = remarks(result)[:3]
-    figure.supxlabel(
-        f"{setting}\n{machine}\nbars: medians; points: every run; less is better; ratio: the first by the second, pair by pair, median (min to max)",
-        fontsize=8,
+    legend = (
+        "bars: medians; points: every run; less is better. Ratio: the first by the second, median (min to max) of pairs"
     )
+    figure.supxlabel(f"{setting}\n{machine}\n{legend}", fontsize=8)
     figure.savefig(path, dpi=150)
     return True
 

@@ -42,12 +42,11 @@ def check(model: Any, folder: Path, *, rank: int, size: int, collectives: bool) 
         faults += [f"{name}: not in the checkpoint" for name in sorted(found.keys() - expected.keys())]
         faults += [f"{name}: not in the model" for name in sorted(expected.keys() - found.keys())]
         for name in sorted(found.keys() & expected.keys()):
-            tensor, whole = found[name], expected[name]()
-            if collectives:
-                value = full_tensor(tensor)
-            else:
-                value, whole = local(tensor), _shard(whole, tensor, rank, size)
-            value = value.cpu()
+            tensor = found[name]
+            value = (full_tensor(tensor) if collectives else local(tensor)).cpu()
+            whole = expected[name]()
+            if not collectives:
+                whole = _shard(whole, tensor, rank, size)
             if value.dtype != whole.dtype or value.shape != whole.shape or not torch.equal(value, whole):
                 faults.append(f"{name}: differs from the checkpoint")
     if faults:
@@ -87,9 +86,12 @@ def _merged(stored: Mapping[str, Callable[[], Tensor]]) -> Iterator[tuple[str, C
 def _stack(stored: Mapping[str, Callable[[], Tensor]], layer: str, *parts: str) -> Tensor:
     prefix = f"{layer}.block_sparse_moe.experts"
     count = sum(name.startswith(prefix) and name.endswith(".w1.weight") for name in stored)
-    return torch.stack(
-        [torch.cat([stored[f"{prefix}.{expert}.{part}.weight"]() for part in parts]) for expert in range(count)]
-    )
+    first = stored[f"{prefix}.0.{parts[0]}.weight"]()
+    whole = first.new_empty(count, len(parts), *first.shape)  # filled, not stacked: once is much already
+    for expert in range(count):
+        for index, part in enumerate(parts):
+            whole[expert, index] = stored[f"{prefix}.{expert}.{part}.weight"]()
+    return whole.flatten(1, 2)
 
 
 def _shard(whole: Tensor, tensor: Tensor, rank: int, size: int) -> Tensor:

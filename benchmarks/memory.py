@@ -1,4 +1,4 @@
-"""What this process reads and holds, from /proc: anonymous memory apart from mapped files."""
+"""What this process reads and holds, from /proc: anonymous memory, shared or not, apart from mapped files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERVAL = 0.005
 
 
 class Watch:
-    """Samples RssAnon and RssFile while its block runs, and takes the differences of the process' counters.
+    """Samples RssAnon + RssShmem and RssFile while its block runs; takes the differences of the process' counters.
 
     VmHWM would mix both kinds: pages of a mapped file come and go with the page cache, anonymous memory does not.
     """
@@ -67,7 +67,7 @@ class Watch:
     def _sample(self) -> tuple[int, int]:
         text = os.pread(self._file, 8192, 0)
         self._sampled += len(text)
-        return _kilobytes(text, b"RssAnon:"), _kilobytes(text, b"RssFile:")
+        return _kilobytes(text, b"RssAnon:") + _kilobytes(text, b"RssShmem:"), _kilobytes(text, b"RssFile:")
 
 
 def at_rest() -> dict[str, int]:
@@ -124,7 +124,7 @@ def _maps() -> tuple[list[int], list[bool]]:
     """The start of every mapping, in order, and whether it is anonymous, not a file's."""
     starts, anonymous = [], []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        addresses, _, _, _, inode = line.split()[:5]
+        addresses, _, _, _, inode, *path = line.split(maxsplit=5)
         starts.append(int(addresses.partition("-")[0], 16))
-        anonymous.append(inode == "0")
+        anonymous.append(inode == "0" or path[0].startswith(("/dev/zero", "/dev/shm/", "/memfd:")))
     return starts, anonymous

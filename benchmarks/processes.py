@@ -77,8 +77,11 @@ def end(process: subprocess.Popen[Any]) -> None:
 def _wait(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> None:
     """Return when all have ended, `timeout` is over, or one has failed and the others had time to see it."""
     deadline = time.monotonic() + timeout
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        if any(process.returncode for process in processes):
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            return
+        if any(codes):
             deadline = min(deadline, time.monotonic() + _GRACE)
         time.sleep(0.05)
 

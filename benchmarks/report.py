@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,11 +43,12 @@ MEASURES = {
         "bytes read or mapped, all ranks",
         "GB",
         1e9,
-        lambda run: sum(rank["rchar"] + rank["file_peak"] - rank["file_start"] for rank in run),
+        lambda run: sum(map(_bytes, run)),
     ),
     "storage": Measure("bytes from storage, all ranks", "GB", 1e9, lambda run: sum(rank["read_bytes"] for rank in run)),
+    "sent": Measure("weights over HTTP, all ranks", "GB", 1e9, lambda run: run[0]["sent"]),
 }
-"""Less is better in all of them. "device" is measured on a GPU, "storage" where the page cache was dropped."""
+"""Less is better in all. "device" is of a GPU, "storage" of a dropped page cache, "sent" of a Hub on this machine."""
 
 
 def summarise(runs: dict[str, list[Run]], measures: Sequence[str]) -> dict[str, Any]:
@@ -112,6 +112,7 @@ def table(result: dict[str, Any]) -> str:
 def remarks(result: dict[str, Any]) -> list[str]:
     """What one has to know beside the numbers."""
     machine = result["machine"]
+    ours, second = list(result["sides"].items())[-1]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     lines = [
         f"{result['setting']}, {result['pairs']} pairs of fresh processes, in turn; {machine['date']}",
@@ -129,9 +130,13 @@ def remarks(result: dict[str, Any]) -> list[str]:
         for side, held in found["shards"].items():
             memory = ", ".join(f"{nbytes / 1e9:.2f} GB {where}" for where, nbytes in held.items() if nbytes)
             lines.append(f"{model}, {result['sides'][side]}: the ranks' shards are {memory}")
-        if report := found["report"]:
-            lines.append(f"{model}: what our last load says of itself, rank by rank: `{json.dumps(report)}`")
+        lines += [f"{model}, {second}, the last load: {rank['report']['text']}" for rank in found["runs"][ours][-1]]
     return lines
+
+
+def _bytes(rank: dict[str, Any]) -> int:
+    """Copied by read calls, or pages of mapped files, libraries included; or what ours says, if that is more."""
+    return max(rank["rchar"] + rank["file_peak"] - rank["file_start"], rank.get("report", {}).get("bytes_read", 0))
 
 
 LIMITS = {

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from . import processes
+
+HUB_NAME = "bench/checkpoint"
+"""What a checkpoint is called on a Hub."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,8 @@ class Side:
     """"native" or "ours"."""
     folder: Path
     """Where the files that it reads are."""
-    hub_name: str = ""
-    """What from_pretrained is given, where that is not the folder."""
     stream: bool = False
+    """Whether ours reads from the Hub as it loads."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,24 @@ class Setting:
     timeout: float
     parent: Path
     """Where checkpoints are kept, and temporary files made."""
-    endpoint: str = ""
-    """The address of a Hub."""
+    hub: Path | None = None
+    """What a Hub on this machine serves while a load runs, if there is one."""
 
     def run(self, action: str, side: Side, reference: Path, target: Path | None = None) -> list[dict[str, Any]]:
         """Let fresh processes do `action` (see worker.Job), one a rank; returns what they wrote."""
         ranks = range(self.size) if self.rank is None else [self.rank]
-        with tempfile.TemporaryDirectory(dir=self.parent) as scratch:
+        threads = max(1, len(os.sched_getaffinity(0)) // len(ranks))
+        common = {"OMP_NUM_THREADS": str(threads), "WORLD_SIZE": str(self.size), "LOCAL_RANK": "0"}
+        if self.device == "cpu":
+            common["CUDA_VISIBLE_DEVICES"] = ""
+        with tempfile.TemporaryDirectory(dir=self.parent) as scratch, _hub(self.hub) as (endpoint, sent):
+            # A cache of its own, so that every load downloads.
+            hub = {"HF_ENDPOINT": endpoint, "HF_HOME": f"{scratch}/home", "HF_HUB_DISABLE_XET": "1"}
+            common |= hub if endpoint else {"HF_HUB_OFFLINE": "1"}
             job = {
                 "action": action,
                 "side": side.loader,
-                "checkpoint": side.hub_name or str(side.folder),
+                "checkpoint": HUB_NAME if endpoint else str(side.folder),
                 "size": self.size,
                 "store": f"{scratch}/store" if self.rank is None else "",
                 "device": self.device,
@@ -61,20 +71,14 @@ class Setting:
                 "target": str(target or ""),
                 "stream": side.stream,
             }
-            threads = max(1, len(os.sched_getaffinity(0)) // len(ranks))
-            common = {"OMP_NUM_THREADS": str(threads), "WORLD_SIZE": str(self.size), "LOCAL_RANK": "0"}
-            if self.device == "cpu":
-                common["CUDA_VISIBLE_DEVICES"] = ""
-            if self.endpoint:  # a cache of its own, so that every load downloads
-                common |= {"HF_ENDPOINT": self.endpoint, "HF_HOME": f"{scratch}/home", "HF_HUB_DISABLE_XET": "1"}
-            else:
-                common["HF_HUB_OFFLINE"] = "1"
-            return processes.run(
+            results = processes.run(
                 "benchmarks.worker",
                 [{**job, "rank": rank} for rank in ranks],
                 env=[{**common, "RANK": str(rank)} for rank in ranks],
                 timeout=self.timeout,
             )
+            results[0]["sent"] = sent()
+        return results
 
 
 @contextmanager
@@ -89,26 +93,41 @@ def compared(arguments: argparse.Namespace, model: str, folder: Path) -> Iterato
             setting.run("save", ours, folder, target)
             yield setting, {"plain": ours, "presharded": Side("tp_transformers, presharded", "ours", target)}
     elif arguments.hub:
-        with _hub(folder) as endpoint:
-            sides = {
-                "native": replace(native, label="transformers, downloads first", hub_name=f"bench/{model}"),
-                "ours": replace(ours, label="tp_transformers, streams", hub_name=f"bench/{model}", stream=True),
-            }
-            yield replace(setting, endpoint=endpoint), sides
+        sides = {
+            "native": replace(native, label="transformers, downloads first"),
+            "ours": replace(ours, label="tp_transformers, streams", stream=True),
+        }
+        yield replace(setting, hub=folder), sides
     else:
         yield setting, {"native": native, "ours": ours}
 
 
 @contextmanager
-def _hub(folder: Path) -> Iterator[str]:
-    """A Hub on this machine that serves `folder` under any name; gives its address."""
-    command = [sys.executable, "-m", "tests.hub_server", "--folder", str(folder), "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=processes.ROOT)
+def _hub(folder: Path | None) -> Iterator[tuple[str, Callable[[], int]]]:
+    """A Hub on this machine that serves `folder`: its address, and what ends it and counts the bytes of weights sent.
+
+    Without a folder, no Hub, and no address.
+    """
+    if folder is None:
+        yield "", lambda: 0
+        return
+    command = [sys.executable, "-m", "tests.hub_server", "--folder", str(folder), "--repository", HUB_NAME, "--port=0"]
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=processes.ROOT,
+        start_new_session=True,
+    )
     try:
         assert server.stdout is not None
-        address = server.stdout.readline().split()
-        if not address or not address[-1].startswith("http"):
-            raise processes.ProcessError(f"{shlex.join(command)} did not say its address in its first line: {address}")
-        yield address[-1]
+        address = server.stdout.readline().strip()
+        if not address.startswith("http"):
+            raise processes.ProcessError(f"{shlex.join(command)}: its first line is no address, but {address!r}")
+        yield address, lambda: int(json.loads(server.communicate(timeout=30)[0])["weight_bytes"])
     finally:
         processes.end(server)
+        for pipe in (server.stdin, server.stdout):
+            if pipe is not None:
+                pipe.close()

@@ -118,10 +118,9 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
         model(tokens)
     _synchronize(job)
     result["forward"] = time.perf_counter() - start
-    # 4. What the loader itself says.
+    # 4. What the loader says of itself.
     if job.side == "ours":
-        report = getattr(model, "tp_report", None)
-        result["report"] = dataclasses.asdict(report) if report is not None else {"bytes_read": model.tp_bytes_read}
+        result["report"] = dataclasses.asdict(model.tp_report) | {"text": str(model.tp_report)}
     return result
 
 
