@@ -58,8 +58,8 @@ class Setting:
             common["CUDA_VISIBLE_DEVICES"] = ""
         with tempfile.TemporaryDirectory(dir=self.parent) as scratch, _hub(self.hub) as (endpoint, sent):
             # A cache of its own, so that every load downloads.
-            hub = {"HF_ENDPOINT": endpoint, "HF_HOME": f"{scratch}/home", "HF_HUB_DISABLE_XET": "1"}
-            common |= hub if endpoint else {"HF_HUB_OFFLINE": "1"}
+            hub = {"HF_ENDPOINT": endpoint, "HF_HOME": f"{scratch}/home", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+            common |= {"HF_HUB_OFFLINE": "0", **hub} if endpoint else {"HF_HUB_OFFLINE": "1"}
             job = {
                 "action": action,
                 "side": side.loader,

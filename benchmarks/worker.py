@@ -71,7 +71,7 @@ def _check(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _save(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
-    tp_transformers.save_sharded(model, job.target)  # type: ignore[attr-defined]
+    tp_transformers.save_sharded(model, job.target)
     return {}
 
 
