@@ -5,7 +5,7 @@ RANKS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test matrix lint versions clean
+.PHONY: demo test matrix bench lint versions clean
 
 demo: $(VENV)/ready
 	$(PY) -m tp_transformers.demo --ranks $(RANKS)
@@ -16,6 +16,11 @@ test: lint
 # Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors: about 20 minutes.
 matrix: $(VENV)/ready
 	MATRIX=1 $(PY) -m pytest tests/distributed/test_architectures.py
+
+# Loading against transformers' own tensor parallelism; BENCH="--cold --models phi3,gpt_oss" passes options.
+bench: $(VENV)/ready
+	$(PY) -m pip install --quiet --editable ".[bench]"
+	$(PY) -m benchmarks.bench_load $(BENCH)
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check

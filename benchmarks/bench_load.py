@@ -1,0 +1,155 @@
+"""Loading, measured against transformers' own tensor parallelism: `python -m benchmarks.bench_load`.
+
+Both sides load the same checkpoint in fresh processes, in turn, in one run. Every shard is first held against the
+checkpoint; a wrong one is not timed. A load is timed from a barrier, with the process group up and the imports done,
+until one byte of every page of every parameter has been read, and the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from . import machine, processes
+from .chart import draw
+from .checkpoints import LAYOUTS, ensure, files
+from .report import fractions, shards, summarise, table
+from .sides import Setting, Side, compared
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """Run the benchmark; returns 1 where a load is wrong, fails, or takes too long."""
+    arguments = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs is ended
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.bench_load", *sys.argv[1:]]),
+        "machine": {**machine.facts(), "gpu": ""},
+        "setting": _setting(arguments),
+        "pairs": arguments.pairs,
+        "sides": {},
+        "models": {},
+    }
+    print(f"{result['command']}\n{json.dumps(result['machine'])}", flush=True)
+    try:
+        for model in arguments.models:
+            folder = ensure(model, arguments.gigabytes, arguments.folder)
+            with compared(arguments, model, folder) as (setting, sides):
+                result["sides"] = {name: side.label for name, side in sides.items()}
+                result["models"][model] = _measure(arguments, setting, sides, model, folder, result["machine"])
+    except (processes.ProcessError, OSError) as error:
+        print(f"bench_load: {error}", file=sys.stderr)
+        return 1
+    text = table(result)
+    print(f"\n{text}")
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    path = arguments.results / _name(arguments)
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    drawn = draw(result, path.with_suffix(".png"))
+    print(f"{path}.json, .md" + (", .png" if drawn else "; no chart: it needs matplotlib (pip install '.[bench]')"))
+    return 0
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    setting: Setting,
+    sides: dict[str, Side],
+    model: str,
+    folder: Path,
+    about: dict[str, Any],
+) -> dict[str, Any]:
+    """Everything about one checkpoint: both sides checked, then timed in turn, then the machine's limits."""
+    size = sum(file.stat().st_size for file in files(folder))
+    print(f"\n{model}: {size / 1e9:.2f} GB in {len(files(folder))} files", flush=True)
+    # 1. A wrong load is not timed.
+    for side in sides.values():
+        found = setting.run("check", side, arguments.against or folder)[0]
+        about["gpu"] = found["device"]
+        print(f"  {side.label}: {found['tensors']} tensors equal the checkpoint's", flush=True)
+    # 2. Time both in turn; which one is first changes from pair to pair, so that a drift favours none.
+    runs: dict[str, list[Any]] = {name: [] for name in sides}
+    for pair in range(arguments.pairs):
+        for name in list(sides) if pair % 2 == 0 else reversed(sides):
+            read = [path for path in sides[name].folder.rglob("*") if path.is_file()]
+            machine.drop(read) if arguments.cold else machine.warm(read)
+            ranks = setting.run("time", sides[name], folder)
+            runs[name].append(ranks)
+            print(f"  pair {pair + 1}, {name}: {max(rank['load'] for rank in ranks):.3f} s", flush=True)
+    # 3. What the machine could do.
+    count = arguments.ranks if setting.rank is None else 1
+    limits = machine.limits(files(folder), count, cold=arguments.cold, timeout=arguments.timeout)
+    if arguments.device == "cuda":
+        limits["pinned"] = setting.run("copy", next(iter(sides.values())), folder)[0]["pinned"]
+    measures = ["load", "first_forward", "anonymous", "bytes"]
+    measures += ["device"] * (arguments.device == "cuda") + ["storage"] * arguments.cold + ["sent"] * arguments.hub
+    ours = list(sides)[-1]
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {
+        "checkpoint": {"bytes": size, "files": len(files(folder)), "config": config},
+        "measures": summarise(runs, measures),
+        "shards": {name: shards(of_side[0]) for name, of_side in runs.items()},
+        "limits": limits,
+        "fractions": fractions(runs[ours], limits),
+        "runs": runs,
+    }
+
+
+def _setting(arguments: argparse.Namespace) -> str:
+    """The run in words."""
+    if arguments.rank is not None:
+        where = f"rank {arguments.rank} of {arguments.ranks}, the others faked, on {arguments.device}"
+    else:
+        where = f"{arguments.ranks} ranks on {arguments.device}"
+    return f"{where}, page cache {'dropped before every load' if arguments.cold else 'warm'}"
+
+
+def _name(arguments: argparse.Namespace) -> str:
+    kinds = [name for name in ("hub", "presharded", "cold") if getattr(arguments, name)]
+    return "-".join(["load", arguments.device, str(arguments.ranks), *kinds])
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_load", description=__doc__)
+    add = parser.add_argument
+    add("--models", default="llama,mixtral", help=f"of {','.join(LAYOUTS)} (default: llama,mixtral)")
+    add("--gigabytes", type=float, default=4, help="of each checkpoint (default: 4)")
+    add("--ranks", type=int, default=2, help="(default: 2)")
+    add("--pairs", type=int, default=5, help="how often both sides load (default: 5)")
+    add("--cold", action="store_true", help="drop the files from the page cache before every load")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one rank on one GPU, the others faked")
+    add("--rank", type=int, help="run only this rank, and fake the others; 0 on cuda unless given")
+    compared = parser.add_mutually_exclusive_group()
+    compared.add_argument(
+        "--hub", action="store_true", help="load over HTTP from this machine, ours with tp_stream=True"
+    )
+    compared.add_argument("--presharded", action="store_true", help="ours against ours from a save_sharded folder")
+    cache = Path(tempfile.gettempdir()) / "tp_transformers-bench"
+    add("--folder", type=Path, default=cache, help=f"where checkpoints are kept (default: {cache})")
+    add("--results", type=Path, default=RESULTS, help="where the numbers and the chart go")
+    add("--timeout", type=float, default=600, help="seconds that one load may take, its processes' start included")
+    add("--against", type=Path, help="hold the loads against this checkpoint, to see that a wrong one is refused")
+    arguments = parser.parse_args()
+    arguments.models = arguments.models.split(",")
+    arguments.folder = arguments.folder.resolve()
+    arguments.against = arguments.against and arguments.against.resolve()
+    if unknown := set(arguments.models) - set(LAYOUTS):
+        parser.error(f"--models: got {', '.join(sorted(unknown))}, expected some of {', '.join(LAYOUTS)}")
+    if arguments.pairs < 1 or arguments.ranks < 1:
+        parser.error("--pairs and --ranks: expected 1 or more")
+    if arguments.device == "cuda" and arguments.rank is None:
+        arguments.rank = 0
+    if arguments.rank is not None and not 0 <= arguments.rank < arguments.ranks:
+        parser.error(f"--rank: got {arguments.rank}, expected 0 to {arguments.ranks - 1}")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Loaded shards held against the checkpoint, which is read by safetensors' own reader and sliced independently."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tp_transformers import full_tensor
+
+from .checkpoints import files
+
+
+class WrongResultError(Exception):
+    """A load that did not give what the checkpoint holds; it is not worth a time."""
+
+
+def check(model: Any, folder: Path, *, rank: int, size: int, collectives: bool) -> int:
+    """Compare every parameter and persistent buffer of `model` with the checkpoint; returns how many there are.
+
+    Args:
+        model: loaded by transformers or by us, on rank `rank` of `size`.
+        folder: the checkpoint that it should be.
+        collectives: whether the ranks are there: then each tensor is gathered and compared as a whole, which all
+            ranks have to do together. Else this rank's shard is compared with the slice that its layout names.
+
+    Raises:
+        WrongResultError: naming tensors that differ, that were not loaded, or that the checkpoint lacks.
+    """
+    faults = []
+    with ExitStack() as stack:
+        expected = reference(folder, stack)
+        found = model.state_dict(keep_vars=True)
+        faults += [f"{name}: not in the checkpoint" for name in sorted(found.keys() - expected.keys())]
+        faults += [f"{name}: not in the model" for name in sorted(expected.keys() - found.keys())]
+        for name in sorted(found.keys() & expected.keys()):
+            tensor = found[name]
+            value = (full_tensor(tensor) if collectives else local(tensor)).cpu()
+            whole = expected[name]()
+            if not collectives:
+                whole = _shard(whole, tensor, rank, size)
+            if value.dtype != whole.dtype or value.shape != whole.shape or not torch.equal(value, whole):
+                faults.append(f"{name}: differs from the checkpoint")
+    if faults:
+        shown = "\n  ".join(faults[:10])
+        raise WrongResultError(f"rank {rank}: {len(faults)} of {len(expected)} tensors are wrong:\n  {shown}")
+    return len(expected)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter or buffer, on either side."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def reference(folder: Path, stack: ExitStack) -> Mapping[str, Callable[[], Tensor]]:
+    """The model's name of every tensor, with a function that reads it whole; the files stay open as long as `stack`."""
+    stored = {}
+    for file in files(folder):
+        opened = stack.enter_context(safe_open(file, framework="pt"))
+        stored |= {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+    return dict(_merged(stored))
+
+
+_EXPERT = re.compile(r"(.+)\.block_sparse_moe\.experts\.0\.w1\.weight")
+
+
+def _merged(stored: Mapping[str, Callable[[], Tensor]]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Mixtral's experts as the model has them: gate_up_proj (experts, gate then up, in), down_proj."""
+    for name, read in stored.items():
+        if match := _EXPERT.fullmatch(name):
+            layer = match[1]
+            yield f"{layer}.mlp.experts.gate_up_proj", partial(_stack, stored, layer, "w1", "w3")
+            yield f"{layer}.mlp.experts.down_proj", partial(_stack, stored, layer, "w2")
+        elif ".block_sparse_moe.experts." not in name:
+            yield name.replace(".block_sparse_moe.", ".mlp."), read
+
+
+def _stack(stored: Mapping[str, Callable[[], Tensor]], layer: str, *parts: str) -> Tensor:
+    prefix = f"{layer}.block_sparse_moe.experts"
+    count = sum(name.startswith(prefix) and name.endswith(".w1.weight") for name in stored)
+    first = stored[f"{prefix}.0.{parts[0]}.weight"]()
+    whole = first.new_empty(count, len(parts), *first.shape)  # filled, not stacked: once is much already
+    for expert in range(count):
+        for index, part in enumerate(parts):
+            whole[expert, index] = stored[f"{prefix}.{expert}.{part}.weight"]()
+    return whole.flatten(1, 2)
+
+
+def _shard(whole: Tensor, tensor: Tensor, rank: int, size: int) -> Tensor:
+    """The slice of `whole` that a rank should hold: by our layout's ranges, or by the DTensor's placement."""
+    shard = getattr(tensor, "tp_shard", None)
+    if shard is not None:
+        if shard.layout is None:
+            return whole
+        ranges = shard.layout.split.ranges[rank]
+        return torch.cat(
+            [whole.narrow(shard.layout.dim, start, stop - start) for start, stop in ranges], shard.layout.dim
+        )
+    placement = tensor.placements[-1] if isinstance(tensor, DTensor) else None
+    if not hasattr(placement, "dim"):
+        return whole
+    groups = whole.chunk(getattr(placement, "split_factor", 1), placement.dim)
+    return torch.cat([group.chunk(size, placement.dim)[rank] for group in groups], placement.dim)

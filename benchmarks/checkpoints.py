@@ -1,0 +1,236 @@
+"""Checkpoints of random bf16 weights, written without a model in memory.
+
+Layouts and widths are those of real models; layers are as many as a size asks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+FILE_BYTES = 2_000_000_000
+"""What a file holds at most, unless one tensor is larger."""
+
+_CHUNK = 16 << 20
+"""Bytes that are made and written at a time."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def ensure(model_type: str, gigabytes: float, parent: Path) -> Path:
+    """The folder of a checkpoint of about `gigabytes` (10^9 bytes); it is written unless it is there.
+
+    A size that holds no layer of the real widths gets widths that are divided by 2, 4, 8 or 16.
+    """
+    config, shapes = outline(model_type, gigabytes)
+    digest = hashlib.sha256(json.dumps([config, shapes]).encode()).hexdigest()[:8]
+    folder = parent / f"{model_type}-{gigabytes:g}GB-{digest}"
+    if folder.is_dir():
+        return folder
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as scratch:
+        # Whole or not at all: an interrupted write leaves nothing that looks like a checkpoint.
+        target = Path(scratch) / "checkpoint"
+        target.mkdir()
+        _write(target, config, shapes)
+        target.rename(folder)
+    return folder
+
+
+def files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def outline(model_type: str, gigabytes: float) -> tuple[dict[str, Any], Shapes]:
+    """The config, and every tensor's shape, of the largest checkpoint of at most `gigabytes`, of one layer at least."""
+    for divisor in (1, 2, 4, 8, 16):
+        sizes = [_nbytes(LAYOUTS[model_type](layers, divisor)[1]) for layers in (0, 1)]
+        layers = int((gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0]))
+        if layers >= 1:
+            break
+    config, shapes = LAYOUTS[model_type](max(layers, 1), divisor)
+    return {"model_type": model_type, "dtype": "bfloat16", **config}, shapes
+
+
+def _llama(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
+    hidden, inner, vocabulary = _divided(divisor, 4096, 14336, 32000)
+    shapes = _ends(hidden, vocabulary)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        shapes |= _attention(prefix, hidden, heads=32, kv_heads=8, head_dim=hidden // 32)
+        shapes[f"{prefix}.mlp.gate_proj.weight"] = (inner, hidden)
+        shapes[f"{prefix}.mlp.up_proj.weight"] = (inner, hidden)
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
+    return _config("LlamaForCausalLM", layers, hidden, inner, vocabulary, 32, 8), shapes
+
+
+def _mixtral(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
+    """Every expert's matrices stand alone; transformers merges them while it loads."""
+    hidden, inner, vocabulary = _divided(divisor, 4096, 14336, 32000)
+    shapes = _ends(hidden, vocabulary)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        shapes |= _attention(prefix, hidden, heads=32, kv_heads=8, head_dim=hidden // 32)
+        shapes[f"{prefix}.block_sparse_moe.gate.weight"] = (8, hidden)
+        for expert in range(8):
+            shapes[f"{prefix}.block_sparse_moe.experts.{expert}.w1.weight"] = (inner, hidden)
+            shapes[f"{prefix}.block_sparse_moe.experts.{expert}.w2.weight"] = (hidden, inner)
+            shapes[f"{prefix}.block_sparse_moe.experts.{expert}.w3.weight"] = (inner, hidden)
+    config = _config("MixtralForCausalLM", layers, hidden, inner, vocabulary, 32, 8)
+    return {**config, "num_local_experts": 8, "num_experts_per_tok": 2}, shapes
+
+
+def _phi3(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
+    """Query, key and value in one matrix, gate and up in another."""
+    hidden, inner, vocabulary = _divided(divisor, 3072, 8192, 32064)
+    shapes = _ends(hidden, vocabulary)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        shapes |= _norms(prefix, hidden)
+        shapes[f"{prefix}.self_attn.qkv_proj.weight"] = (3 * hidden, hidden)
+        shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, hidden)
+        shapes[f"{prefix}.mlp.gate_up_proj.weight"] = (2 * inner, hidden)
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
+    config = _config("Phi3ForCausalLM", layers, hidden, inner, vocabulary, 32, 32)
+    return {**config, "pad_token_id": 0}, shapes
+
+
+def _gpt_oss(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
+    """All experts in one tensor, (experts, in, out), with biases."""
+    hidden, vocabulary = _divided(divisor, 2880, 201088)
+    inner, experts, heads, kv_heads, head_dim = hidden, 32, 64, 8, max(64 // divisor, 8)
+    shapes = _ends(hidden, vocabulary)
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        attention = _attention(prefix, hidden, heads, kv_heads, head_dim)
+        biases = {name[:-6] + "bias": shape[:1] for name, shape in attention.items() if "_proj" in name}
+        shapes |= attention | biases | {f"{prefix}.self_attn.sinks": (heads,)}
+        shapes[f"{prefix}.mlp.router.weight"] = (experts, hidden)
+        shapes[f"{prefix}.mlp.router.bias"] = (experts,)
+        shapes[f"{prefix}.mlp.experts.gate_up_proj"] = (experts, hidden, 2 * inner)
+        shapes[f"{prefix}.mlp.experts.gate_up_proj_bias"] = (experts, 2 * inner)
+        shapes[f"{prefix}.mlp.experts.down_proj"] = (experts, inner, hidden)
+        shapes[f"{prefix}.mlp.experts.down_proj_bias"] = (experts, hidden)
+    config = _config("GptOssForCausalLM", layers, hidden, inner, vocabulary, heads, kv_heads)
+    return {**config, "head_dim": head_dim, "num_local_experts": experts, "num_experts_per_tok": 4}, shapes
+
+
+LAYOUTS: dict[str, Callable[[int, int], tuple[dict[str, Any], Shapes]]] = {
+    "llama": _llama,
+    "mixtral": _mixtral,
+    "phi3": _phi3,
+    "gpt_oss": _gpt_oss,
+}
+"""model type -> (layers, divisor of the widths) -> config and shapes."""
+
+
+def _divided(divisor: int, *widths: int) -> tuple[int, ...]:
+    """Widths to divide; what is divided stays a multiple of 64."""
+    return tuple(width if divisor == 1 else max(64, width // divisor // 64 * 64) for width in widths)
+
+
+def _config(
+    architecture: str, layers: int, hidden: int, inner: int, vocabulary: int, heads: int, kv_heads: int
+) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _ends(hidden: int, vocabulary: int) -> Shapes:
+    return {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+
+
+def _norms(prefix: str, hidden: int) -> Shapes:
+    return {
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+    }
+
+
+def _attention(prefix: str, hidden: int, heads: int, kv_heads: int, head_dim: int) -> Shapes:
+    return _norms(prefix, hidden) | {
+        f"{prefix}.self_attn.q_proj.weight": (heads * head_dim, hidden),
+        f"{prefix}.self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+        f"{prefix}.self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, heads * head_dim),
+    }
+
+
+def _nbytes(shapes: Shapes) -> int:
+    return sum(map(_size, shapes.values()))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    """Bytes of a bf16 tensor."""
+    size = 2
+    for length in shape:
+        size *= length
+    return size
+
+
+def _write(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
+    """Write the files as transformers names them, tensors in a file by name, and what stands where."""
+    groups: list[list[str]] = [[]]
+    for name, shape in shapes.items():
+        if groups[-1] and _nbytes({other: shapes[other] for other in groups[-1]}) + _size(shape) > FILE_BYTES:
+            groups.append([])
+        groups[-1].append(name)
+    weight_map = {}
+    for number, names in enumerate(groups, 1):
+        file = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        _write_file(folder / file, {name: shapes[name] for name in sorted(names)}, seed=number)
+    index = {"metadata": {"total_size": _nbytes(shapes)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _write_file(path: Path, shapes: Shapes, seed: int) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + _size(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for chunk in _random_weights(end, seed):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())  # dirty pages cannot be dropped from the page cache
+
+
+def _random_weights(nbytes: int, seed: int) -> Iterator[memoryview]:
+    """Random bf16 values of either sign, their magnitudes between 2^-7 and 2^-6: as small as weights, none zero."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.empty(_CHUNK // 8, dtype=torch.int64)
+    values = bits.view(torch.int16)
+    while nbytes:
+        bits.random_(-(2**63), None, generator=generator)
+        values.bitwise_and_(0x007F - 0x8000).bitwise_or_(120 << 7)  # sign and mantissa are kept, the exponent is set
+        count = min(nbytes, _CHUNK)
+        yield memoryview(values.numpy()).cast("B")[:count]
+        nbytes -= count

@@ -1,0 +1,155 @@
+"""What was measured, in numbers: each run's measures, the ratios of pairs with their spread, a Markdown table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Run = Sequence[dict[str, Any]]
+"""What every rank of one load wrote."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number of a run, from what its ranks wrote."""
+
+    title: str
+    unit: str
+    scale: float
+    """Base units (seconds, bytes) of one `unit`."""
+    of: Callable[[Run], float]
+
+
+MEASURES = {
+    "load": Measure("load", "s", 1, lambda run: max(rank["load"] for rank in run)),
+    "first_forward": Measure(
+        "load and first forward", "s", 1, lambda run: max(rank["load"] + rank["forward"] for rank in run)
+    ),
+    "anonymous": Measure(
+        "peak anonymous memory above the shard, worst rank",
+        "MB",
+        1e6,
+        lambda run: max(rank["anon_peak"] - rank["anon_start"] - rank["anonymous_shard"] for rank in run),
+    ),
+    "device": Measure(
+        "peak device memory above the shard",
+        "MB",
+        1e6,
+        lambda run: max(rank["device_peak"] - rank["shard"] for rank in run),
+    ),
+    "bytes": Measure(
+        "bytes read or mapped, all ranks",
+        "GB",
+        1e9,
+        lambda run: sum(map(_bytes, run)),
+    ),
+    "storage": Measure("bytes from storage, all ranks", "GB", 1e9, lambda run: sum(rank["read_bytes"] for rank in run)),
+    "sent": Measure("weights over HTTP, all ranks", "GB", 1e9, lambda run: run[0]["sent"]),
+}
+"""Less is better in all. "device" is of a GPU, "storage" of a dropped page cache, "sent" of a Hub on this machine."""
+
+
+def summarise(runs: dict[str, list[Run]], measures: Sequence[str]) -> dict[str, Any]:
+    """For every measure, both sides' values with their spread, and the first side's by the second's, pair by pair.
+
+    A ratio above 1 says how many times less the second side takes; it is None where the second takes nothing.
+    """
+    result: dict[str, Any] = {}
+    for name in measures:
+        values = {side: [MEASURES[name].of(run) for run in of_side] for side, of_side in runs.items()}
+        first, second = values.values()
+        ratios = [a / b if b > 0 else None for a, b in zip(first, second, strict=True)]
+        result[name] = {side: spread(numbers) for side, numbers in values.items()}
+        result[name]["ratio"] = spread(ratios) if None not in ratios else None
+    return result
+
+
+def spread(values: Sequence[Any]) -> dict[str, Any]:
+    """Median, quartiles and extremes, and the values themselves."""
+    low, middle, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": middle, "min": min(values), "q1": low, "q3": high, "max": max(values), "values": list(values)}
+
+
+def shards(run: Run) -> dict[str, int]:
+    """Bytes of all ranks' shards, by where they are."""
+    anonymous = sum(rank["anonymous_shard"] for rank in run)
+    rest = sum(rank["shard"] for rank in run) - anonymous
+    device = "device_peak" in run[0]
+    return {
+        "in anonymous memory": anonymous,
+        "in pages of mapped files": 0 if device else rest,
+        "on the device": rest if device else 0,
+    }
+
+
+def fractions(runs: Sequence[Run], limits: dict[str, float]) -> dict[str, float]:
+    """Which part of each limit a side's median load reaches: bytes of all ranks' shards a second, by the limit."""
+    shard = sum(rank["shard"] for rank in runs[0])
+    seconds = statistics.median(MEASURES["load"].of(run) for run in runs)
+    return {name: shard / seconds / limit for name, limit in limits.items()}
+
+
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table of all models and measures, with what it was measured on below."""
+    first, second = result["sides"].values()
+    lines = [
+        f"| checkpoint | measure | {first} | {second} | ratio: median (min, quartiles, max) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for model, found in result["models"].items():
+        checkpoint = f"{model}, {found['checkpoint']['bytes'] / 1e9:.2f} GB"
+        for name, numbers in found["measures"].items():
+            measure = MEASURES[name]
+            sides = " | ".join(
+                f"{numbers[side]['median'] / measure.scale:.3g} {measure.unit}" for side in result["sides"]
+            )
+            lines.append(f"| {checkpoint} | {measure.title} | {sides} | {_ratio(numbers['ratio'])} |")
+    return "\n".join([*lines, "", *(f"- {line}" for line in remarks(result))]) + "\n"
+
+
+def remarks(result: dict[str, Any]) -> list[str]:
+    """What one has to know beside the numbers."""
+    machine = result["machine"]
+    ours, second = list(result["sides"].items())[-1]
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    lines = [
+        f"{result['setting']}, {result['pairs']} pairs of fresh processes, in turn; {machine['date']}",
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB"
+        + (f", {machine['gpu']}" if machine["gpu"] else "")
+        + f", {machine['system']}, huge pages: {machine['huge_pages'] or 'none'}; {versions}",
+        f"`{result['command']}`",
+    ]
+    for model, found in result["models"].items():
+        limits = ", ".join(
+            f"{LIMITS[name]} {limit / 1e9:.1f} GB/s ({found['fractions'][name]:.0%})"
+            for name, limit in found["limits"].items()
+        )
+        lines.append(f"{model}: the machine's limits, and which part our load reaches: {limits}")
+        for side, held in found["shards"].items():
+            memory = ", ".join(f"{nbytes / 1e9:.2f} GB {where}" for where, nbytes in held.items() if nbytes)
+            lines.append(f"{model}, {result['sides'][side]}: the ranks' shards are {memory}")
+        lines += [f"{model}, {second}, the last load: {rank['report']['text']}" for rank in found["runs"][ours][-1]]
+    return lines
+
+
+def _bytes(rank: dict[str, Any]) -> int:
+    """Copied by read calls, or pages of mapped files, libraries included; or what ours says, if that is more."""
+    return max(rank["rchar"] + rank["file_peak"] - rank["file_start"], rank.get("report", {}).get("bytes_read", 0))
+
+
+LIMITS = {
+    "fresh": "preadv into fresh memory",
+    "huge": "preadv into fresh memory of huge pages",
+    "touched": "preadv into touched memory",
+    "pinned": "pinned memory to the device",
+}
+"""What `limits` hold."""
+
+
+def _ratio(ratio: dict[str, Any] | None) -> str:
+    if ratio is None:
+        return "-"
+    rest = f"{ratio['min']:.3g}, {ratio['q1']:.3g} to {ratio['q3']:.3g}, {ratio['max']:.3g}"
+    return f"{ratio['median']:.3g} ({rest})"

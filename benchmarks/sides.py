@@ -1,0 +1,133 @@
+"""The two sides of a comparison, and how their processes are started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from . import processes
+
+HUB_NAME = "bench/checkpoint"
+"""What a checkpoint is called on a Hub."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two that are compared."""
+
+    label: str
+    loader: str
+    """"native" or "ours"."""
+    folder: Path
+    """Where the files that it reads are."""
+    stream: bool = False
+    """Whether ours reads from the Hub as it loads."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all loads of a run."""
+
+    size: int
+    """The number of ranks."""
+    rank: int | None
+    """The only rank that runs, the others being faked; None where all of them run."""
+    device: str
+    timeout: float
+    parent: Path
+    """Where checkpoints are kept, and temporary files made."""
+    hub: Path | None = None
+    """What a Hub on this machine serves while a load runs, if there is one."""
+
+    def run(self, action: str, side: Side, reference: Path, target: Path | None = None) -> list[dict[str, Any]]:
+        """Let fresh processes do `action` (see worker.Job), one a rank; returns what they wrote."""
+        ranks = range(self.size) if self.rank is None else [self.rank]
+        threads = max(1, len(os.sched_getaffinity(0)) // len(ranks))
+        common = {"OMP_NUM_THREADS": str(threads), "WORLD_SIZE": str(self.size), "LOCAL_RANK": "0"}
+        if self.device == "cpu":
+            common["CUDA_VISIBLE_DEVICES"] = ""
+        with tempfile.TemporaryDirectory(dir=self.parent) as scratch, _hub(self.hub) as (endpoint, sent):
+            # A cache of its own, so that every load downloads.
+            hub = {"HF_ENDPOINT": endpoint, "HF_HOME": f"{scratch}/home", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+            common |= {"HF_HUB_OFFLINE": "0", **hub} if endpoint else {"HF_HUB_OFFLINE": "1"}
+            job = {
+                "action": action,
+                "side": side.loader,
+                "checkpoint": HUB_NAME if endpoint else str(side.folder),
+                "size": self.size,
+                "store": f"{scratch}/store" if self.rank is None else "",
+                "device": self.device,
+                "reference": str(reference),
+                "target": str(target or ""),
+                "stream": side.stream,
+            }
+            results = processes.run(
+                "benchmarks.worker",
+                [{**job, "rank": rank} for rank in ranks],
+                env=[{**common, "RANK": str(rank)} for rank in ranks],
+                timeout=self.timeout,
+            )
+            results[0]["sent"] = sent()
+        return results
+
+
+@contextmanager
+def compared(arguments: argparse.Namespace, model: str, folder: Path) -> Iterator[tuple[Setting, dict[str, Side]]]:
+    """The two sides, the second being what is advertised; and what they need while they run."""
+    setting = Setting(arguments.ranks, arguments.rank, arguments.device, arguments.timeout, arguments.folder)
+    native = Side("transformers", "native", folder)
+    ours = Side("tp_transformers", "ours", folder)
+    if arguments.presharded:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
+            target = Path(scratch) / "presharded"
+            setting.run("save", ours, folder, target)
+            yield setting, {"plain": ours, "presharded": Side("tp_transformers, presharded", "ours", target)}
+    elif arguments.hub:
+        sides = {
+            "native": replace(native, label="transformers, downloads first"),
+            "ours": replace(ours, label="tp_transformers, streams", stream=True),
+        }
+        yield replace(setting, hub=folder), sides
+    else:
+        yield setting, {"native": native, "ours": ours}
+
+
+@contextmanager
+def _hub(folder: Path | None) -> Iterator[tuple[str, Callable[[], int]]]:
+    """A Hub on this machine that serves `folder`: its address, and what ends it and counts the bytes of weights sent.
+
+    Without a folder, no Hub, and no address.
+    """
+    if folder is None:
+        yield "", lambda: 0
+        return
+    command = [sys.executable, "-m", "tests.hub_server", "--folder", str(folder), "--repository", HUB_NAME, "--port=0"]
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=processes.ROOT,
+        start_new_session=True,
+    )
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        if not address.startswith("http"):
+            raise processes.ProcessError(f"{shlex.join(command)}: its first line is no address, but {address!r}")
+        yield address, lambda: int(json.loads(server.communicate(timeout=30)[0])["weight_bytes"])
+    finally:
+        processes.end(server)
+        for pipe in (server.stdin, server.stdout):
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,160 @@
+"""One rank of one load: `python -m benchmarks.worker JOB`, JOB as JSON. Checks it, times it, or saves what it gave."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+import tp_transformers
+
+from .check import check, local
+from .memory import Watch, at_rest, shard_bytes, touch
+
+TOKENS = 8
+"""Length of the first forward's input."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one rank does."""
+
+    result: str
+    """The file that its result goes to."""
+    action: str
+    """"check" against `reference`, "time", "save" to `target` as shards; "copy" times pinned memory to the device."""
+    side: str
+    """"native", transformers' own tensor parallelism, or "ours"."""
+    checkpoint: str
+    """What from_pretrained is given: a folder, or a name on a Hub."""
+    rank: int
+    size: int
+    store: str
+    """The file over which the ranks find each other; empty where the others are faked."""
+    device: str
+    reference: str = ""
+    target: str = ""
+    stream: bool = False
+    """Whether ours reads from the Hub as it loads."""
+
+
+def main() -> None:
+    """Do the job in argv, and write its result."""
+    job = Job(**json.loads(sys.argv[1]))
+    logging.disable_progress_bar()
+    mesh = _start_group(job)
+    try:
+        arguments = _arguments(job, mesh)
+        result = {"check": _check, "time": _time, "save": _save, "copy": _copy}[job.action](job, arguments)
+    finally:
+        dist.destroy_process_group()
+    result["device"] = torch.cuda.get_device_name() if job.device == "cuda" else ""
+    Path(job.result).write_text(json.dumps(result), encoding="utf-8")
+
+
+def _check(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
+    model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
+    count = check(model, Path(job.reference), rank=job.rank, size=job.size, collectives=bool(job.store))
+    return {"tensors": count}
+
+
+def _save(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
+    model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
+    tp_transformers.save_sharded(model, job.target)
+    return {}
+
+
+def _copy(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Bytes a second from pinned memory to the device, best of ten."""
+    source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=job.device)
+    best = float("inf")
+    for _ in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return {"pinned": source.nbytes / best}
+
+
+def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Seconds, bytes and memory of a load and the first forward after it."""
+    # 1. Import what the load needs, so that it is not timed; the model's code comes with its class.
+    AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(job.reference))]
+    tokens = torch.arange(TOKENS, device=job.device)[None]
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        device_start = torch.cuda.memory_allocated()
+    # 2. Load, between a barrier and the last page of the last parameter.
+    with Watch() as watch:
+        dist.barrier()
+        start = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
+        held = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+        touch(held)
+        _synchronize(job)
+        loaded = time.perf_counter()
+    shard, anonymous = shard_bytes(held)
+    rest = at_rest()
+    result = {"shard": shard, "anonymous_shard": anonymous, "load": loaded - start, **watch.result(), "rest": rest}
+    if job.device == "cuda":
+        result["device_peak"] = torch.cuda.max_memory_allocated() - device_start
+    # 3. Compute; the clock goes on from where the load ended.
+    start = time.perf_counter()
+    with torch.no_grad():
+        model(tokens)
+    _synchronize(job)
+    result["forward"] = time.perf_counter() - start
+    # 4. What the loader says of itself.
+    if job.side == "ours":
+        result["report"] = dataclasses.asdict(model.tp_report) | {"text": str(model.tp_report)}
+    return result
+
+
+def _arguments(job: Job, mesh: Any) -> dict[str, Any]:
+    """What from_pretrained is given beside the checkpoint."""
+    if job.side == "ours":
+        tp_transformers.enable()
+        return {
+            "tp_plan": "auto",
+            "dtype": "auto",
+            **({"device_mesh": mesh} if mesh is not None else {}),
+            **({"tp_stream": True} if job.stream else {}),
+        }
+    if {field.name for field in dataclasses.fields(DistributedConfig)} >= {"tp_size", "tp_plan"}:
+        return {"distributed_config": DistributedConfig(tp_size=job.size, tp_plan="auto"), "dtype": "auto"}
+    raise SystemExit(f"transformers {transformers.__version__} does not keep its shards as DTensors: nothing to check")
+
+
+def _start_group(job: Job) -> Any:
+    """Start the process group; where the other ranks are faked, return the mesh that says on which device."""
+    if job.store:
+        store = dist.FileStore(job.store, job.size)
+        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
+        return None
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=job.rank, world_size=job.size)
+    return init_device_mesh(job.device, (job.size,), mesh_dim_names=("tp",))
+
+
+def _synchronize(job: Job) -> None:
+    if job.device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
