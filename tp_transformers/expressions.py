@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .layout import Range, joined
-from .lazy import LazyTensor, Resident, Stored
+from .lazy import LazyTensor, Resident
+from .stored import Stored
 
 
 class Expression(LazyTensor):

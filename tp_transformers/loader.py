@@ -24,10 +24,11 @@ from .checkpoint.reader import Request, read
 from .checkpoint.sharded import ShardedCheckpoint
 from .checkpoint.source import Source
 from .errors import CheckpointError
-from .lazy import LazyTensor, Resident, Stored
+from .lazy import LazyTensor, Resident
 from .mesh import TensorParallelGroup
 from .report import LoadReport
 from .resolve import Resolution
+from .stored import Stored
 from .strategies import local_tensor, whole_like
 
 if TYPE_CHECKING:

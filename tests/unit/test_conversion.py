@@ -24,7 +24,8 @@ from tp_transformers.checkpoint.conversion import Conversion, convert
 from tp_transformers.checkpoint.index import Checkpoint
 from tp_transformers.checkpoint.reader import Request, read
 from tp_transformers.layout import even, packed
-from tp_transformers.lazy import Deferred, LazyTensor, Stored
+from tp_transformers.lazy import Deferred, LazyTensor
+from tp_transformers.stored import Stored
 
 from .test_lazy import select
 

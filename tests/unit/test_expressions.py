@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from tp_transformers.checkpoint.index import Checkpoint
 from tp_transformers.checkpoint.reader import Request, read
 from tp_transformers.expressions import Concat, Squeeze, Stack, Transpose, concat, permute
-from tp_transformers.lazy import Deferred, LazyTensor, Resident, Stored
+from tp_transformers.lazy import Deferred, LazyTensor, Resident
+from tp_transformers.stored import Stored
 
 from .test_lazy import ranges, select
 

@@ -19,7 +19,8 @@ from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.index import Checkpoint
 from tp_transformers.checkpoint.operations import _TABLE, express
 from tp_transformers.checkpoint.reader import Request, read
-from tp_transformers.lazy import LazyTensor, Resident, Stored
+from tp_transformers.lazy import LazyTensor, Resident
+from tp_transformers.stored import Stored
 
 from .test_lazy import ranges, select
 

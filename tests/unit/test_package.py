@@ -24,6 +24,7 @@ ROOMS = [
     "errors",
     "layout",
     "lazy",
+    "stored",
     "expressions",
     "mesh",
     "report",

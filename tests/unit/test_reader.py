@@ -22,7 +22,7 @@ from tp_transformers.checkpoint.index import Checkpoint
 from tp_transformers.checkpoint.mapping import FileMap, may_map, survive_truncation
 from tp_transformers.checkpoint.reader import Request, read
 from tp_transformers.checkpoint.source import LocalFile
-from tp_transformers.lazy import Box
+from tp_transformers.stored import Box
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tp_transformers.checkpoint.manifest import MANIFEST_NAME, Manifest, RankFil
 from tp_transformers.checkpoint.sharded import ShardedCheckpoint
 from tp_transformers.checkpoint.writer import SummedWriter
 from tp_transformers.layout import Layout, Split, even, packed
-from tp_transformers.lazy import Stored
+from tp_transformers.stored import Stored
 from tp_transformers.strategies.shard import take
 
 from .test_layout import splits

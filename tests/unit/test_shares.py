@@ -16,7 +16,7 @@ from tp_transformers.checkpoint.reader import Request
 from tp_transformers.checkpoint.shares import Need, divide, pieces
 from tp_transformers.checkpoint.source import Source
 from tp_transformers.layout import even
-from tp_transformers.lazy import Stored
+from tp_transformers.stored import Stored
 
 
 class Nowhere(Source):

@@ -24,7 +24,7 @@ One contiguous read gave 12.2 GB/s there. The constants below give every number 
 
 from __future__ import annotations
 
-from ..lazy import Box
+from ..stored import Box
 
 BLOCK_BYTES = 1 << 20
 """Size of the buffer for `blocks`."""

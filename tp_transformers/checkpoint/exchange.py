@@ -23,8 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..lazy import Selection, Stored
 from ..mesh import TensorParallelGroup
+from ..stored import Selection, Stored
 from .reader import Request
 from .shares import Bytes, Need, Part, Positions, divide, pieces
 from .source import Source

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, describe
-from ..lazy import LazyTensor, Stored
+from ..lazy import LazyTensor
+from ..stored import Stored
 from .source import LocalFile, Source
 
 # Names of dtypes in safetensors headers: https://github.com/huggingface/safetensors (README, "Format").

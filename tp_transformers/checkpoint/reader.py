@@ -24,7 +24,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..layout import union
-from ..lazy import Box, Stored, byte_view
+from ..stored import Box, Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
 from .mapping import may_map, survive_truncation
 from .memory import Staging, copy, populate

@@ -25,7 +25,8 @@ import torch
 from ..errors import CheckpointError, UnsupportedError, describe, list_faults
 from ..expressions import Expression, concat
 from ..layout import Layout, Piece, Range
-from ..lazy import LazyTensor, Stored
+from ..lazy import LazyTensor
+from ..stored import Stored
 from ..strategies import layout_of, local_tensor, whole_like
 from .conversion import identity
 from .index import Checkpoint, read_header

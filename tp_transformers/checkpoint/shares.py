@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..layout import even
-from ..lazy import Stored, byte_view
+from ..stored import Stored, byte_view
 from .memory import copy
 from .reader import Request, is_same_memory
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from ..lazy import byte_view
+from ..stored import byte_view
 from .index import DTYPE_NAMES
 
 

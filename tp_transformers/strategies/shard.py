@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..collectives import all_gather_uneven, copy_to_region
 from ..layout import Layout, Range, Shared, Split, chunked, even, packed
-from ..lazy import LazyTensor, Resident, Stored
+from ..lazy import LazyTensor, Resident
 from ..mesh import TensorParallelGroup
+from ..stored import Stored
 
 
 @dataclass(frozen=True, eq=False)
