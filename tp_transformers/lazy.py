@@ -1,8 +1,8 @@
 """Lazy tensors: a shape, a dtype and a way to read any slice, but no data.
 
 Slicing a lazy tensor returns another one; nothing is read until the loader (or any torch operation) asks for values.
-`Resident` is a tensor that is already in memory, `Deferred` is computed whole when needed. What is bytes in a file stands
-in `stored`, what is made of other lazy tensors (stacks, transposes, ...) in `expressions`.
+`Resident` is a tensor that is already in memory, `Deferred` is computed whole when needed. Tensors in files stand in
+`stored`, what is made of other lazy tensors (stacks, transposes, ...) in `expressions`.
 """
 
 from __future__ import annotations
