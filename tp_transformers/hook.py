@@ -227,7 +227,7 @@ def _resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     found = asked.get("download_kwargs") or {}
     if current.stream and not asked.get("gguf_file"):
         files, metadata = open_weights(current.group, Weights.asked_for(asked, found))
-        current.remote = {file.name: file for file in files if isinstance(file, RemoteFile)}
+        current.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
         return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
 
     def resolve(first: bool) -> Any:

@@ -97,7 +97,8 @@ def test_a_broken_answer_is_taken_up_where_it_broke(server: HubServer) -> None:
     assert file.bytes_read == 4 * len(CONTENT), "no byte is read twice"
 
 
-def test_threads_read_at_once(server: HubServer) -> None:
+def test_threads_read_at_once(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "TRIES", 30)  # half of all requests fail, in any order
     server.faults.error_every, server.faults.drop_every, server.faults.expire_after = 7, 5, 9
     file = remote(server)
     with ThreadPoolExecutor(6) as executor:

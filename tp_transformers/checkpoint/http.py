@@ -31,7 +31,7 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 LONGEST_RETRY_AFTER = 300.0
 """The most seconds that a server may make us wait by Retry-After or its rate limit headers."""
 PROGRESS_BYTES = 1 << 20
-"""Bytes of one answer that start the count of tries anew."""
+"""Bytes of one answer that start the count of tries anew; or a quarter of what was lacking, where that is less."""
 
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _EXPIRED = frozenset({400, 401, 403, 404, 410})
@@ -155,7 +155,7 @@ class RemoteFile(Source):
         target.put(memoryview(self.head)[offset : target.stop])
         tries = _Tries(f"checkpoint file {self.name}", self._closed)
         while target.position < target.stop:
-            start = target.position
+            start, lacking = target.position, target.stop - target.position
             if self._closed.is_set():
                 raise CheckpointError(f"checkpoint file {self.name}: read after it was closed")
             try:
@@ -163,7 +163,7 @@ class RemoteFile(Source):
                 if target.position == start:
                     raise _TryAgainError("an answer without bytes")
             except (_TryAgainError, _HTTPError) as error:
-                if target.position - start >= PROGRESS_BYTES:
+                if target.position - start >= min(PROGRESS_BYTES, -(-lacking // 4)):
                     tries.count = 0
                 tries.again(error)
 
@@ -188,6 +188,8 @@ class RemoteFile(Source):
                 for chunk in answer.iter_raw():
                     if self._closed.is_set():
                         raise CheckpointError(f"checkpoint file {self.name}: closed while it was read")
+                    if len(chunk) > target.stop - target.position:
+                        raise _TryAgainError("more bytes than were asked for")
                     target.put(memoryview(chunk))
         finally:
             self.count(target.position - start)
@@ -266,9 +268,7 @@ class _Target:
         self._buffers = [buffer for buffer in reversed(buffers) if len(buffer)]
 
     def put(self, chunk: memoryview) -> None:
-        """Append `chunk`. Raises CheckpointError where it is more than was asked for."""
-        if len(chunk) > self.stop - self.position:
-            raise CheckpointError(f"got more than the {self.stop - self.position} bytes that were asked for")
+        """Append `chunk`, which is no more than is lacking."""
         self.position += len(chunk)
         while chunk:
             buffer = self._buffers.pop()
