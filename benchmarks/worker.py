@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 import time
@@ -58,6 +59,7 @@ def main() -> None:
         arguments = _arguments(job, mesh)
         result = {"check": _check, "time": _time, "save": _save, "copy": _copy}[job.action](job, arguments)
     finally:
+        gc.collect()  # models are cycles, which keep their process groups, and those their threads, past the end
         dist.destroy_process_group()
     result["device"] = torch.cuda.get_device_name() if job.device == "cuda" else ""
     Path(job.result).write_text(json.dumps(result), encoding="utf-8")
