@@ -108,6 +108,31 @@ def test_blocks_are_shared_out(pool: Any, cases: Any) -> None:
     assert all(abs(rank["report"].prefetched - total / 3) < 0.1 * total for rank in ranks)
 
 
+def one_page_missing(folder: str) -> dict[str, Any]:
+    """A page of the third block of each file seems to be on disk only."""
+    before, resident = prefetch.BLOCK_BYTES, LocalFile.is_resident
+    prefetch.BLOCK_BYTES = 1000
+
+    def seeming(self: LocalFile, spans: Any) -> bool:
+        spans = list(spans)
+        return resident(self, spans) and not any(start <= 3500 < stop for start, stop in spans)
+
+    undo = patched(LocalFile, "is_resident", seeming)
+    try:
+        return report(folder, None, False)
+    finally:
+        undo()
+        prefetch.BLOCK_BYTES = before
+
+
+def test_only_the_blocks_that_are_missing_are_fetched(pool: Any, cases: Any) -> None:
+    case = cases(9, 3)
+    ranks = pool.run(2, one_page_missing, case.folder)
+    files = len(list(Path(case.folder).glob("*.safetensors")))
+    assert 0 < sum(rank["report"].prefetched for rank in ranks) <= 1000 * files
+    assert all(error_of(rank, case.reference) < 1e-4 for rank in ranks)
+
+
 def short_of_memory(folder: str) -> dict[str, Any]:
     before = prefetch._available_memory
     prefetch._available_memory = lambda: 1000

@@ -73,6 +73,7 @@ def prefetch(
         if total + sum(each[4] for each in others) > _available_memory():
             logger.info("the page cache has no room for the %.1f GB that this node needs; not prefetched", total / 1e9)
             return 0
+        mine = [block for block in mine if wanted or not block[0].is_resident([block[1:]])]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="prefetch") as pool:
             for _ in pool.map(lambda block: block[0].prefetch(*block[1:]), mine):
                 pass
