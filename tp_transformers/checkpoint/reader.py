@@ -23,7 +23,6 @@ from time import perf_counter
 import torch
 
 from ..errors import CheckpointError
-from ..layout import union
 from ..stored import Box, Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
 from .mapping import may_map, survive_truncation
@@ -86,7 +85,7 @@ def read(
     pieces = [piece for request in requests for piece in _pieces(request)]
     pieces.sort(key=lambda piece: (piece.box.source.name, piece.box.offset))
     with ExitStack() as stack:
-        mapped = _resident(pieces) if may_map() else []
+        mapped = _mapped(pieces) if may_map() else []
         if mapped:
             stack.enter_context(survive_truncation([source.map() for source in mapped]))
         jobs = deque(_jobs(pieces, mapped))
@@ -236,12 +235,11 @@ def _pieces(request: Request) -> Iterator[_Piece]:
         yield from (_Piece(*part) for part in box.cut(destination, JOB_BYTES))
 
 
-def _resident(pieces: Sequence[_Piece]) -> list[LocalFile]:
-    """The files of whose pieces some need more than a read into place, and are in the page cache; now mapped."""
+def _mapped(pieces: Sequence[_Piece]) -> list[LocalFile]:
+    """The files of whose pieces some need more than a read into place, now mapped."""
     found = []
     for source, group in groupby(pieces, key=attrgetter("box.source")):
-        spans = [(piece.box.offset, piece.box.stop) for piece in group if not piece.is_direct]
-        if spans and isinstance(source, LocalFile) and source.is_resident(union(spans)):
+        if isinstance(source, LocalFile) and not all(piece.is_direct for piece in group):
             with suppress(OSError, ValueError):  # no maps on this file system, or a file that shrank
                 source.map()
                 found.append(source)
@@ -275,9 +273,11 @@ def _jobs(pieces: Sequence[_Piece], mapped: Sequence[Source]) -> Iterator[_Job]:
 
 
 def _method(piece: _Piece, is_mapped: bool) -> str:
-    """How to read a piece that is not read into place."""
+    """How to read a piece that is not read into place: out of the map only what is in the page cache."""
     box = piece.box
-    is_mapped = is_mapped and box.offset % box.dtype.itemsize == 0
+    if is_mapped:
+        assert isinstance(box.source, LocalFile)
+        is_mapped = box.offset % box.dtype.itemsize == 0 and box.source.is_resident([(box.offset, box.stop)])
     if box.rows > 1:
         return cheapest(box, may_map=is_mapped)
     return "map" if is_mapped and piece.destination.device.type == "cpu" else "contiguous"
