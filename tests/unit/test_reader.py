@@ -209,15 +209,20 @@ def test_few_bytes_of_long_rows_are_read_alone() -> None:
     assert costs.cheapest(made_of(8192, 1 << 20), may_map=False) == "reads"
 
 
-def test_huge_pages_hold_what_they_should(monkeypatch) -> None:
-    """Advice changes nothing but the pages; a hypervisor that takes them back is told from one that does not."""
-    for cheap in (True, False):
-        monkeypatch.setattr(memory, "_huge_pages_are_cheap", lambda cheap=cheap: cheap)
-        tensor = memory.empty((3 << 20, 3), torch.int8, torch.device("cpu"))
-        assert (tensor.shape, tensor.dtype) == ((3 << 20, 3), torch.int8)
-        tensor.fill_(5)
-        memory.populate(tensor)
-        assert (tensor == 5).all()
+@pytest.mark.parametrize("slow", [0.0, 1.0])
+def test_pages_that_are_cleared_hold_what_they_are_filled_with(slow: float, monkeypatch) -> None:
+    """Whether huge pages come fast or not; and clearing memory that holds values already leaves them."""
+    monkeypatch.setattr(memory, "_SLOW", slow)
+    pages = memory.Pages()
+    tensor = memory.empty((3 << 20, 3), torch.int8, torch.device("cpu"))
+    assert (tensor.shape, tensor.dtype) == ((3 << 20, 3), torch.int8)
+    for part in tensor.chunk(3):
+        pages.clear(part)
+        part.fill_(5)
+    pages.clear(tensor)
+    pages.clear(tensor.t())
+    assert (tensor == 5).all()
+    assert pages._huge_are_fast is (slow > 0)
 
 
 def test_a_source_is_opened_once_and_closed(big) -> None:

@@ -7,9 +7,8 @@ import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,26 +19,54 @@ _SMALLEST = 2 << 20
 _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14; Python's mmap does not name it."""
 
+_SLOW = 0.6e-9
+"""Seconds to clear a byte from which on huge pages are slow: small ones take 0.3e-9, huge ones 0.1e-9 or 2.2e-9."""
+
 _TILE_ROWS = 256
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a parameter; on a CPU in huge pages, where these can be had and are worth it.
-
-    The kernel clears a page when it is first touched, and in pages of 4 KiB that takes longer than to read what goes
-    into them. Measured, into new memory from the page cache: 1.9 GB/s, `populate`d 2.6, with huge pages 6.7; into
-    memory that was touched before, 12 GB/s.
-    """
+    """Memory for a parameter, to be cleared by `Pages` before it is filled."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-    if _huge_pages_are_cheap():
-        _advise(tensor, mmap.MADV_HUGEPAGE)
+    _advise(tensor, "MADV_HUGEPAGE")
     return tensor
 
 
-def populate(tensor: torch.Tensor) -> None:
-    """Let the kernel clear all pages of a tensor in one call, just before they are filled."""
-    if tensor.is_contiguous():
+class Pages:
+    """Clears the pages of CPU memory just before they are filled, in one call for many: huge ones while they come fast.
+
+    The kernel clears a page when it is first touched. In pages of 4 KiB that takes longer than to read what goes into
+    them: from the page cache into new memory 1.9 GB/s, 2.6 with one call for many pages, 6.7 with huge ones; into
+    memory that was touched before 12 GB/s. But huge pages may be slow to get, where memory is in pieces or, by far the
+    worst, where a hypervisor has taken back what its guest left free.
+    """
+
+    def __init__(self) -> None:
+        self._huge_are_fast = True
+
+    def clear(self, tensor: torch.Tensor) -> None:
+        """Clear the memory of `tensor`, if it is `empty`'s and contiguous; several threads may."""
+        if not tensor.is_contiguous():
+            return
+        if not self._huge_are_fast:
+            _advise(tensor, "MADV_NOHUGEPAGE")
+        began = perf_counter()
         _advise(tensor, _MADV_POPULATE_WRITE)
+        if perf_counter() - began > _SLOW * tensor.nbytes:
+            self._huge_are_fast = False
+
+
+def _advise(tensor: torch.Tensor, advice: int | str) -> None:
+    """Tell the kernel about the pages that lie within a tensor; one that does not know the advice does nothing."""
+    if tensor.device.type != "cpu" or tensor.nbytes < _SMALLEST or not sys.platform.startswith("linux"):
+        return
+    number = getattr(mmap, advice) if isinstance(advice, str) else advice
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), number)
+
+
+_libc = ctypes.CDLL(None)
 
 
 def copy(values: torch.Tensor, destination: torch.Tensor) -> None:
@@ -59,29 +86,6 @@ def copy(values: torch.Tensor, destination: torch.Tensor) -> None:
             destination[start : start + _TILE_ROWS].t().copy_(tile.t().contiguous())
     else:
         destination.copy_(values)
-
-
-def _advise(tensor: torch.Tensor, advice: int) -> None:
-    """Tell the kernel about the pages that lie within a tensor; one that does not know the advice does nothing."""
-    if tensor.device.type != "cpu" or tensor.nbytes < _SMALLEST or not sys.platform.startswith("linux"):
-        return
-    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)
-
-
-@cache
-def _huge_pages_are_cheap() -> bool:
-    """Whether free huge pages are there to be taken.
-
-    Under a hypervisor that takes back what a guest leaves free (a balloon with free page reporting, bit 5 of its
-    features), huge pages are what it takes, and getting them again costs 2 s a GB.
-    """
-    balloons = Path("/sys/bus/virtio/drivers/virtio_balloon").glob("virtio*/features")
-    return hasattr(mmap, "MADV_HUGEPAGE") and not any(path.read_text()[5:6] == "1" for path in balloons)
-
-
-_libc = ctypes.CDLL(None)
 
 
 class Staging:

@@ -26,7 +26,7 @@ from ..errors import CheckpointError
 from ..stored import Box, Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
 from .mapping import may_map, survive_truncation
-from .memory import Staging, copy, populate
+from .memory import Pages, Staging, copy
 from .source import LocalFile, Source
 
 JOB_BYTES = 16 << 20
@@ -129,7 +129,7 @@ class _Context:
     """What the jobs of one call share."""
 
     def __init__(self, staging: Staging | None, statistics: Statistics) -> None:
-        self.staging, self.statistics = staging, statistics
+        self.staging, self.statistics, self.pages = staging, statistics, Pages()
         self._lock = threading.Lock()
 
     def count(self, method: str, nbytes: int, copied: int, seconds: float) -> None:
@@ -173,7 +173,7 @@ class _Job:
         if len(self.pieces) > 1:
             copied = self.nbytes
             for piece in self.pieces:
-                populate(piece.destination)
+                context.pages.clear(piece.destination)
             box.source.read(box.offset, [byte_view(piece.destination) for piece in self.pieces])
         elif self.is_staged:
             assert context.staging is not None
@@ -182,7 +182,7 @@ class _Job:
                 copied = _READERS[self.method](box, values)
                 context.staging.deliver(values, destination)
         else:
-            populate(destination)
+            context.pages.clear(destination)
             copied = _READERS[self.method](box, destination)
         context.count(self.method, self.nbytes, copied, perf_counter() - began)
 
