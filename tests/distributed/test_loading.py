@@ -124,6 +124,25 @@ def test_a_cache_without_room_is_left_alone(pool: Any, cases: Any) -> None:
         assert error_of(rank, case.reference) < 1e-4
 
 
+def on_nodes_of_their_own(folder: str, how: list[bool | None]) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    undo = patched(prefetch, "_node", lambda: f"node {rank}")
+    try:
+        return report(folder, how[rank], False)
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("how", [[None, True], [True, False]], ids=str)
+def test_a_cold_node_beside_one_that_is_not(pool: Any, cases: Any, how: list[bool | None]) -> None:
+    """Nodes decide for themselves whether they fill their caches, and still meet in the same collectives."""
+    case = cases(9, 3)
+    ranks = pool.run(2, on_nodes_of_their_own, case.folder, how)
+    for wanted, rank in zip(how, ranks, strict=True):
+        assert (rank["report"].prefetched > 0) == bool(wanted)
+        assert error_of(rank, case.reference) < 1e-4
+
+
 # -- what goes wrong in the middle
 
 

@@ -47,18 +47,15 @@ def prefetch(
     Raises:
         CheckpointError: on all ranks, where one cannot read a file.
     """
-    if wanted is False:
-        return 0
     with group.agree():
-        spans = _spans(files, requests)
+        node, spans = _node(), _spans(files, () if wanted is False else requests)
         cold = wanted or not all(
             file is None or file.is_resident(held) for file, held in zip(files, spans, strict=True)
         )
         kept = sum(request.tensor.nbytes for request in requests)
-    node = _node()
     others = [each for each in group.gather((node, group.rank, cold, spans, kept)) if each[0] == node]
     if not any(each[2] for each in others):
-        return 0
+        others = []  # and on to the vote, since another node may be cold
     total = turn = 0
     mine: list[tuple[LocalFile, int, int]] = []
     for index, file in enumerate(files):
