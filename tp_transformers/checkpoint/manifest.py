@@ -128,11 +128,14 @@ class Manifest:
         }
         path = self.folder / MANIFEST_NAME
         temporary = path.with_suffix(f".{self.save}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def ordinary_weights(folder: Path) -> list[str]:
