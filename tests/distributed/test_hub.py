@@ -350,6 +350,18 @@ def test_an_index_that_leaves_the_repository(hub_pool: Any, served: HubServer, c
     )
 
 
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, "[]", '{"weight_map": null}', '{"weight_map": {"a": [1], "b": "c"}}']
+)
+def test_an_index_that_is_none(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, text: str) -> None:
+    shutil.copy(Path(cases(8, 4).folder) / "config.json", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    served.add("org/model", tmp_path)
+    error = _fail(hub_pool, 2, "org/model", None, str(tmp_path / "cache"))
+    assert error.startswith("CheckpointError: rank 0: org/model on the Hub: got")
+    assert "index" in error
+
+
 # -- nothing is left
 
 

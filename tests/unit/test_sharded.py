@@ -128,6 +128,7 @@ def twice(content: dict[str, Any]) -> None:
         (lambda c: c["tensors"].update(a=["F32", [3, 2]]), "dtype None for a"),
         (lambda c: c["tensors"].update(a=["F7", [3, 2], 0]), "dtype 'F7' for a"),
         (lambda c: c["tensors"].update(a=["F32", [3, -2], 0]), "shape [3, -2] for a"),
+        (lambda c: c["tensors"].update(b=["F16", [0, 1 << 63], None]), "shape [0, 9223372036854775808] for b"),
         (lambda c: c["tensors"].update(a=["F32", [3, 2], 1]), "layout 1 for a"),
         (lambda c: c["tensors"].update(a=["F32", [3, 2], True]), "layout True for a"),
         (lambda c: c.update(conversions="all"), "for conversions"),
