@@ -8,7 +8,8 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,26 @@ def _break_reads_of_rank_1(cache: str) -> None:
         original(self, offset, buffers)
 
     with mock.patch.object(http.RemoteFile, "read", read):
+        stream("org/model", None, cache)
+
+
+@pytest.mark.parametrize("thread", ["download", "fetch"])
+def test_a_rank_without_threads_stops_the_others(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, thread: str
+) -> None:
+    served.add("org/model", cases(8, 4).folder)
+    with pytest.raises(WorkerError) as caught:
+        hub_pool.run(2, _start_no_threads_on_rank_1, thread, str(tmp_path), timeout=60)
+    assert set(caught.value.errors.values()) == {"RemoteRankError: rank 1: RuntimeError: can't start new thread"}
+
+
+def _start_no_threads_on_rank_1(thread: str, cache: str) -> None:
+    class NoThreads(ThreadPoolExecutor):
+        def submit(self, *args: Any) -> Any:
+            raise RuntimeError("can't start new thread")
+
+    module = {"download": mesh, "fetch": exchange}[thread]
+    with mock.patch.object(module, "ThreadPoolExecutor", NoThreads) if os.environ["RANK"] == "1" else nullcontext():
         stream("org/model", None, cache)
 
 
