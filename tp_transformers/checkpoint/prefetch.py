@@ -39,7 +39,8 @@ def prefetch(
         files: the files, in the same order on all ranks; None for one that this rank has not opened and needs not.
         requests: what this rank will read.
         group: the ranks.
-        wanted: True even if the bytes seem to be there, False never, None where some are not there.
+        wanted: True even if the bytes seem to be there, None where some are not there; False leaves out what this rank
+            needs.
 
     Returns:
         Bytes that this rank brought in.
