@@ -1,9 +1,9 @@
 """`enable()` and `disable()`: the only file that patches transformers.
 
 While the hook is on, `from_pretrained`, of models and of Auto classes, takes `tp_plan`, `tp_size`, `device_mesh`,
-`tp_stream` and `allow_replicated` out of its arguments and calls the original, which resolves config and dtype and
-builds the model on the meta device. `_get_resolved_checkpoint_files`, which would download the weights on every rank,
-does so on one rank of a node, or with `tp_stream` only asks the Hub where they are.
+`tp_prefetch`, `tp_stream` and `allow_replicated` out of its arguments and calls the original, which resolves config and
+dtype and builds the model on the meta device. `_get_resolved_checkpoint_files`, which would download the weights on
+every rank, does so on one rank of a node, or with `tp_stream` only asks the Hub where they are.
 `PreTrainedModel._load_pretrained_model`, which would then load the checkpoint, runs our loader instead; everything
 around it (tying, initialising what is missing, the report, the generation config) stays transformers' own.
 """

@@ -110,6 +110,7 @@ def load(
             stored, others = _leaves(shards, values)
             remote = [each for each in stored if each.tensor.source.is_remote]
             stored = [each for each in stored if not each.tensor.source.is_remote]
+        group.check_same("the checkpoint", (sorted(values), checkpoint.signature))
         # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
         prefetched = prefetch(checkpoint.files, stored, group, wanted=request.prefetch)
         with _progress(group, sum(shard.nbytes for shard in shards.values())) as progress:
@@ -124,7 +125,6 @@ def load(
                 for source in checkpoint.sources:
                     source.check_unchanged()
         reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
-    group.check_same("the checkpoint", (sorted(values), checkpoint.signature))
     # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
     _tie(model, group, values)
     for name, value in values.items():

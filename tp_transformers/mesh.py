@@ -112,7 +112,8 @@ class TensorParallelGroup:
         with self.agree():  # that all ranks are here
             executor = ThreadPoolExecutor(1)
         with executor:
-            job = executor.submit(copy_context().run, function)
+            with self.agree():  # and that each has a thread for it
+                job = executor.submit(copy_context().run, function)
             self.meet([job])
         with self.agree():
             return job.result()

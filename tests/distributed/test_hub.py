@@ -8,7 +8,8 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,26 @@ def _break_reads_of_rank_1(cache: str) -> None:
         stream("org/model", None, cache)
 
 
+@pytest.mark.parametrize("thread", ["download", "fetch"])
+def test_a_rank_without_threads_stops_the_others(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, thread: str
+) -> None:
+    served.add("org/model", cases(8, 4).folder)
+    with pytest.raises(WorkerError) as caught:
+        hub_pool.run(2, _start_no_threads_on_rank_1, thread, str(tmp_path), timeout=60)
+    assert set(caught.value.errors.values()) == {"RemoteRankError: rank 1: RuntimeError: can't start new thread"}
+
+
+def _start_no_threads_on_rank_1(thread: str, cache: str) -> None:
+    class NoThreads(ThreadPoolExecutor):
+        def submit(self, *args: Any) -> Any:
+            raise RuntimeError("can't start new thread")
+
+    module = {"download": mesh, "fetch": exchange}[thread]
+    with mock.patch.object(module, "ThreadPoolExecutor", NoThreads) if os.environ["RANK"] == "1" else nullcontext():
+        stream("org/model", None, cache)
+
+
 def test_who_is_not_let_in_or_looks_for_what_is_not_there(
     hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path
 ) -> None:
@@ -348,6 +369,18 @@ def test_an_index_that_leaves_the_repository(hub_pool: Any, served: HubServer, c
     assert "an index that names ../../other/model-00002" in _fail(
         hub_pool, 2, "org/model", None, str(tmp_path / "cache")
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, "[]", '{"weight_map": null}', '{"weight_map": {"a": [1], "b": "c"}}']
+)
+def test_an_index_that_is_none(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, text: str) -> None:
+    shutil.copy(Path(cases(8, 4).folder) / "config.json", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    served.add("org/model", tmp_path)
+    error = _fail(hub_pool, 2, "org/model", None, str(tmp_path / "cache"))
+    assert error.startswith("CheckpointError: rank 0: org/model on the Hub: got")
+    assert "index" in error
 
 
 # -- nothing is left

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import tp_transformers
 from tests.models import MASK, PROMPTS, headers, held, relative
@@ -146,6 +146,25 @@ def test_a_cache_without_room_is_left_alone(pool: Any, cases: Any) -> None:
     case = cases(9, 3)
     for rank in pool.run(2, short_of_memory, case.folder):
         assert rank["report"].prefetched == 0
+        assert error_of(rank, case.reference) < 1e-4
+
+
+def on_nodes_of_their_own(folder: str, how: list[bool | None]) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    undo = patched(prefetch, "_node", lambda: f"node {rank}")
+    try:
+        return report(folder, how[rank], False)
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("how", [[None, True], [True, False]], ids=str)
+def test_a_cold_node_beside_one_that_is_not(pool: Any, cases: Any, how: list[bool | None]) -> None:
+    """Nodes decide for themselves whether they fill their caches, and still meet in the same collectives."""
+    case = cases(9, 3)
+    ranks = pool.run(2, on_nodes_of_their_own, case.folder, how)
+    for wanted, rank in zip(how, ranks, strict=True):
+        assert (rank["report"].prefetched > 0) == bool(wanted)
         assert error_of(rank, case.reference) < 1e-4
 
 
@@ -314,3 +333,28 @@ def test_the_others_say_that_a_rank_has_ended(pool: Any, cases: Any) -> None:
         pool.run(2, die, cases(9, 3).folder, timeout=60)
     assert caught.value.errors[0].startswith("RemoteRankError: another rank ended")
     assert caught.value.errors[1].startswith("Died")
+
+
+def initialise(folder: str, rank: int) -> None:
+    """Load a checkpoint without a head, whose initialisation fails on one rank."""
+
+    def failing(self: Any, module: Any) -> None:
+        raise RuntimeError("no memory for the head")
+
+    undo = patched(PreTrainedModel, "_init_weights", failing) if int(os.environ["RANK"]) == rank else (lambda: None)
+    try:
+        load(folder)
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_initialisation_that_fails_on_one_rank_stops_the_others(
+    pool: Any, cases: Any, tmp_path: Path, rank: int
+) -> None:
+    """The others would wait for its part in the broadcast of what is initialised."""
+    AutoModel.from_pretrained(cases(9, 3).folder).save_pretrained(tmp_path)
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, initialise, str(tmp_path), rank, timeout=30)
+    expected = f"RemoteRankError: rank {rank}: RuntimeError: no memory for the head"
+    assert caught.value.errors == {0: expected, 1: expected}

@@ -42,6 +42,10 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": {"dtype": "F32"}}, b"", None, "for tensor a"),
         ({"a": "nonsense"}, b"", None, "for tensor a"),
         ({}, b"", 1 << 40, "header of 1099511627776 bytes"),
+        (b"[" * 200_000, b"", None, "not JSON"),
+        ({"a": {**GOOD, "dtype": ["F32"]}}, b"12345678", None, "['F32']"),
+        ({"a": {"dtype": "F32", "shape": [0, 1 << 63], "data_offsets": [0, 0]}}, b"", None, "for tensor a"),
+        ({"a": GOOD, "b": {**GOOD, "data_offsets": [4, 12]}}, b"123456789012", None, "a and b in the same bytes"),
     ],
 )
 def test_malformed_headers_are_named(tmp_path: Path, header: Any, data: bytes, length: int | None, says: str) -> None:

@@ -157,6 +157,16 @@ def test_a_server_says_how_long_to_wait(server: HubServer) -> None:
     assert time.monotonic() - started > 1
 
 
+@pytest.mark.parametrize("retry_after", ["²", "9" * 5000, "-1", "soon"])
+def test_nonsense_of_how_long_to_wait_is_left_alone(
+    server: HubServer, retry_after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
+    file = remote(server)
+    server.faults.error_every, server.faults.error_status, server.faults.retry_after = 2, 429, retry_after
+    assert [read(file, 0, 10), read(file, 0, 10)] == [[CONTENT[:10]]] * 2
+
+
 def test_a_stalled_answer_is_given_up(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     server.faults.stall_every, server.faults.stall = 2, 5.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,7 @@ def twice(content: dict[str, Any]) -> None:
         (lambda c: c["tensors"].update(a=["F32", [3, 2]]), "dtype None for a"),
         (lambda c: c["tensors"].update(a=["F7", [3, 2], 0]), "dtype 'F7' for a"),
         (lambda c: c["tensors"].update(a=["F32", [3, -2], 0]), "shape [3, -2] for a"),
+        (lambda c: c["tensors"].update(b=["F16", [0, 1 << 63], None]), "shape [0, 9223372036854775808] for b"),
         (lambda c: c["tensors"].update(a=["F32", [3, 2], 1]), "layout 1 for a"),
         (lambda c: c["tensors"].update(a=["F32", [3, 2], True]), "layout True for a"),
         (lambda c: c.update(conversions="all"), "for conversions"),
@@ -352,3 +354,31 @@ def test_a_writer_writes_in_order(tmp_path: Path) -> None:
         writer.write("b", tensors["b"])
     writer.close()
     assert not (tmp_path / "a.safetensors").exists()
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[], None]]:
+    """Call it, and files grow no more."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, full_disk: Callable[[], None]) -> None:
+    """Whether it is full when the file is laid out, or when what is buffered is written."""
+    tensors = {"a": torch.ones(500), "b": torch.ones(500)}
+    begun = SummedWriter(tmp_path / "begun.safetensors", tensors)
+    begun.write("a", tensors["a"])
+    full_disk()
+    begun.close()
+    with pytest.raises(OSError, match="File too large"):
+        SummedWriter(tmp_path / "new.safetensors", tensors)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_full_disk_leaves_no_part_of_a_manifest(tmp_path: Path, full_disk: Callable[[], None]) -> None:
+    manifest = Manifest(tmp_path, SAVE, (), {}, (), "float32", {}, {"model": "colwise"})
+    full_disk()
+    with pytest.raises(OSError, match="File too large"):
+        manifest.write()
+    assert [*tmp_path.iterdir()] == []

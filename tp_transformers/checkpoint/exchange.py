@@ -65,9 +65,14 @@ def fetch(
     # 3. Fetch it, round by round.
     with _gloo(group) as channel, ThreadPoolExecutor(CONNECTIONS) as executor, _closed_on_failure(sources):
         waiting, under_way = iter(rounds), deque[tuple[_Round, list[Future[None]]]]()
-        for _ in rounds:
+
+        def start() -> None:
             while sum(len(jobs) for _, jobs in under_way) < CONNECTIONS and (following := next(waiting, None)):
                 under_way.append((following, [executor.submit(job) for job in following.jobs()]))
+
+        with group.agree():
+            start()
+        while under_way:
             current, jobs = under_way.popleft()
             group.meet(jobs)
             with group.agree():
@@ -76,6 +81,7 @@ def fetch(
                 current.prepare()
             with group.agree():
                 progress(current.deliver(channel))
+                start()
 
 
 def _described(stored: Stored) -> tuple[int, tuple[int, ...], torch.dtype, Selection]:

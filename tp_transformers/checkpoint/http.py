@@ -198,7 +198,7 @@ class RemoteFile(Source):
         """Raise unless `answer` is the part of this very file that was asked for."""
         status = answer.status_code
         if status == 206:
-            found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", answer.headers.get("Content-Range", ""))
+            found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", answer.headers.get("Content-Range", ""))
             if not found or int(found[1]) != target.position or int(found[2]) >= target.stop:
                 raise self._fault(
                     f"Content-Range {answer.headers.get('Content-Range')!r}",
@@ -288,8 +288,8 @@ def _origin(url: str) -> str:
 def _asked_wait(headers: Mapping[str, str]) -> float | None:
     """Seconds that a server asks to wait, by its rate limit or Retry-After header."""
     limit = parse_ratelimit_headers(headers)
-    asked = headers.get("Retry-After", "").strip()
-    seconds = limit.reset_in_seconds if limit and not limit.remaining else int(asked) if asked.isdigit() else None
+    asked = re.fullmatch(r"\s*(\d{1,9})\s*", headers.get("Retry-After", ""))
+    seconds = limit.reset_in_seconds if limit and not limit.remaining else int(asked[1]) if asked else None
     return None if seconds is None else min(float(seconds), LONGEST_RETRY_AFTER)
 
 

@@ -193,10 +193,20 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
                 fix="Check the name, revision, subfolder and variant.",
             )
         )
-    with open(path, encoding="utf-8") as file:
-        content = json.load(file)
-    files = sorted(set(content["weight_map"].values()))
-    check_files(files)
+    try:
+        content = json.loads(Path(path).read_bytes())
+        weight_map, metadata = content["weight_map"], dict(content.get("metadata") or {})
+        files = sorted({os.fspath(file) for file in weight_map.values()})
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            describe(
+                f"{weights.repository} on the Hub",
+                got=f"{index}, which cannot be read ({type(error).__name__}: {error})",
+                expected="a JSON index whose weight_map names the file of every tensor",
+                fix="The index is damaged; save the model again.",
+            )
+        ) from error
+    check_files(files, folder=weights.repository)
     for name in files:
         if posixpath.isabs(name) or posixpath.normpath(name).startswith(".."):
             raise CheckpointError(
@@ -207,7 +217,7 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
                     fix="Do not load it unless you trust where it comes from.",
                 )
             )
-    return files, {**content.get("metadata", {}), "weight_map": content["weight_map"]}
+    return files, {**metadata, "weight_map": weight_map}
 
 
 def _variant(name: str, variant: str | None) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -173,7 +175,7 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     source.read(8, [memoryview(text)])
     try:
         header = json.loads(text)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+    except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError and UnicodeDecodeError
         raise _malformed(source, f"a header that is not JSON ({error})", "a JSON header") from None
     if not isinstance(header, dict):
         raise _malformed(source, f"a header that is a JSON {type(header).__name__}", "a JSON object")
@@ -184,18 +186,23 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
             got, fix = f"{key} {said.get(key)!r} in its metadata", "The file is another one than was written here."
             raise _malformed(source, got, f"{key} {value!r}", fix)
     tensors = {name: _stored(source, name, entry, data_start=8 + length) for name, entry in header.items()}
-    return dict(sorted(tensors.items(), key=lambda item: item[1].offset))
+    tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
+    for (name, stored), (other, following) in pairwise(tensors.items()):
+        if stored.offset + stored.nbytes > following.offset:
+            raise _malformed(source, f"{name} and {other} in the same bytes", "tensors one after the other")
+    return tensors
 
 
 def _stored(source: Source, name: str, entry: Any, *, data_start: int) -> Stored:
     try:
         dtype_name, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        well_formed = all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop))
+        numbers = (*shape, start, stop)
+        well_formed = all(isinstance(number, int) and 0 <= number <= sys.maxsize for number in numbers)
     except (TypeError, KeyError, ValueError):
         well_formed = False
     if not well_formed:
         raise _malformed(source, f"the entry {entry!r} for tensor {name}", "dtype, shape and two data_offsets")
-    if dtype_name not in _DTYPES:
+    if not isinstance(dtype_name, str) or dtype_name not in _DTYPES:
         raise _malformed(source, f"dtype {dtype_name!r} for tensor {name}", f"one of {', '.join(_DTYPES)}")
     dtype = _DTYPES[dtype_name]
     nbytes = math.prod(shape) * dtype.itemsize

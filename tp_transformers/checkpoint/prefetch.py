@@ -39,7 +39,8 @@ def prefetch(
         files: the files, in the same order on all ranks; None for one that this rank has not opened and needs not.
         requests: what this rank will read.
         group: the ranks.
-        wanted: True even if the bytes seem to be there, False never, None where some are not there.
+        wanted: True even if the bytes seem to be there, None where some are not there; False leaves out what this rank
+            needs.
 
     Returns:
         Bytes that this rank brought in.
@@ -47,18 +48,15 @@ def prefetch(
     Raises:
         CheckpointError: on all ranks, where one cannot read a file.
     """
-    if wanted is False:
-        return 0
     with group.agree():
-        spans = _spans(files, requests)
+        node, spans = _node(), _spans(files, () if wanted is False else requests)
         cold = wanted or not all(
             file is None or file.is_resident(held) for file, held in zip(files, spans, strict=True)
         )
         kept = sum(request.tensor.nbytes for request in requests)
-    node = _node()
     others = [each for each in group.gather((node, group.rank, cold, spans, kept)) if each[0] == node]
     if not any(each[2] for each in others):
-        return 0
+        others = []  # and on to the vote, since another node may be cold
     total = turn = 0
     mine: list[tuple[LocalFile, int, int]] = []
     for index, file in enumerate(files):

@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -41,8 +42,12 @@ class Writer:
         self._data_start = 8 + len(text)
         self.size = self._data_start + position
         self._file: BinaryIO = path.open("wb")
-        self._put(0, len(text).to_bytes(8, "little") + text)
-        self._file.truncate(self.size)
+        try:
+            self._put(0, len(text).to_bytes(8, "little") + text)
+            self._file.truncate(self.size)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, name: str, value: Tensor) -> None:
         """Write one tensor to its place."""
@@ -60,7 +65,8 @@ class Writer:
     def close(self) -> None:
         """Close the file, and remove it unless it is complete."""
         if not self._file.closed:
-            self._file.close()
+            with suppress(OSError):  # a full disk has no room for what is buffered
+                self._file.close()
             self.path.unlink(missing_ok=True)
 
     def _put(self, position: int, data: bytes | memoryview) -> None:
