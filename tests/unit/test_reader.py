@@ -8,6 +8,7 @@ import faulthandler
 import os
 import re
 import signal
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,21 @@ def test_residence(big) -> None:
     (source,) = checkpoint.sources
     source.prefetch(0, source.size)
     assert source.is_resident([(0, source.size)])
+
+
+def test_a_file_system_in_memory(tmp_path: Path) -> None:
+    """tmpfs says nothing of single pages, and has all of them in memory; a disk is not mistaken for it."""
+    shared = Path("/dev/shm")
+    if f" {shared} " not in Path("/proc/self/mounts").read_text():
+        pytest.skip("no tmpfs is mounted here")
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        save_file({"x": torch.arange(40).view(4, 10)}, Path(folder) / "model.safetensors")
+        with Checkpoint([Path(folder) / "model.safetensors"]) as checkpoint:
+            assert checkpoint.sources[0].is_resident([(0, 100)])
+            tensor = checkpoint.tensors["x"].select(1, [(2, 5)])
+            request = Request(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
+            assert read([request]).methods.keys() == {"map"}
+            assert torch.equal(request.destination, torch.arange(40).view(4, 10)[:, 2:5])
 
 
 def test_a_file_system_that_does_not_tell(big, monkeypatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
 from threading import Lock
 from types import TracebackType
 
@@ -127,8 +129,10 @@ class LocalFile(Source):
     def is_resident(self, spans: Iterable[tuple[int, int]]) -> bool:
         """Whether all of some bytes that are looked at, one in every MiB of `spans` (start, stop), are in memory.
 
-        A file system that does not say counts as one whose bytes are not.
+        A file system that does not say counts as one whose bytes are not, unless it is one in memory.
         """
+        if self._is_in_memory:
+            return True
         probe = [memoryview(bytearray(1))]
         try:
             for start, stop in spans:
@@ -137,6 +141,19 @@ class LocalFile(Source):
         except (OSError, AttributeError):  # AttributeError: not Linux
             return False
         return True
+
+    @cached_property
+    def _is_in_memory(self) -> bool:
+        """Whether the file system has no storage but memory: tmpfs, which cannot tell what is resident."""
+        device = os.fstat(self._fd).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return False
+        # 36 35 98:0 /root /mount options ... - type source options: https://docs.kernel.org/filesystems/proc.html
+        types = {fields[fields.index("-") + 1] for fields in map(str.split, mounts) if fields[2] == number}
+        return bool(types & {"tmpfs", "ramfs"})
 
     def prefetch(self, start: int, stop: int) -> None:
         """Read bytes that nobody keeps, so that they are in the page cache."""
