@@ -1,11 +1,6 @@
-"""`enable()` and `disable()`: the only file that patches transformers.
+"""`enable()` and `disable()`: the only file that patches transformers, and that knows which releases it fits.
 
-While the hook is on, `from_pretrained`, of models and of Auto classes, takes `tp_plan`, `tp_size`, `device_mesh`,
-`tp_prefetch`, `tp_stream` and `allow_replicated` out of its arguments and calls the original, which resolves config and
-dtype and builds the model on the meta device. `_get_resolved_checkpoint_files`, which would download the weights on
-every rank, does so on one rank of a node, or with `tp_stream` only asks the Hub where they are.
-`PreTrainedModel._load_pretrained_model`, which would then load the checkpoint, runs our loader instead; everything
-around it (tying, initialising what is missing, the report, the generation config) stays transformers' own.
+What stands in for the patched functions is in `pretrained`.
 """
 
 from __future__ import annotations
@@ -13,32 +8,20 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import os
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
-from functools import partial, wraps
-from pathlib import Path
+from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
 from typing import Any
 
 import transformers
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, modeling_utils
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto import modeling_auto  # noqa: F401 - defines the Auto classes
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
-from transformers.utils.hub import extract_commit_hash
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from .checkpoint.http import RemoteFile
-from .checkpoint.hub import Weights, is_on_hub, open_weights, pin
-from .checkpoint.manifest import VARIANT, Manifest, refuse_without_plan
-from .errors import CheckpointError, PlanError, UnsupportedError, describe
-from .loader import LoadRequest, load, partition_initialized
-from .mesh import TensorParallelGroup, check_size, join
-from .parallelize import parallelize
-from .plan import Plan, available_plans
-from .resolve import Resolution
+from .errors import UnsupportedError, describe
+from .pretrained import from_pretrained, load_pretrained_model, resolve_files
 
 logger = logging.getLogger(__name__)
 
@@ -68,27 +51,7 @@ _SEAM_CONFIG = {
 _SEAM_INFO = {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"}
 
 
-@dataclasses.dataclass
-class _Load:
-    """A `from_pretrained(tp_plan=...)` that is under way."""
-
-    tp_plan: Plan | str
-    group: TensorParallelGroup
-    allow_replicated: bool = False
-    prefetch: bool | None = None
-    sharded: Manifest | None = None
-    """What is loaded, where it is a pre-sharded checkpoint."""
-    stream: str | None = None
-    """The commit of which weights are read from the Hub without a download."""
-    remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
-    """The files on the Hub, by the names that transformers passes on."""
-    resolution: Resolution | None = None
-    """Set once the model is parallelized."""
-
-
 _originals: dict[tuple[Any, str], Any] = {}
-_current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
-_told: set[str] = set()
 
 
 class enable:  # noqa: N801 - used as a function, returns its own context manager
@@ -106,10 +69,10 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
         self._turned_on = not _originals
         if self._turned_on:
             _check_transformers()
-            _patch(PreTrainedModel, "_load_pretrained_model", _load_pretrained_model)
-            _patch(modeling_utils, "_get_resolved_checkpoint_files", _resolve_files)
+            _patch(PreTrainedModel, "_load_pretrained_model", load_pretrained_model)
+            _patch(modeling_utils, "_get_resolved_checkpoint_files", resolve_files)
             for cls in (PreTrainedModel, *_auto_classes()):
-                _patch(cls, "from_pretrained", _from_pretrained)
+                _patch(cls, "from_pretrained", from_pretrained)
 
     def __enter__(self) -> enable:
         return self
@@ -147,200 +110,6 @@ def _auto_classes() -> list[type]:
     for cls in classes:
         classes.extend(cls.__subclasses__())
     return [cls for cls in classes if "from_pretrained" in cls.__dict__]
-
-
-def _from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("tp_plan") is None:
-        folder = _sharded_folder(args, kwargs)
-        if folder is not None and _current.get() is None:
-            refuse_without_plan(folder)
-        return original(cls, *args, **kwargs)
-    return _load_tensor_parallel(partial(original, cls), args, kwargs)
-
-
-def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a `from_pretrained` that was given a `tp_plan`."""
-    tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
-    allow_replicated = bool(kwargs.pop("allow_replicated", False))
-    prefetch = kwargs.pop("tp_prefetch", None)
-    stream = kwargs.pop("tp_stream", None)
-    name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    # 1. Find the ranks.
-    group = join(device_mesh)
-    with group.agree():
-        # 2. Refuse what does not go together.
-        check_size(group, tp_size)
-        for other in ("device_map", "distributed_config"):
-            if kwargs.pop(other, None) is not None:
-                raise PlanError(
-                    describe(
-                        "from_pretrained",
-                        got=f"both tp_plan and {other}",
-                        expected="one of them",
-                        fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
-                    )
-                )
-        folder = _sharded_folder(args, kwargs)
-        sharded = Manifest.find(folder) if folder is not None else None
-        current = _Load(_read_plan(tp_plan), group, allow_replicated, prefetch, sharded)
-        if sharded is not None:
-            kwargs["variant"] = VARIANT
-        # 3. If weights stay on the Hub, settle on one commit of everything.
-        current.stream = _settle_stream(group, name, stream, kwargs)
-        # 4. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
-        token = _current.set(current)
-        try:
-            result = original(*args, device_map={"": group.device}, **kwargs)
-        except SafetensorError as error:  # transformers looks into a file for its dtype before we open it
-            raise CheckpointError(f"checkpoint {name}: {error}") from error
-        finally:
-            _current.reset(token)
-        model = result[0] if isinstance(result, tuple) else result
-        if current.resolution is None:
-            raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
-    # 5. Cut what transformers has initialised, because the checkpoint lacked it.
-    partition_initialized(model, current.resolution, group)
-    return result
-
-
-def _settle_stream(group: TensorParallelGroup, name: Any, stream: Any, kwargs: dict[str, Any]) -> str | None:
-    """The commit of which weights are streamed from the Hub, if they are; then `kwargs` are of it, on all ranks."""
-    with group.agree():
-        wanted = os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0") if stream is None else bool(stream)
-        wanted = wanted and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
-        asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
-    group.check_same("tp_stream", asked)
-    if not wanted:
-        return None
-    subfolder = kwargs.get("subfolder") or ""
-    commit = pin(group, str(name), kwargs.get("revision"), token=kwargs.get("token"), subfolder=subfolder)
-    kwargs["revision"] = commit
-    return commit
-
-
-def _resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The paths of a checkpoint's files and the metadata of its index, as transformers wants them."""
-    current = _current.get()
-    if current is None or current.resolution is not None:
-        return original(*args, **kwargs)
-    asked = inspect.signature(original).bind(*args, **kwargs).arguments
-    found = asked.get("download_kwargs") or {}
-    if current.stream and not asked.get("gguf_file"):
-        files, metadata = open_weights(current.group, Weights.asked_for(asked, found))
-        current.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
-        return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
-
-    def resolve(first: bool) -> Any:
-        force = first and bool(found.get("force_download"))
-        try:
-            return original(**{**asked, "download_kwargs": {**found, "force_download": force}})
-        except OSError as error:  # that it is one has to survive the way to the other ranks
-            raise CheckpointError(str(error)) from error
-
-    return current.group.first_on_node(resolve)
-
-
-def _load_pretrained_model(
-    original: Callable[..., Any],
-    model: PreTrainedModel,
-    state_dict: dict[str, Any] | None,
-    checkpoint_files: list[str] | None,
-    load_config: LoadStateDictConfig,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    current = _current.get()
-    if current is None or current.resolution is not None:
-        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-
-    if load_config.hf_quantizer is not None:
-        method = load_config.hf_quantizer.quantization_config.quant_method
-        raise UnsupportedError(
-            describe(
-                "tp_plan",
-                got=f"a checkpoint quantised with {getattr(method, 'value', method)}",
-                expected="one in floating point",
-                fix="Dequantise it once, in one process, with save_pretrained; or load it without tp_plan.",
-            )
-        )
-    plan = current.tp_plan if isinstance(current.tp_plan, Plan) else _auto_plan(model)
-    current.resolution = parallelize(model, plan, current.group, allow_replicated=current.allow_replicated)
-    request = LoadRequest(
-        name=str(load_config.pretrained_model_name_or_path),
-        files=[current.remote.get(file, file) for file in checkpoint_files or ()],
-        shared=current.stream is not None,
-        state_dict=state_dict,
-        weight_map=(load_config.sharded_metadata or {}).get("weight_map"),
-        weight_mapping=load_config.weight_mapping,
-        dtype_plan=load_config.dtype_plan or {},
-        ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
-        prefetch=current.prefetch,
-        sharded=current.sharded,
-    )
-    result = load(model, current.resolution, current.group, request)
-    model.tp_report = result.report  # type: ignore[assignment]
-    if current.sharded is not None:
-        model.tp_source = current.sharded.source  # type: ignore[assignment]
-    else:
-        commit = current.stream or extract_commit_hash(next(iter(checkpoint_files or ()), None), None)
-        model.tp_source = {"name": model.config.name_or_path or None, "commit_hash": commit}  # type: ignore[assignment]
-    found = {
-        "missing_keys": result.missing,
-        "unexpected_keys": result.unexpected,
-        "mismatched_keys": result.mismatched,
-        "error_msgs": [],
-        "conversion_errors": {},
-    }
-    others: dict[str, set[str]] = {
-        info.name: set() for info in dataclasses.fields(LoadStateDictInfo) if info.name not in found
-    }
-    return LoadStateDictInfo(**found, **others), None
-
-
-def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
-    """Where a `from_pretrained` may find a pre-sharded checkpoint; None where it looks for something else."""
-    name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    if name is None or kwargs.get("variant") not in (None, VARIANT):
-        return None
-    return Path(name, kwargs.get("subfolder") or "")
-
-
-def _read_plan(tp_plan: Any) -> Plan | str:
-    """The plan that the caller means; "auto" stays, until the model is known. Raises PlanError on anything else."""
-    if isinstance(tp_plan, Plan):
-        return tp_plan
-    if tp_plan == "auto":
-        return "auto"
-    if isinstance(tp_plan, Mapping):
-        return Plan.from_dict(tp_plan)
-    if isinstance(tp_plan, str | os.PathLike):
-        return Plan.from_yaml(os.fspath(tp_plan))
-    raise PlanError(
-        describe(
-            "tp_plan",
-            got=repr(tp_plan),
-            expected='"auto", a dict of names and strategies, a Plan, or the path of a YAML file',
-            fix='Most models need tp_plan="auto".',
-        )
-    )
-
-
-def _auto_plan(model: PreTrainedModel) -> Plan:
-    plan = Plan.for_model(model)
-    model_type = model.config.model_type
-    if plan is None:
-        raise PlanError(
-            describe(
-                'tp_plan="auto"',
-                got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
-                expected=f"one of {', '.join(sorted(available_plans()))}, or a class that declares a plan",
-                fix='Pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}, or a YAML file.',
-            )
-        )
-    if plan.declared and model_type not in _told:
-        _told.add(model_type)
-        logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
-    return plan
 
 
 def _check_transformers() -> None:

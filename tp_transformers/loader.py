@@ -251,7 +251,9 @@ def _tie(model: PreTrainedModel, group: TensorParallelGroup, values: dict[str, t
     for target, source in dict(model.all_tied_weights_keys).items():
         if target not in values or source not in values:
             continue
-        equal = torch.tensor(int(torch.equal(values[target], values[source])), device=group.device)
+        # Bytes, since float8 cannot be compared.
+        same = torch.equal(values[target].view(torch.uint8), values[source].view(torch.uint8))
+        equal = torch.tensor(int(same), device=group.device)
         if group.process_group is not None:
             dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
         if equal:

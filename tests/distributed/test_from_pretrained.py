@@ -447,9 +447,9 @@ def declared(folder: str, reference: str) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tp_transformers").addHandler(handler)
-    from tp_transformers import hook
+    from tp_transformers import pretrained
 
-    hook._told.clear()  # a warm worker may have told already
+    pretrained._told.clear()  # a warm worker may have told already
     for _ in range(2):
         model = load(folder)
     seen, expected = observe(model), torch.load(reference)

@@ -62,6 +62,7 @@ ROOMS = [
     "resolve",
     "parallelize",
     "loader",
+    "pretrained",
     "hook",
     "",
     "demo",

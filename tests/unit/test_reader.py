@@ -196,6 +196,7 @@ def test_a_file_system_that_does_not_tell(big, monkeypatch) -> None:
             raise OSError(errno.EOPNOTSUPP, "no")
         return preadv(fd, buffers, offset)
 
+    monkeypatch.setattr(LocalFile, "_is_in_memory", False)
     monkeypatch.setattr(os, "preadv", without_flags)
     request = columns(checkpoint)
     assert read([request]).methods.keys() == {"blocks"}
