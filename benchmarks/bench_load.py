@@ -88,7 +88,7 @@ def _measure(
     limits = machine.limits(files(folder), count, cold=arguments.cold, timeout=arguments.timeout)
     if arguments.device == "cuda":
         limits["pinned"] = setting.run("copy", next(iter(sides.values())), folder)[0]["pinned"]
-    measures = ["load", "first_forward", "anonymous", "bytes"]
+    measures = ["load", "first_forward", "process", "anonymous", "bytes"]
     measures += ["device"] * (arguments.device == "cuda") + ["storage"] * arguments.cold + ["sent"] * arguments.hub
     ours = list(sides)[-1]
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from tp_transformers import full_tensor
 
 from .checkpoints import files
+from .memory import local
 
 
 class WrongResultError(Exception):
@@ -53,11 +54,6 @@ def check(model: Any, folder: Path, *, rank: int, size: int, collectives: bool) 
         shown = "\n  ".join(faults[:10])
         raise WrongResultError(f"rank {rank}: {len(faults)} of {len(expected)} tensors are wrong:\n  {shown}")
     return len(expected)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or buffer, on either side."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def reference(folder: Path, stack: ExitStack) -> Mapping[str, Callable[[], Tensor]]:

@@ -1,4 +1,4 @@
-"""What this process reads and holds, from /proc: anonymous memory, shared or not, apart from mapped files."""
+"""What this process holds and reads: its shard; from /proc anonymous memory, shared or not, apart from mapped files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 INTERVAL = 0.005
 """Seconds between two samples."""
@@ -128,3 +129,8 @@ def _maps() -> tuple[list[int], list[bool]]:
         starts.append(int(addresses.partition("-")[0], 16))
         anonymous.append(inode == "0" or path[0].startswith(("/dev/zero", "/dev/shm/", "/memfd:")))
     return starts, anonymous
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a parameter or buffer, on either side."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()

@@ -27,6 +27,12 @@ MEASURES = {
     "first_forward": Measure(
         "load and first forward", "s", 1, lambda run: max(rank["load"] + rank["forward"] for rank in run)
     ),
+    "process": Measure(
+        "process start to the end of the first forward",
+        "s",
+        1,
+        lambda run: max(rank["process"] for rank in run),
+    ),
     "anonymous": Measure(
         "peak anonymous memory above the shard, worst rank",
         "MB",

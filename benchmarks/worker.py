@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,16 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # which both sides need
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-import tp_transformers
-
-from .check import check, local
-from .memory import Watch, at_rest, shard_bytes, touch
+from .memory import Watch, at_rest, local, shard_bytes, touch
 
 TOKENS = 8
 """Length of the first forward's input."""
@@ -66,12 +65,16 @@ def main() -> None:
 
 
 def _check(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
+    from .check import check
+
     model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
     count = check(model, Path(job.reference), rank=job.rank, size=job.size, collectives=bool(job.store))
     return {"tensors": count}
 
 
 def _save(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
+    import tp_transformers
+
     model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
     tp_transformers.save_sharded(model, job.target)
     return {}
@@ -120,6 +123,7 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
         model(tokens)
     _synchronize(job)
     result["forward"] = time.perf_counter() - start
+    result["process"] = _age()
     # 4. What the loader says of itself.
     if job.side == "ours":
         result["report"] = dataclasses.asdict(model.tp_report) | {"text": str(model.tp_report)}
@@ -129,6 +133,8 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
 def _arguments(job: Job, mesh: Any) -> dict[str, Any]:
     """What from_pretrained is given beside the checkpoint."""
     if job.side == "ours":
+        import tp_transformers  # on this side alone, whose wait from the start it is a part of
+
         tp_transformers.enable()
         return {
             "tp_plan": "auto",
@@ -151,6 +157,12 @@ def _start_group(job: Job) -> Any:
 
     dist.init_process_group("fake", store=FakeStore(), rank=job.rank, world_size=job.size)
     return init_device_mesh(job.device, (job.size,), mesh_dim_names=("tp",))
+
+
+def _age() -> float:
+    """Seconds since this process was started: its imports, the process group and all."""
+    started = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # in ticks
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def _synchronize(job: Job) -> None:

@@ -43,7 +43,7 @@ def test_a_run_writes_its_numbers_and_leaves_nothing_else(
     found = result["models"][model]
     size = sum(file.stat().st_size for file in files(folder))
     assert found["checkpoint"]["bytes"] == size
-    assert found["measures"].keys() == {"load", "first_forward", "anonymous", "bytes"}
+    assert found["measures"].keys() == {"load", "first_forward", "process", "anonymous", "bytes"}
     for side, runs in found["runs"].items():
         assert [len(run) for run in runs] == [ranks]
         for rank in runs[0]:
