@@ -22,7 +22,7 @@ from .checkpoint.memory import empty
 from .checkpoint.prefetch import prefetch
 from .checkpoint.reader import Request, read
 from .checkpoint.sharded import ShardedCheckpoint
-from .checkpoint.source import Source
+from .checkpoint.source import LocalFile, Source
 from .errors import CheckpointError
 from .lazy import LazyTensor, Resident
 from .mesh import TensorParallelGroup
@@ -55,6 +55,8 @@ class LoadRequest:
     dtype_plan: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Parameters that are kept in another dtype than the model's."""
     ignore_mismatched_sizes: bool = False
+    map: bool = False
+    """Whether what a rank holds as one run of a file stays there, mapped, on a CPU."""
     prefetch: bool | None = None
     """Whether the ranks of a node fill the page cache together; None: where it is cold."""
     sharded: Manifest | None = None
@@ -103,19 +105,24 @@ def load(
             }
             # 3. Say which bytes go where in the memory that the parameters will live in.
             dtype_of = dtype_policy(request.dtype_plan)
-            values = {
-                name: empty(shard.shape, dtype_of(name) or whole[name].dtype, group.device)
-                for name, shard in shards.items()
-            }
-            stored, others = _leaves(shards, values)
+            values, mapped = {}, {}
+            for name, shard in shards.items():
+                dtype = dtype_of(name) or whole[name].dtype
+                pages = _pages(shard, dtype) if request.map and group.device.type == "cpu" else None
+                values[name] = empty(shard.shape, dtype, group.device) if pages is None else pages
+                if pages is not None:
+                    mapped[name] = shard
+            in_place, _ = _leaves(mapped, values)
+            stored, others = _leaves({name: shard for name, shard in shards.items() if name not in mapped}, values)
             remote = [each for each in stored if each.tensor.source.is_remote]
             stored = [each for each in stored if not each.tensor.source.is_remote]
         group.check_same("the checkpoint", (sorted(values), checkpoint.signature))
         # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
-        prefetched = prefetch(checkpoint.files, stored, group, wanted=request.prefetch)
+        prefetched = prefetch(checkpoint.files, [*stored, *in_place], group, wanted=request.prefetch)
         with _progress(group, sum(shard.nbytes for shard in shards.values())) as progress:
             with group.agree():
                 statistics = read(stored, threads=group.threads, progress=progress)
+                progress(sum(each.tensor.nbytes for each in in_place))
             if request.shared:
                 fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
             with group.agree():
@@ -144,6 +151,7 @@ def load(
         methods={name: (way.nbytes, way.copied, way.seconds) for name, way in statistics.methods.items()},
         threads=statistics.threads,
         peak_buffer=statistics.peak_buffer,
+        mapped=sum(each.tensor.nbytes for each in in_place),
         prefetched=prefetched,
         fallbacks=tuple(conversion.fallbacks),
     )
@@ -226,6 +234,21 @@ def _partition(
     param_type = name.rpartition(".")[2]
     shard = strategy.partition_tensor(expression, whole, param_type, None, True, group.rank, group.device_mesh)
     return shard if isinstance(shard, LazyTensor) else Resident(local_tensor(shard))
+
+
+def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The pages of the file that a shard stands in, as a tensor, if they are what the parameter holds."""
+    outline = torch.empty(shard.shape, device="meta")
+    leaves = list(shard.pieces(outline))
+    if len(leaves) != 1 or not isinstance(leaves[0][0], Stored) or not leaves[0][1].is_contiguous():
+        return None
+    boxes = [box for box, _ in leaves[0][0].boxes(leaves[0][1])]
+    if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].offset % dtype.itemsize:
+        return None
+    (box,) = boxes
+    if not isinstance(box.source, LocalFile):
+        return None
+    return box.source.own_map().view(box.offset, box.span, dtype, outline.shape, outline.stride())
 
 
 def _leaves(

@@ -1,7 +1,7 @@
 """What runs in place of transformers' own functions while the hook is on.
 
-`from_pretrained` takes `tp_plan`, `tp_size`, `device_mesh`, `tp_prefetch`, `tp_stream` and `allow_replicated` out of
-its arguments and calls the original, which resolves config and dtype and builds the model on the meta device.
+`from_pretrained` takes `tp_plan`, `tp_size`, `device_mesh`, `allow_replicated` and its other `tp_` options out of its
+arguments and calls the original, which resolves config and dtype and builds the model on the meta device.
 `resolve_files` stands for the function that would download the weights on every rank; it does so on one rank of a
 node, or with `tp_stream` only asks the Hub where they are. `load_pretrained_model` stands for the one that would then
 load the checkpoint, and runs our loader instead; everything around it (tying, initialising what is missing, the report,
@@ -46,6 +46,7 @@ class _Load:
     tp_plan: Plan | str
     group: TensorParallelGroup
     allow_replicated: bool = False
+    map: bool = False
     prefetch: bool | None = None
     sharded: Manifest | None = None
     """What is loaded, where it is a pre-sharded checkpoint."""
@@ -75,7 +76,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     """Run a `from_pretrained` that was given a `tp_plan`."""
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
     allow_replicated = bool(kwargs.pop("allow_replicated", False))
-    prefetch = kwargs.pop("tp_prefetch", None)
+    prefetch, map_weights = kwargs.pop("tp_prefetch", None), bool(kwargs.pop("tp_map", False))
     stream = kwargs.pop("tp_stream", None)
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     # 1. Find the ranks.
@@ -95,7 +96,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
                 )
         folder = _sharded_folder(args, kwargs)
         sharded = Manifest.find(folder) if folder is not None else None
-        current = _Load(_read_plan(tp_plan), group, allow_replicated, prefetch, sharded)
+        current = _Load(_read_plan(tp_plan), group, allow_replicated, map_weights, prefetch, sharded)
         if sharded is not None:
             kwargs["variant"] = VARIANT
         # 3. If weights stay on the Hub, settle on one commit of everything.
@@ -188,6 +189,7 @@ def load_pretrained_model(
         weight_mapping=load_config.weight_mapping,
         dtype_plan=load_config.dtype_plan or {},
         ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+        map=current.map,
         prefetch=current.prefetch,
         sharded=current.sharded,
     )

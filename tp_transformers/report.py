@@ -25,6 +25,8 @@ class LoadReport:
     threads: int = 1
     peak_buffer: int = 0
     """Bytes of all buffers together that are not part of the model."""
+    mapped: int = 0
+    """Bytes of the shard that are pages of the files (`tp_map`), and were not copied."""
     prefetched: int = 0
     """Bytes that this rank brought into a cold page cache, for itself and the others of its node."""
     fallbacks: tuple[str, ...] = ()
@@ -55,6 +57,8 @@ class LoadReport:
             f"buffers {self.peak_buffer / 1e6:.0f} MB",
             f"shares {shares} GB",
         ]
+        if self.mapped:
+            notes.append(f"mapped {self.mapped / 1e9:.2f} GB")
         if self.prefetched:
             notes.append(f"prefetched {self.prefetched / 1e9:.2f} GB")
         if self.fallbacks:

@@ -168,6 +168,50 @@ def test_a_cold_node_beside_one_that_is_not(pool: Any, cases: Any, how: list[boo
         assert error_of(rank, case.reference) < 1e-4
 
 
+# -- parameters in the pages of files
+
+
+def files_of(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).glob("*.safetensors"))}
+
+
+def map_and_train(folder: str, sharded: str) -> dict[str, Any]:
+    """Load with maps, change what was loaded in place, and save it over the files that it stands in."""
+    before = files_of(folder)
+    model = load(folder, tp_map=True)
+    result = {"report": model.tp_report, "held": held(model), "headers": headers(folder)}
+    with torch.no_grad():
+        result["logits"] = model(PROMPTS, attention_mask=MASK).logits
+        values = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+        for param in model.parameters():
+            param.mul_(2)
+    result["files stay"] = files_of(folder) == before
+    tp_transformers.save_sharded(model, sharded)
+    model.save_pretrained(folder)
+    result["doubled"] = all(
+        torch.equal(tp_transformers.full_tensor(param), 2 * values[name])
+        for again in (model, load(folder), load(sharded, tp_map=True))
+        for name, param in again.named_parameters()
+    )
+    whole = load(sharded, tp_map=True)
+    result["sharded"] = (whole.tp_report.mapped, held(whole))
+    return result
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parameters_may_live_in_the_files(pool: Any, cases: Any, tmp_path: Path, size: int) -> None:
+    case = cases(9, 3)
+    folder = shutil.copytree(case.folder, tmp_path / "model")
+    for rank in pool.run(size, map_and_train, str(folder), str(tmp_path / "sharded")):
+        found = rank["report"]
+        assert 0 < found.mapped < rank["held"], "rows stay, columns are copied"
+        assert found.mapped + found.bytes_read == rank["held"] + rank["headers"]
+        assert error_of(rank, case.reference) < 1e-4
+        assert rank["files stay"], "a page that is written to is the process' own"
+        assert rank["doubled"]
+        assert rank["sharded"][0] == rank["sharded"][1], "nothing is copied of shards in files of their own"
+
+
 # -- what goes wrong in the middle
 
 

@@ -27,16 +27,18 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class FileMap:
-    """A read-only map of a whole file; `close` it to unmap it with the last tensor that views it."""
+    """A map of a whole file; `close` it to unmap it with the last tensor that views it."""
 
-    def __init__(self, fd: int, size: int) -> None:
-        """Map the `size` bytes of the open file `fd`."""
+    def __init__(self, fd: int, size: int, *, own: bool = False) -> None:
+        """Map the `size` bytes of the open file `fd`; with `own`, what is written to them is this process' alone."""
         self.size = size
         self.lost = False
         """Whether bytes have gone while they were mapped; what has been copied is worth nothing then."""
-        with warnings.catch_warnings():  # torch warns that the memory is not writable, as it should be
+        flags = mmap.MAP_PRIVATE if own else mmap.MAP_SHARED
+        access = mmap.PROT_READ | mmap.PROT_WRITE if own else mmap.PROT_READ
+        with warnings.catch_warnings():  # torch warns of memory that is not writable, as it should be
             warnings.simplefilter("ignore")
-            self._bytes = torch.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ), dtype=torch.uint8)
+            self._bytes = torch.frombuffer(mmap.mmap(fd, size, flags, access), dtype=torch.uint8)
 
     def view(
         self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]

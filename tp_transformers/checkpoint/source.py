@@ -78,6 +78,7 @@ class LocalFile(Source):
         self.name = os.fspath(path)
         self._fd = -1
         self._map: FileMap | None = None
+        self._own_map: FileMap | None = None
         try:
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -125,6 +126,12 @@ class LocalFile(Source):
         if self._map is None:
             self._map = FileMap(self._fd, self.size)
         return self._map
+
+    def own_map(self) -> FileMap:
+        """The file as memory that parameters may live in: a page that is written to becomes the process' own."""
+        if self._own_map is None:
+            self._own_map = FileMap(self._fd, self.size, own=True)
+        return self._own_map
 
     def is_resident(self, spans: Iterable[tuple[int, int]]) -> bool:
         """Whether all of some bytes that are looked at, one in every MiB of `spans` (start, stop), are in memory.
@@ -182,10 +189,11 @@ class LocalFile(Source):
             )
 
     def close(self) -> None:
-        """Close the file descriptor, and let go of the map."""
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        """Close the file descriptor, and let go of the maps; one that parameters live in stays as long as they do."""
+        for each in (self._map, self._own_map):
+            if each is not None:
+                each.close()
+        self._map = self._own_map = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -17,7 +17,10 @@ from .index import DTYPE_NAMES
 
 
 class Writer:
-    """A safetensors file whose header is written first, and whose tensors come in any order."""
+    """A safetensors file whose header is written first, and whose tensors come in any order.
+
+    It has its name when it is complete: until then a file that stands there stays, which parameters may live in.
+    """
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
         """Write the header for `tensors`, of which only dtypes and shapes count.
@@ -41,7 +44,8 @@ class Writer:
         text += b" " * (-len(text) % 8)
         self._data_start = 8 + len(text)
         self.size = self._data_start + position
-        self._file: BinaryIO = path.open("wb")
+        self._partial = path.with_name(f"{path.name}.partial")
+        self._file: BinaryIO = self._partial.open("wb")
         try:
             self._put(0, len(text).to_bytes(8, "little") + text)
             self._file.truncate(self.size)
@@ -61,13 +65,14 @@ class Writer:
         if self.pending:
             raise RuntimeError(f"{self.path}: never written: {', '.join(self.pending)}")
         self._file.close()
+        self._partial.replace(self.path)
 
     def close(self) -> None:
         """Close the file, and remove it unless it is complete."""
         if not self._file.closed:
             with suppress(OSError):  # a full disk has no room for what is buffered
                 self._file.close()
-            self.path.unlink(missing_ok=True)
+            self._partial.unlink(missing_ok=True)
 
     def _put(self, position: int, data: bytes | memoryview) -> None:
         self._file.seek(position)
