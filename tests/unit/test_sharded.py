@@ -7,6 +7,7 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -356,29 +357,30 @@ def test_a_writer_writes_in_order(tmp_path: Path) -> None:
     assert not (tmp_path / "a.safetensors").exists()
 
 
-@pytest.fixture
-def full_disk() -> Iterator[Callable[[], None]]:
-    """Call it, and files grow no more."""
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Within the block files grow no more: only there, since pytest may write its own report to one."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, full_disk: Callable[[], None]) -> None:
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
     """Whether it is full when the file is laid out, or when what is buffered is written."""
     tensors = {"a": torch.ones(500), "b": torch.ones(500)}
     begun = SummedWriter(tmp_path / "begun.safetensors", tensors)
     begun.write("a", tensors["a"])
-    full_disk()
-    begun.close()
-    with pytest.raises(OSError, match="File too large"):
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        begun.close()
         SummedWriter(tmp_path / "new.safetensors", tensors)
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_full_disk_leaves_no_part_of_a_manifest(tmp_path: Path, full_disk: Callable[[], None]) -> None:
+def test_a_full_disk_leaves_no_part_of_a_manifest(tmp_path: Path) -> None:
     manifest = Manifest(tmp_path, SAVE, (), {}, (), "float32", {}, {"model": "colwise"})
-    full_disk()
-    with pytest.raises(OSError, match="File too large"):
+    with full_disk(), pytest.raises(OSError, match="File too large"):
         manifest.write()
     assert [*tmp_path.iterdir()] == []
