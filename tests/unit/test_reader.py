@@ -68,6 +68,19 @@ def test_a_file_that_is_truncated_while_it_is_mapped(big, keep: int, dumps: bool
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
 
 
+def test_the_signal_is_always_seen(tmp_path: Path, monkeypatch) -> None:
+    """Also by a main thread that the copying one keeps from being told."""
+    view = FileMap.view
+    monkeypatch.setattr(FileMap, "view", lambda *arguments: (os.truncate(path, 0), view(*arguments))[1])
+    for index in range(100):
+        path = tmp_path / f"{index}.safetensors"
+        save_file({"x": torch.zeros(8, 4096)}, path)
+        with Checkpoint([path]) as checkpoint:
+            tensor = checkpoint.tensors["x"].select(1, [(0, 1024)])
+            with pytest.raises(CheckpointError, match="truncated while it was read"):
+                read([Request(tensor, torch.empty(tensor.shape))])
+
+
 def test_handlers_are_put_back(big) -> None:
     checkpoint, _, _ = big
 

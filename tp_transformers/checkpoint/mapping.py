@@ -65,7 +65,8 @@ class FileMap:
 def survive_truncation(maps: Sequence[FileMap]) -> Iterator[None]:
     """While the block runs, losing bytes of `maps` marks them as `lost` instead of ending the process.
 
-    The main thread has to wait in Python code, with a timeout, for the threads that read the maps; `may_map()` first.
+    The main thread has to wait for the threads that read the maps with a timeout, and then `handle_signals()`, over and
+    over; `may_map()` first.
     """
 
     signals = 0
@@ -87,6 +88,16 @@ def survive_truncation(maps: Sequence[FileMap]) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGBUS, signal.SIG_DFL if before is None else before)
         libc.sigaction(signal.SIGBUS, action, None)
+
+
+def handle_signals() -> None:
+    """Run the handlers of signals that have come, if this is the main thread.
+
+    The interpreter would do so by itself, but not reliably while another thread is signalled without end: that thread
+    takes back, each time, the flag by which the main thread is told.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.pthread_kill(threading.get_ident(), 0)  # sends nothing, and then looks for signals
 
 
 def may_map() -> bool:

@@ -25,7 +25,7 @@ import torch
 from ..errors import CheckpointError
 from ..stored import Box, Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
-from .mapping import may_map, survive_truncation
+from .mapping import handle_signals, may_map, survive_truncation
 from .memory import Pages, Staging, copy
 from .source import LocalFile, Source
 
@@ -312,6 +312,7 @@ def _run(jobs: deque[_Job], context: _Context, threads: int, progress: Callable[
             try:
                 result = finished.get(timeout=_POLL_SECONDS)
             except Empty:
+                handle_signals()
                 continue
             if isinstance(result, BaseException):
                 raise result
@@ -322,4 +323,5 @@ def _run(jobs: deque[_Job], context: _Context, threads: int, progress: Callable[
         for worker in workers:
             while worker.is_alive():
                 worker.join(_POLL_SECONDS)
+                handle_signals()
         torch.set_num_threads(torch_threads)
