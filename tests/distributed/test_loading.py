@@ -92,12 +92,11 @@ def test_the_ranks_of_a_node_fill_a_cold_cache_together(
 
 
 def small_blocks(folder: str) -> dict[str, Any]:
-    before = prefetch.BLOCK_BYTES
-    prefetch.BLOCK_BYTES = 1000
+    undo = patched(prefetch, "BLOCK_BYTES", 1000)
     try:
         return report(folder, True, True)
     finally:
-        prefetch.BLOCK_BYTES = before
+        undo()
 
 
 def test_blocks_are_shared_out(pool: Any, cases: Any) -> None:
@@ -110,19 +109,18 @@ def test_blocks_are_shared_out(pool: Any, cases: Any) -> None:
 
 def one_page_missing(folder: str) -> dict[str, Any]:
     """A page of the third block of each file seems to be on disk only."""
-    before, resident = prefetch.BLOCK_BYTES, LocalFile.is_resident
-    prefetch.BLOCK_BYTES = 1000
+    resident = LocalFile.is_resident
 
     def seeming(self: LocalFile, spans: Any) -> bool:
         spans = list(spans)
         return resident(self, spans) and not any(start <= 3500 < stop for start, stop in spans)
 
-    undo = patched(LocalFile, "is_resident", seeming)
+    undo = [patched(prefetch, "BLOCK_BYTES", 1000), patched(LocalFile, "is_resident", seeming)]
     try:
         return report(folder, None, False)
     finally:
-        undo()
-        prefetch.BLOCK_BYTES = before
+        for each in undo:
+            each()
 
 
 def test_only_the_blocks_that_are_missing_are_fetched(pool: Any, cases: Any) -> None:
@@ -134,12 +132,11 @@ def test_only_the_blocks_that_are_missing_are_fetched(pool: Any, cases: Any) -> 
 
 
 def short_of_memory(folder: str) -> dict[str, Any]:
-    before = prefetch._available_memory
-    prefetch._available_memory = lambda: 1000
+    undo = patched(prefetch, "_available_memory", lambda: 1000)
     try:
         return report(folder, True, False)
     finally:
-        prefetch._available_memory = before
+        undo()
 
 
 def test_a_cache_without_room_is_left_alone(pool: Any, cases: Any) -> None:
