@@ -1,4 +1,7 @@
-"""`torchrun ... -m tp_transformers script.py args`: run a script with the hook on, unedited."""
+"""`python -m tp_transformers COMMAND ...`, and `torchrun ... -m tp_transformers script.py args`.
+
+The latter runs a script with the hook on, unedited.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,26 @@ import runpy
 import sys
 
 from . import enable
+from .cli import COMMANDS
+from .cli import main as run_command
 
-USAGE = "usage: torchrun --nproc-per-node N -m tp_transformers (script.py | -m module) [args ...]"
+USAGE = """usage: torchrun --nproc-per-node N -m tp_transformers (script.py | -m module) [args ...]
+       python -m tp_transformers COMMAND ..., also named tp-transformers; see its --help"""
 
 
 def main(argv: list[str]) -> None:
-    """Run `argv[0]` (a script) or `argv[1]` (a module, after `-m`) as `__main__`, with the rest as its arguments."""
+    """Run a command, or `argv[0]` (a script) or `argv[1]` (a module, after `-m`) as `__main__` with the rest."""
+    if argv and argv[0] in COMMANDS:
+        sys.exit(run_command(argv))
     if argv[:1] in (["-h"], ["--help"]):
         print(USAGE)
-        return
+        sys.exit(run_command(argv))
     if not argv or argv == ["-m"]:
         print(USAGE, file=sys.stderr)
         sys.exit(2)
     is_module = argv[0] == "-m"
     if not is_module and not os.path.isfile(argv[0]):
-        print(f"tp_transformers: no script {argv[0]!r}\n{USAGE}", file=sys.stderr)
+        print(f"tp_transformers: no script and no command {argv[0]!r}\n{USAGE}", file=sys.stderr)
         sys.exit(2)
     enable()
     if is_module:

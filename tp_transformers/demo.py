@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import tp_transformers
+
+from .launch import torchrun
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "Explain in two sentences why the sky is blue."
@@ -100,16 +101,13 @@ def work(folder: Path, report: Path) -> None:
 
 
 def launch(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """Run `work` on `ranks` processes with torchrun; returns what each of them saw.
-
-    Raises subprocess.CalledProcessError where a rank fails.
-    """
+    """Run `work` on `ranks` processes with torchrun; returns what each of them saw, or exits as torchrun does."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", "tp_transformers.demo", "--folder", str(folder), "--report", str(report)]
-        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
-        subprocess.run(command, check=True, timeout=TIMEOUT, env=environment)
+        program = ["-m", "tp_transformers.demo", "--folder", str(folder), "--report", str(report)]
+        code = torchrun(program, ranks=ranks, timeout=TIMEOUT)
+        if code:
+            sys.exit(code)
         results: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))
     return results
 

@@ -5,7 +5,8 @@
     ├── MeshError           ranks, devices or DeviceMesh that do not fit the request (also a ValueError)
     ├── CheckpointError     files that are missing, truncated, malformed or of the wrong shape (also an OSError)
     ├── UnsupportedError    a request that this package cannot serve (also a NotImplementedError)
-    └── RemoteRankError     another rank failed with an error that is not one of these
+    ├── RemoteRankError     another rank failed with an error that is not one of these
+    └── UsageError          a command line that asks for what is not there (also a ValueError)
 
 A message says what it is about, what was found, what was expected, and what to do.
 """
@@ -38,6 +39,10 @@ class UnsupportedError(TensorParallelError, NotImplementedError):
 
 class RemoteRankError(TensorParallelError, RuntimeError):
     """Another rank failed; this one stopped with it."""
+
+
+class UsageError(TensorParallelError, ValueError):
+    """An argument of a command is not one that it can serve."""
 
 
 def describe(subject: str, *, got: str, expected: str, fix: str) -> str:

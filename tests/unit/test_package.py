@@ -65,7 +65,11 @@ ROOMS = [
     "pretrained",
     "hook",
     "",
+    "launch",
     "demo",
+    "commands",
+    "commands.run",
+    "cli",
     "__main__",
 ]
 """Every module of the package, each importing only from those before it."""

@@ -1,0 +1,30 @@
+"""`tp-transformers run -n 4 script.py args`: torchrun on this machine, with the hook on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from ..errors import UsageError, describe
+from ..launch import torchrun
+
+SUMMARY = "run a script, unedited, on N ranks of this machine, with the hook on"
+EXAMPLE = "tp-transformers run -n 2 generate.py --prompt 'The sky is'"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks share the model")
+    parser.add_argument("script", help="a Python script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the script; returns torchrun's exit code."""
+    if arguments.ranks < 1:
+        raise UsageError(describe("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks."))
+    if not os.path.isfile(arguments.script):
+        raise UsageError(
+            describe(f"script {arguments.script}", got="no such file", expected="a Python script", fix="See its path.")
+        )
+    return torchrun(["-m", "tp_transformers", arguments.script, *arguments.args], ranks=arguments.ranks)
