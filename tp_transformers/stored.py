@@ -131,15 +131,6 @@ class Stored(LazyTensor):
             self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
         )
 
-    @property
-    def start(self) -> int:
-        """File offset of the first selected element."""
-        position, step = self.offset, self.dtype.itemsize
-        for length, ranges in zip(reversed(self.stored_shape), reversed(self.selection), strict=True):
-            position += ranges[0][0] * step
-            step *= length
-        return position
-
     def runs(self) -> Iterator[tuple[int, int]]:
         """The selected bytes as (file offset, byte count), in the order of the selected elements.
 
