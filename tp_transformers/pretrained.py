@@ -28,7 +28,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from .checkpoint.http import RemoteFile
 from .checkpoint.hub import Weights, is_on_hub, open_weights, pin
-from .checkpoint.manifest import VARIANT, Manifest, refuse_without_plan
+from .checkpoint.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
 from .errors import CheckpointError, PlanError, UnsupportedError, describe
 from .loader import LoadRequest, load, partition_initialized
 from .mesh import TensorParallelGroup, check_size, join
@@ -95,6 +95,8 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
                     )
                 )
         folder = _sharded_folder(args, kwargs)
+        if folder is not None:
+            refuse_distributed(folder)
         sharded = Manifest.find(folder) if folder is not None else None
         current = _Load(_read_plan(tp_plan), group, allow_replicated, map_weights, prefetch, sharded)
         if sharded is not None:

@@ -46,6 +46,9 @@ _VERSION = 1
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ORDINARY = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
+_DISTRIBUTED_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+"""What transformers' distributed checkpoints are made of."""
+
 
 @dataclass(frozen=True)
 class RankFile:
@@ -153,6 +156,22 @@ def refuse_without_plan(folder: Path) -> None:
                 got="a pre-sharded checkpoint without tp_plan",
                 expected="tp_plan, on any number of ranks",
                 fix='Pass tp_plan="auto"; save_pretrained of that model writes an ordinary checkpoint.',
+            )
+        )
+
+
+def refuse_distributed(folder: Path) -> None:
+    """Raise CheckpointError where `folder` holds pieces of tensors, for torch.distributed.checkpoint.
+
+    It is what transformers' `save_pretrained(folder, distributed_checkpoint=True)` writes.
+    """
+    if folder.is_dir() and any(_DISTRIBUTED_FILE.fullmatch(path.name) for path in folder.iterdir()):
+        raise CheckpointError(
+            describe(
+                f"checkpoint {folder}",
+                got="one that was saved with distributed_checkpoint=True",
+                expected="safetensors files of whole tensors, or a folder of save_sharded",
+                fix="Load it without tp_plan, and write it with save_pretrained(new_folder), once.",
             )
         )
 

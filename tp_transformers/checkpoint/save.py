@@ -60,6 +60,11 @@ def save_pretrained(
         UnsupportedError: on an argument that is not one of these.
     """
     unsupported.pop("safe_serialization", None)  # there is no other kind
+    if unsupported.get("distributed_checkpoint"):
+        raise UnsupportedError(
+            "save_pretrained of a tensor-parallel model does not take distributed_checkpoint. For a file a rank, call "
+            "tp_transformers.save_sharded(model, folder); it loads at any number of ranks."
+        )
     given = sorted(name for name, value in unsupported.items() if value not in (None, False))
     if given:
         raise UnsupportedError(
