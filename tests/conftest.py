@@ -12,6 +12,8 @@ import transformers
 from hypothesis import HealthCheck, settings
 from transformers.utils import logging
 
+from tp_transformers import demo
+
 from .models import Case, make_case
 from .pool import Pool
 
@@ -42,6 +44,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct with its tokenizer, in fp32 and several files."""
+    return demo.prepare(tmp_path_factory.mktemp("smollm2") / "checkpoint")
 
 
 @pytest.fixture(scope="session")

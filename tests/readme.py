@@ -1,8 +1,12 @@
-"""The README's table of architectures, made from `model_plans/`. `python -m tests.readme` writes it into the README."""
+"""What tests know of the README: its blocks of code, and its table of architectures, which is made from `model_plans/`.
+
+`python -m tests.readme` writes the table into the README.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from tp_transformers.plan import Plan, available_plans
@@ -12,6 +16,26 @@ BEGIN, END = "<!-- architectures -->\n", "<!-- /architectures -->\n"
 
 COMMON = {"colwise", "colwise_rep", "rowwise", "replicate", "embedding_rowwise"}
 """Strategies that nearly every plan uses, and that say nothing about one."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of code."""
+
+    line: int
+    """Where it begins."""
+    language: str
+    """"python", "sh", "yaml", or "text" for what the block before it prints."""
+    code: str
+
+
+def blocks() -> list[Block]:
+    """All of them, in order."""
+    text = README.read_text()
+    return [
+        Block(text.count("\n", 0, found.start()) + 1, found[1], found[2])
+        for found in re.finditer(r"^```(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
+    ]
 
 
 def table() -> str:

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tp_transformers
 from tests.models import relative
-from tp_transformers import demo
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -22,11 +21,6 @@ TOLERANCE = 1e-4
 
 LARGEST_SHARE = {1: 1.0, 2: 0.58, 3: 0.34, 4: 0.34, 5: 0.27, 8: 0.20}
 """Most bytes that one rank may hold, as a fraction of all; whole KV groups and shared KV heads bound it."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo.prepare(tmp_path_factory.mktemp("smollm2") / "checkpoint")
 
 
 def run(model: Any, folder: str) -> dict[str, torch.Tensor]:
@@ -53,10 +47,10 @@ def compare(folder: str, reference_file: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", LARGEST_SHARE)
-def test_any_number_of_ranks_says_what_one_process_says(pool: Any, folder: Path, tmp_path: Path, size: int) -> None:
+def test_any_number_of_ranks_says_what_one_process_says(pool: Any, smollm2: Path, tmp_path: Path, size: int) -> None:
     reference = tmp_path / "reference.pt"
-    torch.save(run(AutoModelForCausalLM.from_pretrained(folder), str(folder)), reference)
-    results = pool.run(size, compare, str(folder), str(reference))
+    torch.save(run(AutoModelForCausalLM.from_pretrained(smollm2), str(smollm2)), reference)
+    results = pool.run(size, compare, str(smollm2), str(reference))
     for rank, result in enumerate(results):
         print(f"{size} ranks, rank {rank}: {result}")
         assert result["logits"] < TOLERANCE
