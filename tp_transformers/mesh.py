@@ -161,9 +161,11 @@ def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:
     raise MeshError(
         describe(
             "tp_size",
-            got=str(tp_size),
+            got=repr(tp_size),
             expected=f"{group.size}, the number of ranks that were started",
-            fix=f"Launch with torchrun --nproc-per-node {tp_size}, or pass device_mesh= with a tp axis of that length.",
+            fix=f"Launch with torchrun --nproc-per-node {tp_size}, or pass device_mesh= with a tp axis of that length."
+            if isinstance(tp_size, int) and tp_size > 0
+            else "Leave it out: it is only held against the number of ranks.",
         )
     )
 
@@ -204,6 +206,15 @@ def _common_error(reports: Sequence[tuple[type[TensorParallelError], str] | None
 
 
 def _tp_axis(device_mesh: DeviceMesh) -> DeviceMesh:
+    if not isinstance(device_mesh, DeviceMesh):
+        raise MeshError(
+            describe(
+                "device_mesh",
+                got=repr(device_mesh),
+                expected="a torch.distributed.device_mesh.DeviceMesh",
+                fix="Leave it out to use all ranks, or build one with init_device_mesh.",
+            )
+        )
     names = device_mesh.mesh_dim_names or ()
     if TP_AXIS in names:
         return device_mesh[TP_AXIS] if device_mesh.ndim > 1 else device_mesh
