@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .layout import Range, joined
-from .lazy import LazyTensor, Resident
+from .lazy import LazyTensor, Leaf, Resident
 from .stored import Stored
 
 
@@ -26,14 +26,14 @@ class Expression(LazyTensor):
     """A lazy tensor that holds no values of its own: all that is read are the leaves among its sources."""
 
     @abstractmethod
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """See `LazyTensor.pieces`."""
 
     def materialize(self) -> torch.Tensor:
-        """Read every leaf into its place."""
+        """Put every leaf into its place."""
         result = torch.empty(self.shape, dtype=self.dtype)
         for leaf, view in self.pieces(result):
-            view.copy_(leaf.materialize())
+            leaf.fill(view)
         return result
 
 
@@ -56,7 +56,7 @@ class Stack(Expression):
         inner = dim - (dim > self.stack_dim)
         return Stack([part.select(inner, ranges) for part in self.parts], self.stack_dim)
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Every part fills one index of the new dim."""
         for index, part in enumerate(self.parts):
             yield from part.pieces(destination.select(self.stack_dim, index))
@@ -92,7 +92,7 @@ class Concat(Expression):
         parts = [part.select(dim, selected) for part, selected in held]
         return concat(parts, dim) if parts else _nothing(self, dim)
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Every part fills its own range of the dim."""
         position = 0
         for part in self.parts:
@@ -116,7 +116,7 @@ class Transpose(Expression):
         inner = {self.first: self.second, self.second: self.first}.get(dim, dim)
         return Transpose(self.source.select(inner, ranges), self.first, self.second)
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """The source fills the transposed destination."""
         yield from self.source.pieces(destination.transpose(self.first, self.second))
 
@@ -137,7 +137,7 @@ class Squeeze(Expression):
         inner = dim + (dim >= self.squeezed_dim)
         return Squeeze(self.source.select(inner, ranges), self.squeezed_dim)
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """The source fills the destination with the dim put back."""
         yield from self.source.pieces(destination.unsqueeze(self.squeezed_dim))
 

@@ -21,7 +21,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from .errors import UnsupportedError, describe
-from .pretrained import from_pretrained, load_pretrained_model, resolve_files
+from .pretrained import find_quantizer, from_pretrained, load_pretrained_model, resolve_files
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ _FILES_ARGUMENTS = [
     "download_kwargs",
     "tqdm_class",
 ]
+_QUANTIZER_ARGUMENTS = ["config", "quantization_config", "device_map", "weights_only", "user_agent"]
 _SEAM_CONFIG = {
     "pretrained_model_name_or_path",
     "sharded_metadata",
     "weight_mapping",
     "dtype_plan",
-    "hf_quantizer",
     "ignore_mismatched_sizes",
 }
 _SEAM_INFO = {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"}
@@ -71,6 +71,7 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
             _check_transformers()
             _patch(PreTrainedModel, "_load_pretrained_model", load_pretrained_model)
             _patch(modeling_utils, "_get_resolved_checkpoint_files", resolve_files)
+            _patch(modeling_utils, "get_hf_quantizer", find_quantizer)
             for cls in (PreTrainedModel, *_auto_classes()):
                 _patch(cls, "from_pretrained", from_pretrained)
 
@@ -124,6 +125,9 @@ def _check_transformers() -> None:
     found = list(inspect.signature(modeling_utils._get_resolved_checkpoint_files).parameters)
     if found != _FILES_ARGUMENTS:
         problems.append(f"_get_resolved_checkpoint_files({', '.join(found)})")
+    found = list(inspect.signature(modeling_utils.get_hf_quantizer).parameters)
+    if found[: len(_QUANTIZER_ARGUMENTS)] != _QUANTIZER_ARGUMENTS:
+        problems.append(f"get_hf_quantizer({', '.join(found)})")
     for cls, needed in ((LoadStateDictConfig, _SEAM_CONFIG), (LoadStateDictInfo, _SEAM_INFO)):
         lacking = needed - {info.name for info in dataclasses.fields(cls)}
         if lacking:

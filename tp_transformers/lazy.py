@@ -10,12 +10,26 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .layout import Range
+
+
+class Leaf(Protocol):
+    """Something that a destination is filled with: values, or a change to those that leaves before it have put there.
+
+    The latter come into their own once all values are read.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read for it."""
+
+    def fill(self, destination: torch.Tensor) -> None:
+        """Put the values into `destination`, or change those that are there."""
 
 
 class LazyTensor(ABC):
@@ -36,9 +50,13 @@ class LazyTensor(ABC):
     def materialize(self) -> torch.Tensor:
         """Read the values: a contiguous CPU tensor of `shape` and `dtype`."""
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
-        """What has to be read to fill `destination` (of `shape`): leaves, each with the view that it fills."""
+    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
+        """What fills `destination` (of `shape`): leaves in their order, each with the view that it fills."""
         yield self, destination
+
+    def fill(self, destination: torch.Tensor) -> None:
+        """Put the values into `destination`, of the same shape, but of any strides, device and dtype."""
+        destination.copy_(self.materialize())
 
     @property
     def device(self) -> torch.device:

@@ -20,11 +20,12 @@ from .checkpoint.index import Checkpoint, check_files
 from .checkpoint.manifest import Manifest
 from .checkpoint.memory import empty
 from .checkpoint.prefetch import prefetch
+from .checkpoint.quantization import Float8
 from .checkpoint.reader import Request, read
 from .checkpoint.sharded import ShardedCheckpoint
 from .checkpoint.source import LocalFile, Source
 from .errors import CheckpointError
-from .lazy import LazyTensor, Resident
+from .lazy import LazyTensor, Leaf, Resident
 from .mesh import TensorParallelGroup
 from .report import LoadReport
 from .resolve import Resolution
@@ -61,6 +62,8 @@ class LoadRequest:
     """Whether the ranks of a node fill the page cache together; None: where it is cold."""
     sharded: Manifest | None = None
     """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
+    quantization: Float8 | None = None
+    """How the weights are quantised, if they are; they are dequantised to the model's dtype."""
 
 
 @dataclass
@@ -96,6 +99,8 @@ def load(
             tensors: Mapping[str, LazyTensor] = checkpoint.tensors
             if request.state_dict is not None:
                 tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
+            if request.quantization is not None:
+                tensors = request.quantization.dequantized(tensors)
             shapes = {name: tensor.shape for name, tensor in whole.items()}
             conversion = _convert(model, tensors, shapes, request)
             mismatched = _take_mismatched(conversion, whole, request)
@@ -117,9 +122,18 @@ def load(
             remote = [each for each in stored if each.tensor.source.is_remote]
             stored = [each for each in stored if not each.tensor.source.is_remote]
         group.check_same("the checkpoint", (sorted(values), checkpoint.signature))
+        nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *remote))
+        nbytes += sum(leaf.nbytes for leaf, _ in others)
+        if request.quantization is not None and group.rank == 0:
+            logger.warning(
+                "the checkpoint is in FP8, and dequantised while it is loaded: of %.2f GB in its files, this rank "
+                "makes %.2f GB in memory",
+                nbytes / 1e9,
+                sum(value.nbytes for value in values.values()) / 1e9,
+            )
         # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
         prefetched = prefetch(checkpoint.files, [*stored, *in_place], group, wanted=request.prefetch)
-        with _progress(group, sum(shard.nbytes for shard in shards.values())) as progress:
+        with _progress(group, nbytes) as progress:
             with group.agree():
                 statistics = read(stored, threads=group.threads, progress=progress)
                 progress(sum(each.tensor.nbytes for each in in_place))
@@ -127,7 +141,7 @@ def load(
                 fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
             with group.agree():
                 for leaf, destination in others:
-                    destination.copy_(leaf.materialize())
+                    leaf.fill(destination)
                     progress(leaf.nbytes)
                 for source in checkpoint.sources:
                     source.check_unchanged()
@@ -253,10 +267,10 @@ def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
 
 def _leaves(
     shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]
-) -> tuple[list[Request], list[tuple[LazyTensor, torch.Tensor]]]:
-    """What is stored in files, to be read together, and what else there is; each with the memory that it fills."""
+) -> tuple[list[Request], list[tuple[Leaf, torch.Tensor]]]:
+    """What is stored in files, to be read together, and what comes after; each with the memory that it fills."""
     stored: list[Request] = []
-    others: list[tuple[LazyTensor, torch.Tensor]] = []
+    others: list[tuple[Leaf, torch.Tensor]] = []
     for name, shard in shards.items():
         for leaf, destination in shard.pieces(values[name]):
             if isinstance(leaf, Stored):

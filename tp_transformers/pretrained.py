@@ -2,10 +2,11 @@
 
 `from_pretrained` takes `tp_plan`, `tp_size`, `device_mesh`, `allow_replicated` and its other `tp_` options out of its
 arguments and calls the original, which resolves config and dtype and builds the model on the meta device.
-`resolve_files` stands for the function that would download the weights on every rank; it does so on one rank of a
-node, or with `tp_stream` only asks the Hub where they are. `load_pretrained_model` stands for the one that would then
-load the checkpoint, and runs our loader instead; everything around it (tying, initialising what is missing, the report,
-the generation config) stays transformers' own.
+`find_quantizer` stands for the function that would have it built for quantised weights; those that can be dequantised
+while they are loaded are, and all others refused. `resolve_files` stands for the function that would download the
+weights on every rank; it does so on one rank of a node, or with `tp_stream` only asks the Hub where they are.
+`load_pretrained_model` stands for the one that would then load the checkpoint, and runs our loader instead; everything
+around it (tying, initialising what is missing, the report, the generation config) stays transformers' own.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from .checkpoint.http import RemoteFile
 from .checkpoint.hub import Weights, is_on_hub, open_weights, pin
 from .checkpoint.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
+from .checkpoint.quantization import Float8, take_quantization
 from .errors import CheckpointError, PlanError, UnsupportedError, describe
 from .loader import LoadRequest, load, partition_initialized
 from .mesh import TensorParallelGroup, check_size, join
@@ -54,6 +56,8 @@ class _Load:
     """The commit of which weights are read from the Hub without a download."""
     remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
     """The files on the Hub, by the names that transformers passes on."""
+    quantization: Float8 | None = None
+    """How the weights are quantised, if they are."""
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
 
@@ -94,6 +98,15 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
                         fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
                     )
                 )
+        if kwargs.get("gguf_file") is not None:
+            raise UnsupportedError(
+                describe(
+                    "from_pretrained",
+                    got="both tp_plan and gguf_file",
+                    expected="weights in safetensors files",
+                    fix="Convert once, in one process: from_pretrained(name, gguf_file=...).save_pretrained(folder).",
+                )
+            )
         folder = _sharded_folder(args, kwargs)
         if folder is not None:
             refuse_distributed(folder)
@@ -141,7 +154,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         return original(*args, **kwargs)
     asked = inspect.signature(original).bind(*args, **kwargs).arguments
     found = asked.get("download_kwargs") or {}
-    if current.stream and not asked.get("gguf_file"):
+    if current.stream:
         files, metadata = open_weights(current.group, Weights.asked_for(asked, found))
         current.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
         return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
@@ -154,6 +167,19 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
             raise CheckpointError(str(error)) from error
 
     return current.group.first_on_node(resolve)
+
+
+def find_quantizer(original: Callable[..., Any], config: Any, quantization_config: Any, *args: Any, **kw: Any) -> Any:
+    """None in place of a quantizer, so that the model is built in floating point; the rest is as transformers has it.
+
+    `config` is transformers' own copy, out of which the quantisation is taken. Raises UnsupportedError on one that
+    cannot be undone while loading.
+    """
+    current = _current.get()
+    if current is None or current.resolution is not None:
+        return original(config, quantization_config, *args, **kw)
+    current.quantization = take_quantization(config, quantization_config)
+    return original(config, None, *args, **kw)
 
 
 def load_pretrained_model(
@@ -170,16 +196,6 @@ def load_pretrained_model(
     if current is None or current.resolution is not None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
-    if load_config.hf_quantizer is not None:
-        method = load_config.hf_quantizer.quantization_config.quant_method
-        raise UnsupportedError(
-            describe(
-                "tp_plan",
-                got=f"a checkpoint quantised with {getattr(method, 'value', method)}",
-                expected="one in floating point",
-                fix="Dequantise it once, in one process, with save_pretrained; or load it without tp_plan.",
-            )
-        )
     plan = current.tp_plan if isinstance(current.tp_plan, Plan) else _auto_plan(model)
     current.resolution = parallelize(model, plan, current.group, allow_replicated=current.allow_replicated)
     request = LoadRequest(
@@ -194,6 +210,7 @@ def load_pretrained_model(
         map=current.map,
         prefetch=current.prefetch,
         sharded=current.sharded,
+        quantization=current.quantization,
     )
     result = load(model, current.resolution, current.group, request)
     model.tp_report = result.report  # type: ignore[assignment]

@@ -107,13 +107,13 @@ class Stored(LazyTensor):
         self.offset = offset
         self.stored_shape = tuple(shape)
         self.selection = selection or tuple(((0, length),) for length in self.stored_shape)
-        self.shape = torch.Size(_lengths(self.selection))
+        self.shape = torch.Size(lengths(self.selection))
         self.dtype = dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Stored:
         """The selection of this selection; ranges count in the current shape."""
         selection = list(self.selection)
-        selection[dim] = _compose(selection[dim], ranges)
+        selection[dim] = compose(selection[dim], ranges)
         return Stored(
             self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
         )
@@ -202,11 +202,12 @@ def _placed(ranges: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
         position += stop - start
 
 
-def _lengths(selection: Selection) -> list[int]:
+def lengths(selection: Selection) -> list[int]:
+    """How many indices of each dim are selected."""
     return [sum(stop - start for start, stop in ranges) for ranges in selection]
 
 
-def _compose(current: Sequence[Range], ranges: Sequence[Range]) -> tuple[Range, ...]:
+def compose(current: Sequence[Range], ranges: Sequence[Range]) -> tuple[Range, ...]:
     """Select `ranges`, counted within the concatenation of `current`."""
     result: list[Range] = []
     for start, stop in ranges:

@@ -22,6 +22,7 @@ _MADV_POPULATE_WRITE = 23
 _SLOW = 0.6e-9
 """Seconds to clear a byte from which on huge pages are slow: small ones take 0.3e-9, huge ones 0.1e-9 or 2.2e-9."""
 
+_TILE_ELEMENTS = 1 << 18
 _TILE_ROWS = 256
 
 
@@ -73,19 +74,35 @@ def copy(values: torch.Tensor, destination: torch.Tensor) -> None:
     """Copy `values` (of rows that are contiguous) to a `destination` of their shape, of any strides and dtype.
 
     On a CPU, torch transposes element by element unless both sides are contiguous: 0.26 GB/s of bfloat16, against 2.0
-    in tiles.
+    in tiles. Its own cast from float8 makes 0.1 10^9 values a second.
     """
     if destination.device.type != "cpu":
         destination.copy_(values, non_blocking=True)
     elif values.ndim == 3:
         for each, place in zip(values, destination, strict=True):
             copy(each, place)
+    elif values.dtype == torch.float8_e4m3fn != destination.dtype and values.ndim:
+        step = max(_TILE_ELEMENTS * len(values) // max(values.numel(), 1), 1)
+        for tile, place in zip(values.split(step), destination.split(step), strict=True):
+            place.copy_(_from_float8(tile))
     elif values.ndim == 2 and destination.stride(0) == 1 != destination.stride(1):
         for start in range(0, len(values), _TILE_ROWS):
             tile = values[start : start + _TILE_ROWS].contiguous()
             destination[start : start + _TILE_ROWS].t().copy_(tile.t().contiguous())
     else:
         destination.copy_(values)
+
+
+def _from_float8(values: torch.Tensor) -> torch.Tensor:
+    """float8_e4m3fn -> float32, 10 to 20 times as fast as torch does it on a CPU.
+
+    In float16, exponents have one bit more at their top and are 8 higher: the same bits, moved, are 2^-8 of the value.
+    """
+    bits = values.contiguous().view(torch.int8)
+    if ((bits & 0x7F) == 0x7F).any():  # NaN, whose bits stand for a number in float16
+        return values.to(torch.float32)
+    moved = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign's copy, where the new bit is
+    return moved.view(torch.float16).to(torch.float32).mul_(256)
 
 
 class Staging:

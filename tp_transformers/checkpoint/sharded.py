@@ -25,7 +25,7 @@ import torch
 from ..errors import CheckpointError, UnsupportedError, describe, list_faults
 from ..expressions import Expression, concat
 from ..layout import Layout, Piece, Range
-from ..lazy import LazyTensor
+from ..lazy import LazyTensor, Leaf
 from ..stored import Stored
 from ..strategies import layout_of, local_tensor, whole_like
 from .conversion import identity
@@ -192,7 +192,7 @@ class _Whole(Expression):
                     parts.append(self._shard(piece.rank).select(dim, [(piece.local + low, piece.local + high)]))
         return concat(parts, dim) if parts else self._shard(self.home).select(dim, [])
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[LazyTensor, torch.Tensor]]:
+    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Every piece fills its own range of the cut dim."""
         yield from self._all().pieces(destination)
 
