@@ -1,11 +1,13 @@
 """Tensor parallelism for Hugging Face Transformers: `from_pretrained(..., tp_plan="auto")` on any number of ranks.
 
-Importing the package patches nothing and starts nothing; `enable()` does.
+Importing the package patches nothing and starts nothing; `enable()` does. With TP_TRANSFORMERS_VERBOSITY in the
+environment, it sets the level of the package's logger.
 """
 
 from .checkpoint.sharded import save_sharded, verify_sharded
 from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
 from .hook import disable, enable
+from .logs import read_environment
 from .parallelize import is_tensor_parallel
 from .plan import Attention, Plan, Rule
 from .strategies import (
@@ -28,6 +30,8 @@ from .strategies import (
 )
 
 __version__ = "0.1.0"
+
+read_environment()
 
 __all__ = [
     "Attention",

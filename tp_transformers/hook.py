@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Callable
 from functools import wraps
 from types import TracebackType
@@ -22,8 +21,6 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from .errors import UnsupportedError, describe
 from .pretrained import find_quantizer, from_pretrained, load_pretrained_model, resolve_files
-
-logger = logging.getLogger(__name__)
 
 OLDEST, FIRST_UNSUPPORTED = (5, 6), (6, 0)
 """The versions of transformers that the hook is made for: OLDEST <= version < FIRST_UNSUPPORTED."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from .checkpoint.sharded import ShardedCheckpoint
 from .checkpoint.source import LocalFile, Source
 from .errors import CheckpointError
 from .lazy import LazyTensor, Leaf, Resident
+from .logs import get_logger
 from .mesh import TensorParallelGroup
 from .report import LoadReport
 from .resolve import Resolution
@@ -35,7 +35,7 @@ from .strategies import local_tensor, whole_like
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -297,12 +297,13 @@ def _tie(model: PreTrainedModel, group: TensorParallelGroup, values: dict[str, t
             del values[target]
         else:
             del model.all_tied_weights_keys[target]
-            logger.warning(
-                "the config ties %s to %s, but the checkpoint holds different values for them, so they stay untied; "
-                "set tie_word_embeddings=False in the config to say so",
-                target,
-                source,
-            )
+            if group.rank == 0:
+                logger.warning(
+                    "the config ties %s to %s, but the checkpoint holds different values for them, so they stay "
+                    "untied; set tie_word_embeddings=False in the config to say so",
+                    target,
+                    source,
+                )
 
 
 def _place(model: nn.Module, name: str, value: torch.Tensor) -> None:

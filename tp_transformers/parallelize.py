@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from torch import nn
 
 from .checkpoint.save import save_pretrained
 from .errors import UnsupportedError
+from .logs import get_logger
 from .mesh import TensorParallelGroup
 from .plan import Plan, base_prefix, fold_layers
 from .report import LoadReport
@@ -24,7 +23,7 @@ from .strategies import LocalConfig, ParamShard, TensorParallelLayer, attach
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class TensorParallelModel:
@@ -94,7 +93,7 @@ def parallelize(
     if group.rank == 0:
         for note in (*resolution.notes, warning):
             if note is not None:
-                warnings.warn(note, stacklevel=2)
+                logger.warning("%s", note)
         if resolution.uncovered:
             folded = sorted(set(map(fold_layers, resolution.uncovered)))
             logger.info("%s: no rule covers %s; every rank holds them whole", plan.source, ", ".join(folded))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -33,12 +32,13 @@ from .checkpoint.manifest import VARIANT, Manifest, refuse_distributed, refuse_w
 from .checkpoint.quantization import Float8, take_quantization
 from .errors import CheckpointError, PlanError, UnsupportedError, describe
 from .loader import LoadRequest, load, partition_initialized
+from .logs import get_logger
 from .mesh import TensorParallelGroup, check_size, join
 from .parallelize import parallelize
 from .plan import Plan, available_plans
 from .resolve import Resolution
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclasses.dataclass
@@ -196,7 +196,7 @@ def load_pretrained_model(
     if current is None or current.resolution is not None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
-    plan = current.tp_plan if isinstance(current.tp_plan, Plan) else _auto_plan(model)
+    plan = current.tp_plan if isinstance(current.tp_plan, Plan) else _auto_plan(model, current.group)
     current.resolution = parallelize(model, plan, current.group, allow_replicated=current.allow_replicated)
     request = LoadRequest(
         name=str(load_config.pretrained_model_name_or_path),
@@ -260,7 +260,7 @@ def _read_plan(tp_plan: Any) -> Plan | str:
     )
 
 
-def _auto_plan(model: PreTrainedModel) -> Plan:
+def _auto_plan(model: PreTrainedModel, group: TensorParallelGroup) -> Plan:
     plan = Plan.for_model(model)
     model_type = model.config.model_type
     if plan is None:
@@ -272,7 +272,7 @@ def _auto_plan(model: PreTrainedModel) -> Plan:
                 fix='Pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}, or a YAML file.',
             )
         )
-    if plan.declared and model_type not in _told:
+    if plan.declared and model_type not in _told and group.rank == 0:
         _told.add(model_type)
         logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
     return plan

@@ -69,12 +69,15 @@ def load(folder: str, plain: str, dtype: torch.dtype, saved: str) -> dict[str, A
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("tp_transformers").addHandler(handler)
+    logger, level = logging.getLogger("tp_transformers"), logging.getLogger("tp_transformers").level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         with tp_transformers.enable():
             model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=dtype)
     finally:
-        logging.getLogger("tp_transformers").removeHandler(handler)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
     model.save_pretrained(saved)
     whole = dict(AutoModelForCausalLM.from_pretrained(plain, dtype=dtype).named_parameters())
     mine = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
@@ -85,7 +88,7 @@ def load(folder: str, plain: str, dtype: torch.dtype, saved: str) -> dict[str, A
         "expected": sum(file_bytes(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()),
         "quantised": hasattr(model.config, "quantization_config"),
         "fallbacks": model.tp_report.fallbacks,
-        "notes": [record.getMessage() for record in records if record.levelno >= logging.WARNING],
+        "notes": [(record.levelname, record.getMessage()) for record in records],
     }
 
 
@@ -136,5 +139,8 @@ def test_ranks_read_their_values_and_the_scales_of_their_blocks(
     whole = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
     whole.save_pretrained(tmp_path / "expected")
     assert_same_files(str(tmp_path / "expected"), str(tmp_path / "saved"))
-    # One rank says what it costs.
-    assert ["dequantised" in note for rank in ranks for note in rank["notes"]].count(True) == 1
+    # One rank says what it costs, and what the load did.
+    (warned, cost), (level, report) = (note for rank in ranks for note in rank["notes"])
+    assert (warned, level) == ("WARNING", "INFO")
+    assert cost.startswith(f"[rank 0/{size}] the checkpoint is in FP8, and dequantised")
+    assert report.startswith(f"[rank 0/{size}] rank 0 of {size}: ")

@@ -22,6 +22,7 @@ ROOT = Path(tp_transformers.__file__).parent
 
 ROOMS = [
     "errors",
+    "logs",
     "layout",
     "lazy",
     "stored",
@@ -112,6 +113,12 @@ def test_importing_patches_and_starts_nothing() -> None:
         "import tp_transformers\n"
         "assert dict(vars(transformers.PreTrainedModel)) == before\n"
         "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
+        "import logging\n"
+        "package = logging.getLogger('tp_transformers')\n"
+        "assert not package.handlers and not logging.root.handlers and package.level == logging.NOTSET\n"
+        "loggers = [logger for logger in vars(logging.root.manager)['loggerDict'].values()\n"
+        "           if isinstance(logger, logging.Logger) and logger.name.startswith('tp_transformers.')]\n"
+        "assert loggers and all(logger.filters for logger in loggers), loggers\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 

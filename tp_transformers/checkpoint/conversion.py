@@ -2,7 +2,7 @@
 
 Renamings cost nothing. Converters are expressed by `operations`, so that slices of their results read slices of their
 sources. One that cannot be expressed falls back: its sources are read whole, converted by transformers itself, and
-then sliced; that is said once at INFO.
+then sliced; the load report says so.
 
 The internals of transformers that are used here are the same from 5.6 on.
 """
@@ -10,7 +10,6 @@ The internals of transformers that are used here are the same from 5.6 on.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,8 +29,6 @@ from .operations import express
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -96,13 +93,6 @@ def convert(
             result.expressions.update({target: group.deferred(target, shapes[target]) for target in targets})
         else:
             result.expressions.update({target: group.take(expressed, target) for target in targets})
-    if result.fallbacks:
-        logger.info(
-            "%d parameters (%s, ...) are converted while loading in a way that slices cannot be pushed through; their "
-            "sources are read whole",
-            len(result.fallbacks),
-            result.fallbacks[0],
-        )
     # transformers reverts these on save.
     model._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]  # type: ignore[attr-defined]
     return result

@@ -8,18 +8,18 @@ too short to hold it.
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..layout import Range, union
+from ..logs import get_logger
 from ..mesh import TensorParallelGroup
 from .reader import Request
 from .source import LocalFile
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 BLOCK_BYTES = 16 << 20
 _THREADS = 4
@@ -69,7 +69,8 @@ def prefetch(
                 turn += 1
     with group.agree():
         if total + sum(each[4] for each in others) > _available_memory():
-            logger.info("the page cache has no room for the %.1f GB that this node needs; not prefetched", total / 1e9)
+            if group.rank == others[0][1]:
+                logger.info("the page cache has no room for %.1f GB that this node needs; not prefetched", total / 1e9)
             return 0
         mine = [block for block in mine if wanted or not block[0].is_resident([block[1:]])]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="prefetch") as pool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import UnsupportedError
+from ..logs import get_logger
 from ..strategies import ParamShard, full_tensor, local_tensor, whole_like
 from .conversion import WholeModel
 from .writer import Writer
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ..mesh import TensorParallelGroup
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def save_pretrained(
@@ -156,7 +156,8 @@ def _convertible_groups(
     shapes = {name: tensor.shape for part in alone for name, tensor in part.items()}
     if shapes == {name: tensor.shape for name, tensor in state.items()}:
         return list(groups.values())
-    logger.warning("the weights are converted all together; rank 0 holds the whole model while it saves")
+    if model.tp_group.rank == 0:
+        logger.warning("the weights are converted all together; rank 0 holds the whole model while it saves")
     return [list(meta)]
 
 

@@ -1,0 +1,60 @@
+"""What the package says, through Python's logging: the loggers below "tp_transformers", and which rank a record is of.
+
+Nothing is said below WARNING unless an application asks for it, by `logging.getLogger("tp_transformers")` or by
+TP_TRANSFORMERS_VERBOSITY=info in the environment (debug, info, warning, error or critical, as for transformers). What
+all ranks would say is said by one. Records have the attributes `rank` and `world_size`, and begin with the former where
+there are several. Handlers stay the application's: with the variable alone, and no handler anywhere, stderr is one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch.distributed as dist
+
+PACKAGE = __name__.partition(".")[0]
+VARIABLE = "TP_TRANSFORMERS_VERBOSITY"
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module, whose records know their rank."""
+    logger = logging.getLogger(name)
+    if _say_rank not in logger.filters:
+        logger.addFilter(_say_rank)
+    return logger
+
+
+def _say_rank(record: logging.LogRecord) -> bool:
+    """A filter that lets everything pass; of loggers rather than handlers, so that all handlers see what it adds."""
+    started = dist.is_available() and dist.is_initialized()
+    record.rank, record.world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+    if record.world_size > 1:
+        record.msg = f"[rank {record.rank}/{record.world_size}] {record.msg}"
+    return True
+
+
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes records that no handler of the application will."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        package = logging.getLogger(PACKAGE)
+        if package.handlers == [self] and not (package.propagate and logging.getLogger().handlers):
+            super().emit(record)
+
+
+def read_environment() -> None:
+    """Set the level that the environment asks for; without the variable, nothing is touched."""
+    asked = os.environ.get(VARIABLE, "").lower()
+    if not asked:
+        return
+    package = get_logger(PACKAGE)
+    if asked not in _LEVELS:
+        package.warning("%s: got %s, expected one of %s; ignored", VARIABLE, asked, ", ".join(_LEVELS))
+        return
+    package.setLevel(asked.upper())
+    if not package.handlers:
+        handler = _Stderr()
+        handler.setFormatter(logging.Formatter(f"{PACKAGE}: %(message)s"))
+        package.addHandler(handler)
