@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .commands import run
+from .commands import run, shard
 from .errors import TensorParallelError
 
-COMMANDS: dict[str, Any] = {"run": run}
+COMMANDS: dict[str, Any] = {"run": run, "shard": shard}
 """Name -> module; see `commands`."""
 
 

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from .checkpoint.conversion import Conversion, convert, dtype_policy, identity
+from .checkpoint.conversion import dtype_policy
 from .checkpoint.exchange import fetch
-from .checkpoint.index import Checkpoint, check_files
-from .checkpoint.manifest import Manifest
 from .checkpoint.memory import empty
 from .checkpoint.prefetch import prefetch
-from .checkpoint.quantization import Float8
-from .checkpoint.reader import Request, read
-from .checkpoint.sharded import ShardedCheckpoint
-from .checkpoint.source import LocalFile, Source
-from .errors import CheckpointError
-from .lazy import LazyTensor, Leaf, Resident
+from .checkpoint.reader import read
+from .checkpoint.source import LocalFile
+from .lazy import LazyTensor, Resident
 from .logs import get_logger
 from .mesh import TensorParallelGroup
 from .report import LoadReport
+from .request import LoadRequest, Mismatched, express, leaves, open_checkpoint
 from .resolve import Resolution
 from .stored import Stored
 from .strategies import local_tensor, whole_like
@@ -38,34 +34,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class LoadRequest:
-    """Where a load finds its weights, and how it treats them."""
-
-    name: str
-    """What messages call the checkpoint: its folder, or its name on the Hub."""
-    files: Sequence[str | Source] | None = None
-    shared: bool = False
-    """Whether files are on the Hub, so that ranks share what they fetch: the same on all ranks."""
-    state_dict: Mapping[str, torch.Tensor] | None = None
-    """Weights in memory, in place of files."""
-    weight_map: Mapping[str, str] | None = None
-    """The checkpoint index's {tensor: file}."""
-    weight_mapping: Sequence[Any] | None = None
-    """transformers' renamings and converters for the model."""
-    dtype_plan: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Parameters that are kept in another dtype than the model's."""
-    ignore_mismatched_sizes: bool = False
-    map: bool = False
-    """Whether what a rank holds as one run of a file stays there, mapped, on a CPU."""
-    prefetch: bool | None = None
-    """Whether the ranks of a node fill the page cache together; None: where it is cold."""
-    sharded: Manifest | None = None
-    """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
-    quantization: Float8 | None = None
-    """How the weights are quantised, if they are; they are dequantised to the model's dtype."""
-
-
 @dataclass
 class LoadResult:
     """What a load found, in the terms of transformers' loading report."""
@@ -73,8 +41,7 @@ class LoadResult:
     missing: set[str]
     """Names that the checkpoint lacks; whole and on the meta device, for transformers to initialise."""
     unexpected: set[str]
-    mismatched: set[tuple[str, torch.Size, torch.Size]]
-    """(name, shape in the checkpoint, shape in the model)."""
+    mismatched: Mismatched
     report: LoadReport
 
 
@@ -93,17 +60,10 @@ def load(
     # 1. Open the files and read their headers.
     with ExitStack() as stack:
         with group.agree():
-            checkpoint = stack.enter_context(_open(request, group))
+            checkpoint = stack.enter_context(open_checkpoint(request, rank=group.rank))
         with group.agree():
             # 2. Say what each parameter is, in terms of checkpoint tensors; keep the slice that this rank holds.
-            tensors: Mapping[str, LazyTensor] = checkpoint.tensors
-            if request.state_dict is not None:
-                tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
-            if request.quantization is not None:
-                tensors = request.quantization.dequantized(tensors)
-            shapes = {name: tensor.shape for name, tensor in whole.items()}
-            conversion = _convert(model, tensors, shapes, request)
-            mismatched = _take_mismatched(conversion, whole, request)
+            conversion, mismatched = express(model, checkpoint, whole, request)
             shards = {
                 name: _partition(name, expression, resolution, group, whole[name])
                 for name, expression in conversion.expressions.items()
@@ -117,8 +77,8 @@ def load(
                 values[name] = empty(shard.shape, dtype, group.device) if pages is None else pages
                 if pages is not None:
                     mapped[name] = shard
-            in_place, _ = _leaves(mapped, values)
-            stored, others = _leaves({name: shard for name, shard in shards.items() if name not in mapped}, values)
+            in_place, _ = leaves(mapped, values)
+            stored, others = leaves({name: shard for name, shard in shards.items() if name not in mapped}, values)
             remote = [each for each in stored if each.tensor.source.is_remote]
             stored = [each for each in stored if not each.tensor.source.is_remote]
         group.check_same("the checkpoint", (sorted(values), checkpoint.signature))
@@ -146,13 +106,18 @@ def load(
                 for source in checkpoint.sources:
                     source.check_unchanged()
         reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
+
     # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
-    _tie(model, group, values)
+    def is_same(target: str, source: str) -> bool:
+        return _same_on_all_ranks(group, values[target], values[source])
+
+    for name in tie(model, values, is_same, say=group.rank == 0):
+        del values[name]
     for name, value in values.items():
-        _place(model, name, value)
+        place(model, name, value)
     missing = set(whole) - set(values)
     for name in missing:
-        _restore_whole(model, name, whole[name])
+        restore_whole(model, name, whole[name])
     missing -= {name for name, _, _ in mismatched}
     held = sum(value.nbytes for value in values.values())
     report = LoadReport(
@@ -193,51 +158,6 @@ def partition_initialized(model: nn.Module, resolution: Resolution, group: Tenso
         owner._parameters[param_type] = made[param]
 
 
-def _open(request: LoadRequest, group: TensorParallelGroup) -> Checkpoint:
-    if request.sharded is not None:
-        return ShardedCheckpoint(request.sharded, rank=group.rank)
-    if request.state_dict is not None:
-        return Checkpoint(())
-    files = request.files or ()
-    check_files((file.name if isinstance(file, Source) else file for file in files), folder=request.name)
-    return Checkpoint(files, weight_map=request.weight_map)
-
-
-def _convert(
-    model: PreTrainedModel,
-    tensors: Mapping[str, LazyTensor],
-    shapes: Mapping[str, torch.Size],
-    request: LoadRequest,
-) -> Conversion:
-    if request.sharded is None:
-        return convert(model, tensors, shapes, request.weight_mapping)
-    conversion = convert(model, tensors, shapes, None)
-    # The model went through these before it was saved in shards: `save_pretrained` reverts them as ever.
-    gone_through = [entry for entry in request.weight_mapping or () if identity(entry) in request.sharded.conversions]
-    model._weight_conversions = gone_through  # type: ignore[attr-defined]
-    return conversion
-
-
-def _take_mismatched(
-    conversion: Conversion, whole: Mapping[str, torch.Tensor], request: LoadRequest
-) -> set[tuple[str, torch.Size, torch.Size]]:
-    """Take tensors of the wrong shape out of `conversion`. Raises CheckpointError unless they are to be ignored."""
-    mismatched = {
-        (name, expression.shape, whole[name].shape)
-        for name, expression in conversion.expressions.items()
-        if expression.shape != whole[name].shape
-    }
-    if mismatched and not request.ignore_mismatched_sizes:
-        lines = (f"\n  - {name}: got {tuple(got)}, expected {tuple(want)}" for name, got, want in sorted(mismatched))
-        raise CheckpointError(
-            f"checkpoint {request.name}: tensors of the wrong shape:{''.join(lines)}\n"
-            "Correct the config, or pass ignore_mismatched_sizes=True to initialise them anew."
-        )
-    for name, _, _ in mismatched:
-        del conversion.expressions[name]
-    return mismatched
-
-
 def _partition(
     name: str, expression: LazyTensor, resolution: Resolution, group: TensorParallelGroup, whole: torch.Tensor
 ) -> LazyTensor:
@@ -253,10 +173,10 @@ def _partition(
 def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     """The pages of the file that a shard stands in, as a tensor, if they are what the parameter holds."""
     outline = torch.empty(shard.shape, device="meta")
-    leaves = list(shard.pieces(outline))
-    if len(leaves) != 1 or not isinstance(leaves[0][0], Stored) or not leaves[0][1].is_contiguous():
+    found = list(shard.pieces(outline))
+    if len(found) != 1 or not isinstance(found[0][0], Stored) or not found[0][1].is_contiguous():
         return None
-    boxes = [box for box, _ in leaves[0][0].boxes(leaves[0][1])]
+    boxes = [box for box, _ in found[0][0].boxes(found[0][1])]
     if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].offset % dtype.itemsize:
         return None
     (box,) = boxes
@@ -265,48 +185,43 @@ def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     return box.source.own_map().view(box.offset, box.span, dtype, outline.shape, outline.stride())
 
 
-def _leaves(
-    shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]
-) -> tuple[list[Request], list[tuple[Leaf, torch.Tensor]]]:
-    """What is stored in files, to be read together, and what comes after; each with the memory that it fills."""
-    stored: list[Request] = []
-    others: list[tuple[Leaf, torch.Tensor]] = []
-    for name, shard in shards.items():
-        for leaf, destination in shard.pieces(values[name]):
-            if isinstance(leaf, Stored):
-                stored.append(Request(leaf, destination))
-            else:
-                others.append((leaf, destination))
-    return stored, others
+def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, str], bool], *, say: bool) -> set[str]:
+    """Where a checkpoint holds both of two tied parameters, keep one if they are the same, else untie them.
 
-
-def _tie(model: PreTrainedModel, group: TensorParallelGroup, values: dict[str, torch.Tensor]) -> None:
-    """Where a checkpoint holds both of two tied parameters, keep one if they are equal, else untie them.
-
-    The ranks decide together: what one process would see as different may be equal on some shards.
+    Returns those of `names` that are not kept. `say` is whether this rank tells of what it unties.
     """
+    gone = set()
     for target, source in dict(model.all_tied_weights_keys).items():
-        if target not in values or source not in values:
+        if target not in names or source not in names:
             continue
-        # Bytes, since float8 cannot be compared.
-        same = torch.equal(values[target].view(torch.uint8), values[source].view(torch.uint8))
-        equal = torch.tensor(int(same), device=group.device)
-        if group.process_group is not None:
-            dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
-        if equal:
-            del values[target]
-        else:
-            del model.all_tied_weights_keys[target]
-            if group.rank == 0:
-                logger.warning(
-                    "the config ties %s to %s, but the checkpoint holds different values for them, so they stay "
-                    "untied; set tie_word_embeddings=False in the config to say so",
-                    target,
-                    source,
-                )
+        if is_same(target, source):
+            gone.add(target)
+            continue
+        del model.all_tied_weights_keys[target]
+        if say:
+            logger.warning(
+                "the config ties %s to %s, but the checkpoint holds different values for them, so they stay untied; "
+                "set tie_word_embeddings=False in the config to say so",
+                target,
+                source,
+            )
+    return gone
 
 
-def _place(model: nn.Module, name: str, value: torch.Tensor) -> None:
+def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors hold the same; by their bytes, since float8 cannot be compared."""
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def _same_on_all_ranks(group: TensorParallelGroup, first: torch.Tensor, second: torch.Tensor) -> bool:
+    """The ranks decide together: what one process would see as different may be equal on some shards."""
+    equal = torch.tensor(int(same_bytes(first, second)), device=group.device)
+    if group.process_group is not None:
+        dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
+    return bool(equal)
+
+
+def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Set one parameter or buffer, marked so that transformers does not initialise it."""
     owner, attribute = _owner(model, name)
     if attribute in owner._buffers:
@@ -320,7 +235,8 @@ def _place(model: nn.Module, name: str, value: torch.Tensor) -> None:
     owner._parameters[attribute] = param
 
 
-def _restore_whole(model: nn.Module, name: str, whole: torch.Tensor) -> None:
+def restore_whole(model: nn.Module, name: str, whole: torch.Tensor) -> None:
+    """Put back the meta parameter that was there before it was cut, for transformers to tie or to initialise."""
     owner, attribute = _owner(model, name)
     if attribute in owner._parameters:
         owner._parameters[attribute] = nn.Parameter(whole, requires_grad=whole.requires_grad)

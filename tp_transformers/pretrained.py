@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.modeling_utils import LoadStateDictConfig
@@ -31,14 +32,19 @@ from .checkpoint.hub import Weights, is_on_hub, open_weights, pin
 from .checkpoint.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
 from .checkpoint.quantization import Float8, take_quantization
 from .errors import CheckpointError, PlanError, UnsupportedError, describe
-from .loader import LoadRequest, load, partition_initialized
+from .loader import LoadResult, load, partition_initialized
 from .logs import get_logger
 from .mesh import TensorParallelGroup, check_size, join
 from .parallelize import parallelize
 from .plan import Plan, available_plans
+from .request import LoadRequest
 from .resolve import Resolution
 
 logger = get_logger(__name__)
+
+
+Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadResult]]
+"""Takes a model on the meta device, its plan, and what a load of it would be asked for."""
 
 
 @dataclasses.dataclass
@@ -58,11 +64,14 @@ class _Load:
     """The files on the Hub, by the names that transformers passes on."""
     quantization: Float8 | None = None
     """How the weights are quantised, if they are."""
+    instead: Instead | None = None
+    """What is done in place of parallelizing and loading."""
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
 
 
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
+_instead: ContextVar[Instead | None] = ContextVar("tp_transformers_instead", default=None)
 _told: set[str] = set()
 
 
@@ -76,6 +85,18 @@ def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwarg
     return _load_tensor_parallel(partial(original, cls), args, kwargs)
 
 
+def from_pretrained_with(instead: Instead, cls: Any, name: str, **kwargs: Any) -> Any:
+    """`cls.from_pretrained(name, tp_plan=..., ...)`, but `instead` runs in place of the load; in this process alone.
+
+    The hook has to be on. Returns the model, with what `instead` has made of its parameters.
+    """
+    token = _instead.set(instead)
+    try:
+        return cls.from_pretrained(name, **kwargs)
+    finally:
+        _instead.reset(token)
+
+
 def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a `from_pretrained` that was given a `tp_plan`."""
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
@@ -84,7 +105,8 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     stream = kwargs.pop("tp_stream", None)
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     # 1. Find the ranks.
-    group = join(device_mesh)
+    instead = _instead.get()
+    group = join(device_mesh) if instead is None else TensorParallelGroup(None, 0, 1, torch.device("cpu"))
     with group.agree():
         # 2. Refuse what does not go together.
         check_size(group, tp_size)
@@ -111,7 +133,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         if folder is not None:
             refuse_distributed(folder)
         sharded = Manifest.find(folder) if folder is not None else None
-        current = _Load(_read_plan(tp_plan), group, allow_replicated, map_weights, prefetch, sharded)
+        current = _Load(_read_plan(tp_plan), group, allow_replicated, map_weights, prefetch, sharded, instead=instead)
         if sharded is not None:
             kwargs["variant"] = VARIANT
         # 3. If weights stay on the Hub, settle on one commit of everything.
@@ -197,7 +219,6 @@ def load_pretrained_model(
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     plan = current.tp_plan if isinstance(current.tp_plan, Plan) else _auto_plan(model, current.group)
-    current.resolution = parallelize(model, plan, current.group, allow_replicated=current.allow_replicated)
     request = LoadRequest(
         name=str(load_config.pretrained_model_name_or_path),
         files=[current.remote.get(file, file) for file in checkpoint_files or ()],
@@ -212,7 +233,11 @@ def load_pretrained_model(
         sharded=current.sharded,
         quantization=current.quantization,
     )
-    result = load(model, current.resolution, current.group, request)
+    if current.instead is not None:
+        current.resolution, result = current.instead(model, plan, request)
+    else:
+        current.resolution = parallelize(model, plan, current.group, allow_replicated=current.allow_replicated)
+        result = load(model, current.resolution, current.group, request)
     model.tp_report = result.report  # type: ignore[assignment]
     if current.sharded is not None:
         model.tp_source = current.sharded.source  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
@@ -67,25 +67,21 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
             )
         )
     folder, state, save = Path(folder), saved_state(model), group.gather(secrets.token_hex(4))[0]
-    path = folder / f"rank-{group.rank:05}-of-{group.size:05}-{save}.safetensors"
-    temporary = path.with_suffix(".safetensors.tmp")
+    path, temporary = rank_paths(folder, save, group.rank, group.size)
     try:
         # 1. Every rank writes its file.
         with group.agree():
             folder.mkdir(parents=True, exist_ok=True)
-            _refuse_ordinary_weights(folder)
+            refuse_ordinary_weights(folder)
             local = {name: local_tensor(tensor) for name, tensor in state.items()}
-            with closing(SummedWriter(temporary, local, metadata={"save": save, "rank": str(group.rank)})) as writer:
+            with closing(open_writer(temporary, local, save=save, rank=group.rank)) as writer:
                 writer.write_all(local)
             temporary.rename(path)
         files = group.gather(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
         # 2. Rank 0 looks at all of them as a load would.
-        manifest = _describe(model, folder, save, files)
         with group.agree():
             if group.rank == 0:
-                with ShardedCheckpoint(manifest, rank=0) as written:
-                    for rank in range(group.size):
-                        written.shards(rank)
+                manifest = check_save(model, folder, save, files)
                 write_configs(model, folder)
     except BaseException:
         for left in (temporary, path):
@@ -95,8 +91,33 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
     # 3. From here on the folder is this save.
     with group.agree():
         if group.rank == 0:
-            manifest.write()
-            _remove_others(folder, keep={file.name for file in files})
+            complete_save(manifest)
+
+
+def rank_paths(folder: Path, save: str, rank: int, size: int) -> tuple[Path, Path]:
+    """What the file of a rank is called, and what until it is complete."""
+    path = folder / f"rank-{rank:05}-of-{size:05}-{save}.safetensors"
+    return path, path.with_suffix(".safetensors.tmp")
+
+
+def open_writer(path: Path, local: Mapping[str, torch.Tensor], *, save: str, rank: int) -> SummedWriter:
+    """A file for what `rank` holds: `local`, of which dtypes and shapes count."""
+    return SummedWriter(path, local, metadata={"save": save, "rank": str(rank)})
+
+
+def check_save(model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile]) -> Manifest:
+    """The manifest of files that are all written, which are looked at as a load would. Raises CheckpointError."""
+    manifest = _describe(model, folder, save, files)
+    with ShardedCheckpoint(manifest, rank=0) as written:
+        for rank in range(len(files)):
+            written.shards(rank)
+    return manifest
+
+
+def complete_save(manifest: Manifest) -> None:
+    """Put the manifest in place, and remove what it is in place of."""
+    manifest.write()
+    _remove_others(manifest.folder, keep={file.name for file in manifest.files})
 
 
 def verify_sharded(folder: str | os.PathLike[str]) -> None:
@@ -205,7 +226,7 @@ class _Whole(Expression):
         return self.checkpoint.shards(rank)[self.name]
 
 
-def _describe(model: PreTrainedModel, folder: Path, save: str, files: list[RankFile]) -> Manifest:
+def _describe(model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile]) -> Manifest:
     group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
     whole = {name: (whole_like(tensor), layout_of(tensor, group.size)) for name, tensor in saved_state(model).items()}
     return Manifest(
@@ -261,7 +282,7 @@ def _other(path: str | Path, *, got: str, expected: str) -> CheckpointError:
     return CheckpointError(describe(f"checkpoint file {path}", got=got, expected=expected, fix=fix))
 
 
-def _refuse_ordinary_weights(folder: Path) -> None:
+def refuse_ordinary_weights(folder: Path) -> None:
     """Raise CheckpointError where the folder holds weights that could be taken for those that are saved."""
     found = ordinary_weights(folder)
     if found:

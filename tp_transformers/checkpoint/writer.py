@@ -90,9 +90,13 @@ class SummedWriter(Writer):
         """Write all tensors in the order of the file; the bytes are on the disk when this returns."""
         for name in list(self.pending):
             self.write(name, tensors[name])
+        self.finish()
+
+    def finish(self) -> None:
+        """Close a complete file, whose bytes are on the disk then. Raises RuntimeError where a tensor is missing."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.finish()
+        super().finish()
 
     def _put(self, position: int, data: bytes | memoryview) -> None:
         if position != self._end:
