@@ -29,9 +29,10 @@ def get_logger(name: str) -> logging.Logger:
 def _say_rank(record: logging.LogRecord) -> bool:
     """A filter that lets everything pass; of loggers rather than handlers, so that all handlers see what it adds."""
     started = dist.is_available() and dist.is_initialized()
-    record.rank, record.world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    if record.world_size > 1:
-        record.msg = f"[rank {record.rank}/{record.world_size}] {record.msg}"
+    rank, size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+    vars(record).update(rank=rank, world_size=size)
+    if size > 1:
+        record.msg = f"[rank {rank}/{size}] {record.msg}"
     return True
 
 

@@ -33,7 +33,7 @@ from .checkpoint.sharded import check_save, complete_save, open_writer, rank_pat
 from .errors import CheckpointError, TensorParallelError, UsageError, describe, list_faults
 from .hook import enable
 from .layout import Layout
-from .lazy import LazyTensor
+from .lazy import LazyTensor, Resident
 from .loader import LoadResult, place, restore_whole, same_bytes, tie
 from .mesh import TensorParallelGroup
 from .parallelize import parallelize
@@ -42,7 +42,7 @@ from .pretrained import from_pretrained_with
 from .report import LoadReport
 from .request import LoadRequest, express, leaves, open_checkpoint
 from .resolve import Resolution
-from .strategies import take, whole_like
+from .strategies import whole_like
 
 _COMPANIONS = (
     "tokenizer.json",
@@ -111,16 +111,16 @@ def shard_checkpoint(
         kind = _class_of(name, arguments)
         with enable():
             model = from_pretrained_with(work, kind, name, tp_plan=plan, **arguments)
-        # 2. Everything else.
+        # 2. Everything else; the manifest last.
         manifest = check_save(model, folder, work.save, work.files)
         write_configs(model, folder)
         _copy_companions(name, folder, arguments, model.tp_source.get("commit_hash"))
-        complete_save(manifest)
     except BaseException as error:
         work.remove()
         if isinstance(error, OSError) and not isinstance(error, TensorParallelError):
             raise CheckpointError(str(error)) from error
         raise
+    complete_save(manifest)
     return manifest
 
 
@@ -209,12 +209,13 @@ class _Value:
 
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
         """What each of `size` ranks holds, read when it is asked for."""
-        whole = self.read(self.tensor) if self.layout is None or self.request.shared else None
+        is_read_once = self.layout is None or self.request.shared
+        source: LazyTensor = Resident(self.read(self.tensor)) if is_read_once else self.tensor
         for rank in range(size):
-            if whole is not None:
-                yield take(whole, self.layout, rank).contiguous()
+            if self.layout is None:
+                yield self.read(source)
             else:
-                yield self.read(take(self.tensor, self.layout, rank))
+                yield self.read(source.select(self.layout.dim, self.layout.split.ranges[rank]))
 
     def read(self, tensor: LazyTensor) -> torch.Tensor:
         """The values of `tensor`, which is a part of this one."""

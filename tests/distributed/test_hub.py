@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from tests.hub_server import HubServer, commit_of
 from tests.pool import Pool, WorkerError
 from tp_transformers import loader, mesh
 from tp_transformers.checkpoint import exchange, http, shares
+from tp_transformers.offline import shard_checkpoint
 
 pytestmark = pytest.mark.distributed
 
@@ -145,6 +147,23 @@ def _run(pool: Pool, size: int, *args: Any, **arguments: Any) -> list[dict[str, 
 
 def _stream(args: tuple[Any, ...], arguments: dict[str, Any]) -> dict[str, Any]:
     return stream(*args, **arguments)
+
+
+def shard(name: str, target: str, arguments: dict[str, Any]) -> dict[str, bytes]:
+    with mock.patch.object(secrets, "token_hex", return_value="0123abcd"):
+        shard_checkpoint(name, target, size=3, **arguments)
+    return {path.name: path.read_bytes() for path in Path(target).glob("rank-*")}
+
+
+def test_sharding_needs_no_download_and_every_byte_once(
+    hub_pool: Any, served: HubServer, mixtral: str, tmp_path: Path
+) -> None:
+    served.add("org/model", mixtral)
+    arguments = {"tp_stream": True, "cache_dir": str(tmp_path / "cache")}
+    (streamed,) = hub_pool.run(1, shard, "org/model", str(tmp_path / "streamed"), arguments)
+    assert 0.97 < served.weights_sent() / weight_bytes(mixtral) < 1.03
+    assert stored_weights(tmp_path / "cache") == []
+    assert streamed == shard(mixtral, str(tmp_path / "local"), {})
 
 
 def test_casts_are_staged_in_pieces(hub_pool: Any, served: HubServer, mixtral: str, tmp_path: Path) -> None:
