@@ -20,10 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from huggingface_hub.utils import close_session
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 import tp_transformers
 from tests.architectures import ARCHITECTURES
+from tests.float8 import quantize_folder
 from tests.hub_server import HubServer, commit_of
 from tests.pool import Pool, WorkerError
 from tp_transformers import loader, mesh
@@ -147,6 +149,18 @@ def _run(pool: Pool, size: int, *args: Any, **arguments: Any) -> list[dict[str, 
 
 def _stream(args: tuple[Any, ...], arguments: dict[str, Any]) -> dict[str, Any]:
     return stream(*args, **arguments)
+
+
+def test_values_and_scales_in_fp8_travel_once(hub_pool: Any, served: HubServer, mixtral: str, tmp_path: Path) -> None:
+    expected = quantize_folder(mixtral, tmp_path / "float8", (16, 16))
+    shutil.copytree(mixtral, tmp_path / "plain", ignore=shutil.ignore_patterns("model*"))
+    save_file(expected, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    served.add("org/model", str(tmp_path / "float8"))
+    cache = str(tmp_path / "cache")
+    for result in _run(hub_pool, 2, "org/model", str(tmp_path / "plain"), cache, dtype=torch.bfloat16):
+        assert result["different"] == []
+    assert 0.95 < served.weights_sent() / weight_bytes(tmp_path / "float8") < 1.05
+    assert stored_weights(cache) == []
 
 
 def shard(name: str, target: str, arguments: dict[str, Any]) -> dict[str, bytes]:

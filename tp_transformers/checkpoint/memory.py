@@ -94,12 +94,12 @@ def copy(values: torch.Tensor, destination: torch.Tensor) -> None:
 
 
 def _from_float8(values: torch.Tensor) -> torch.Tensor:
-    """float8_e4m3fn -> float32, 10 to 20 times as fast as torch does it on a CPU.
+    """float8_e4m3fn -> float32, ten times as fast as torch does it on a CPU.
 
     In float16, exponents have one bit more at their top and are 8 higher: the same bits, moved, are 2^-8 of the value.
     """
     bits = values.contiguous().view(torch.int8)
-    if ((bits & 0x7F) == 0x7F).any():  # NaN, whose bits stand for a number in float16
+    if bits.numel() and (bits & 0x7F).amax() == 0x7F:  # NaN, whose bits stand for a number in float16
         return values.to(torch.float32)
     moved = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign's copy, where the new bit is
     return moved.view(torch.float16).to(torch.float32).mul_(256)
