@@ -1,0 +1,176 @@
+"""A tensor-parallel model behaves like a model in everything about its state; references are of one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.utils import PushToHubMixin
+
+import tp_transformers
+from tests.models import MASK, PROMPTS, VOCAB, read_folder, relative
+from tests.pool import WorkerError
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+
+
+def load(folder: str, **arguments: Any) -> tuple[Any, Any]:
+    """The tensor-parallel model, and that of one process."""
+    with tp_transformers.enable():
+        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **arguments)
+    return model, AutoModelForCausalLM.from_pretrained(folder, **arguments)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("mixtral")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_local_experts": 3}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads, initializer_range=0.2)).save_pretrained(folder)
+    return str(folder)
+
+
+def assert_same(model: Any, whole: Any) -> None:
+    """The ranks' shards are the parameters of `whole`, in order, name, dtype and value; so are ties and logits."""
+    ours, theirs = dict(model.named_parameters()), dict(whole.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, param in theirs.items():
+        full = tp_transformers.full_tensor(ours[name])
+        assert full.dtype == param.dtype, name
+        assert torch.equal(full, param), name
+    with torch.no_grad():
+        logits, expected = (each(PROMPTS, attention_mask=MASK).logits for each in (model, whole))
+    # bf16 sums in another order differ by a few of its steps of 2**-8
+    assert relative(logits, expected) < (TOLERANCE if expected.dtype == torch.float32 else 0.1)
+
+
+def state(folder: str, scratch: str) -> None:
+    model, whole = load(folder)
+    rank = dist.get_rank()
+
+    # counts
+    for options in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
+        assert model.num_parameters(**options) == whole.num_parameters(**options), options
+    held = {id(p): tp_transformers.local_tensor(p).nbytes for p in model.parameters()}
+    assert model.get_memory_footprint(return_buffers=False) == sum(held.values())
+    assert model.get_memory_footprint() < whole.get_memory_footprint()
+
+    # state dicts: what came out, and whole ones
+    ours, theirs = model.state_dict(), {name: value.clone() for name, value in whole.state_dict().items()}
+    assert list(ours) == list(theirs)
+    assert all(type(value) is not torch.nn.Parameter for value in ours.values())
+    ours = copy.deepcopy(ours)  # what state_dict() returns is the parameters' own memory
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    from_disk = torch.load(buffer, weights_only=True)
+    params = dict(model.named_parameters())
+    for source in (ours, theirs, from_disk):
+        for assign in (False, True):
+            with torch.no_grad():
+                for param in model.parameters():
+                    tp_transformers.local_tensor(param).zero_()
+            result = model.load_state_dict(copy.deepcopy(source), assign=assign)
+            assert not result.missing_keys
+            assert not result.unexpected_keys
+            model.tie_weights()
+            assert_same(model, whole)
+        # Loading kept what the parameters are.
+        assert {name: type(param) for name, param in model.named_parameters()} == {
+            n: type(p) for n, p in params.items()
+        }
+    name = next(iter(theirs))
+    partial = {key: value for key, value in theirs.items() if key != name}
+    result = model.load_state_dict({**partial, "other": torch.ones(1)}, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == ([name], ["other"])
+    with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{name}".*\n.*Unexpected.*"other"'):
+        model.load_state_dict({**partial, "other": torch.ones(1)})
+    bad = {**theirs, name: torch.ones(3, 5)}
+    with pytest.raises(
+        RuntimeError, match=rf"size mismatch for {name}: got a tensor of shape \(3, 5\), expected the whol"
+    ):
+        model.load_state_dict(bad if rank == 0 else theirs)
+    model.load_state_dict(theirs)
+
+    # other dtypes; gradients, copies and checkpoints after them
+    for change in ("bfloat16", "float", "half", "double"):
+        getattr(model, change)(), getattr(whole, change)()
+        if change != "half":
+            assert_same(model, whole)
+    model.to(torch.float32), whole.to(torch.float32)
+    assert_same(copy.deepcopy(model), whole)
+    assert model.lm_head.weight is not model.get_input_embeddings().weight or whole.config.tie_word_embeddings
+    for each in (model, whole):
+        each.zero_grad()
+        each(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
+    for (name, param), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert relative(tp_transformers.full_tensor(param, param.grad), expected.grad) < TOLERANCE, name
+    model.to(torch.bfloat16).to(torch.float32)  # with gradients around
+    whole.to(torch.bfloat16).to(torch.float32)
+    assert all(param.grad is not None for param in model.parameters())
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    model.save_pretrained(f"{scratch}/saved")
+    dist.barrier()
+    saved, expected = read_folder(f"{scratch}/saved"), read_folder(folder)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value.bfloat16().float()) for name, value in expected.items())
+
+    # modes
+    assert model.train().training and model.model.layers[0].training
+    assert not model.eval().model.layers[0].training
+    model.requires_grad_(False)
+    assert not any(param.requires_grad for param in model.parameters())
+    assert model.num_parameters(only_trainable=True) == 0
+    model.requires_grad_(True)
+    model.to("cpu").cpu()
+    with pytest.raises(tp_transformers.UnsupportedError, match="the device of a tensor-parallel model: got meta, exp"):
+        torch.nn.Sequential(model).to("meta")
+    for refused in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
+        with pytest.raises(tp_transformers.UnsupportedError, match=r"expected its state\. Call model.save_pretrained"):
+            refused()
+    assert_same(model, whole)
+
+    # embeddings
+    model.set_input_embeddings(model.get_input_embeddings())
+    model.tie_weights(), whole.tie_weights()
+    assert_same(model, whole)
+    for size in (VOCAB + 9, VOCAB + 9, VOCAB - 20):
+        torch.manual_seed(7 + rank)  # rank 0's draw counts
+        embeddings = model.resize_token_embeddings(size)
+        torch.manual_seed(7)
+        whole.resize_token_embeddings(size)
+        assert embeddings is model.get_input_embeddings()
+        assert model.config.get_text_config().vocab_size == size
+        assert embeddings.weight.tp_shard.local_shape[0] < size
+    PROMPTS.clamp_(max=size - 1)
+    assert_same(model, whole)
+    tokens = [each.generate(PROMPTS, attention_mask=MASK, max_new_tokens=4, do_sample=False) for each in (model, whole)]
+    assert torch.equal(*tokens)
+    fresh = torch.nn.Embedding(size, embeddings.embedding_dim)
+    dist.broadcast(fresh.weight.data, 0)
+    whole.set_input_embeddings(copy.deepcopy(fresh)), model.set_input_embeddings(fresh)
+    whole.tie_weights(), model.tie_weights()
+    assert fresh.weight.tp_shard.local_shape[0] < size
+    assert_same(model, whole)
+
+
+def test_state_of_a_model(pool: Any, cases: Any, tmp_path: Path) -> None:
+    pool.run(2, state, cases(9, 3, tie_word_embeddings=True).folder, str(tmp_path / "uneven"))
+    pool.run(3, state, cases(8, 2).folder, str(tmp_path / "replicated"))
+
+
+def test_state_of_experts(pool: Any, mixtral: str, tmp_path: Path) -> None:
+    pool.run(2, state, mixtral, str(tmp_path))
