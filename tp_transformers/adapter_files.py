@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,7 +48,7 @@ def push_peft_model(peft_model: Any, repo_id: str, **options: Any) -> Any:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the active adapter that transformers' `add_adapter` or `load_adapter` gave the model, whole, from rank 0."""
+    """Write the active adapter that transformers' `add_adapter` or `load_adapter` gave a model, whole, from rank 0."""
     group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
     (name,) = model.active_adapters()
     adapter = _adapter(model, model.state_dict(keep_vars=True), name)
@@ -114,8 +115,8 @@ def load_adapter(
         for module in model.modules():
             if isinstance(module, BaseTunerLayer):
                 module.requires_grad_(False)
-    empty: dict[str, Any] = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys"), set())
-    return LoadStateDictInfo(**empty, error_msgs=[], conversion_errors={})
+    others: dict[str, Any] = {info.name: set() for info in dataclasses.fields(LoadStateDictInfo)}
+    return LoadStateDictInfo(**{**others, "error_msgs": [], "conversion_errors": {}})
 
 
 def _adapter(model: nn.Module, state: Mapping[str, Tensor], name: str, **options: Any) -> dict[str, Tensor]:

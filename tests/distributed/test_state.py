@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
-from transformers.utils import PushToHubMixin
 
 import tp_transformers
 from tests.models import MASK, PROMPTS, VOCAB, read_folder, relative
-from tests.pool import WorkerError
 
 pytestmark = pytest.mark.distributed
 
@@ -50,8 +46,9 @@ def assert_same(model: Any, whole: Any) -> None:
         full = tp_transformers.full_tensor(ours[name])
         assert full.dtype == param.dtype, name
         assert torch.equal(full, param), name
+    prompts = PROMPTS.clamp(max=whole.config.vocab_size - 1)
     with torch.no_grad():
-        logits, expected = (each(PROMPTS, attention_mask=MASK).logits for each in (model, whole))
+        logits, expected = (each(prompts, attention_mask=MASK).logits for each in (model, whole))
     # bf16 sums in another order differ by a few of its steps of 2**-8
     assert relative(logits, expected) < (TOLERANCE if expected.dtype == torch.float32 else 0.1)
 
@@ -129,7 +126,7 @@ def state(folder: str, scratch: str) -> None:
     assert all(torch.equal(saved[name], value.bfloat16().float()) for name, value in expected.items())
 
     # modes
-    assert model.train().training and model.model.layers[0].training
+    assert model.train().model.layers[0].training
     assert not model.eval().model.layers[0].training
     model.requires_grad_(False)
     assert not any(param.requires_grad for param in model.parameters())
@@ -155,9 +152,9 @@ def state(folder: str, scratch: str) -> None:
         assert embeddings is model.get_input_embeddings()
         assert model.config.get_text_config().vocab_size == size
         assert embeddings.weight.tp_shard.local_shape[0] < size
-    PROMPTS.clamp_(max=size - 1)
     assert_same(model, whole)
-    tokens = [each.generate(PROMPTS, attention_mask=MASK, max_new_tokens=4, do_sample=False) for each in (model, whole)]
+    prompts = PROMPTS.clamp(max=size - 1)
+    tokens = [each.generate(prompts, attention_mask=MASK, max_new_tokens=4, do_sample=False) for each in (model, whole)]
     assert torch.equal(*tokens)
     fresh = torch.nn.Embedding(size, embeddings.embedding_dim)
     dist.broadcast(fresh.weight.data, 0)

@@ -103,7 +103,7 @@ def placed(local: Tensor, param: Tensor) -> Tensor:
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`optimizer`'s state by the names of `model`'s parameters, for torch.distributed.checkpoint at any number of ranks.
+    """The state of `optimizer` by the names of `model`'s parameters, for torch.distributed.checkpoint at any size.
 
     It is `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, in which the state of parameters that
     are plain tensors knows its place too; loaded into, it goes back with that module's `set_optimizer_state_dict`.
