@@ -3,6 +3,7 @@
 Importing the package patches nothing and starts nothing; `enable()` does.
 """
 
+from .checkpoint.distributed import load_optimizer_state_dict, optimizer_state_dict
 from .checkpoint.sharded import save_sharded, verify_sharded
 from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
 from .hook import disable, enable
@@ -57,7 +58,9 @@ __all__ = [
     "get_packed_weights",
     "get_tensor_shard",
     "is_tensor_parallel",
+    "load_optimizer_state_dict",
     "local_tensor",
+    "optimizer_state_dict",
     "save_sharded",
     "verify_sharded",
 ]

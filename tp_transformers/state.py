@@ -193,7 +193,7 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
         raise
     for get, put, module, shape in old:
         new = get()
-        del new.tp_whole
+        new.__dict__.pop("tp_whole", None)
         if new.weight.shape == shape:
             put(module)
         else:

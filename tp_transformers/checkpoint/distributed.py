@@ -39,6 +39,10 @@ class LocalShard(Tensor):
         tensor.tp_shard = shard
         return tensor
 
+    def size(self, dim: int | None = None) -> Any:
+        """That of the whole, as a DTensor's is: checkpoints compare it. `shape` is this rank's."""
+        return self.tp_shard.shape if dim is None else self.tp_shard.shape[dim]
+
     def plain(self) -> Tensor:
         """The same memory as a plain tensor."""
         return self.as_subclass(Tensor)
@@ -106,7 +110,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     """The state of `optimizer` by the names of `model`'s parameters, for torch.distributed.checkpoint at any size.
 
     It is `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, in which the state of parameters that
-    are plain tensors knows its place too; loaded into, it goes back with that module's `set_optimizer_state_dict`.
+    are plain tensors knows its place too. `load_optimizer_state_dict` gives it back.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -117,3 +121,14 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             if isinstance(value, Tensor) and name in params:
                 values[key] = placed(value, params[name])
     return state
+
+
+def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give `optimizer` back what `optimizer_state_dict` returned, as torch.distributed.checkpoint has filled it."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    values = {
+        name: {key: value.plain() if isinstance(value, LocalShard) else value for key, value in states.items()}
+        for name, states in state["state"].items()
+    }
+    set_optimizer_state_dict(model, optimizer, {**state, "state": values})
