@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import tp_transformers
-from tests.models import MASK, PROMPTS, read_folder, relative
+from tests.models import MASK, PROMPTS, VOCAB, read_folder, relative
 
 pytestmark = pytest.mark.distributed
 
@@ -68,7 +68,6 @@ def train(folder: str, scratch: str, targets: Any, options: dict[str, Any]) -> N
     ours.eval(), theirs.eval()
     expected = logits_of(theirs)
     assert relative(logits_of(ours), expected) < TOLERANCE
-    assert relative(logits_of(models[1].base_model if False else theirs.get_base_model()), expected) < TOLERANCE
     with ours.disable_adapter(), theirs.disable_adapter():
         assert relative(logits_of(ours), logits_of(theirs)) < TOLERANCE
 
@@ -88,7 +87,8 @@ def train(folder: str, scratch: str, targets: Any, options: dict[str, Any]) -> N
     for name, param in adapter_parameters(theirs).items():
         # AdamW divides by the root of squares: what is small differs more
         assert relative(tp_transformers.full_tensor(mine[name]), param) < 1e-2, name
-    theirs.load_state_dict({n: tp_transformers.full_tensor(p) for n, p in adapter_parameters(ours).items()}, strict=False)
+    trained = {name: tp_transformers.full_tensor(param) for name, param in mine.items() if param.requires_grad}
+    theirs.load_state_dict(trained, strict=False)
 
     # files
     ours.eval(), theirs.eval()
@@ -104,10 +104,10 @@ def train(folder: str, scratch: str, targets: Any, options: dict[str, Any]) -> N
     assert files[0] == files[1]
     again = PeftModel.from_pretrained(load(folder)[0], f"{scratch}/ours")
     assert relative(logits_of(again), expected) < TOLERANCE
-    assert not any(param.requires_grad for param in again.parameters())
-    if rank == 0:
-        alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), f"{scratch}/ours")
-        assert relative(logits_of(alone), expected) < TOLERANCE
+    alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), f"{scratch}/ours")
+    assert relative(logits_of(alone), expected) < TOLERANCE
+    trainable = [[name for name, param in each.named_parameters() if param.requires_grad] for each in (again, alone)]
+    assert trainable[0] == trainable[1]
 
     # merged, and taken apart
     for safe in (False, True):
@@ -135,3 +135,114 @@ def train_all(folder: str, scratch: str) -> None:
 @pytest.mark.parametrize(("heads", "size"), [((9, 3), 2), ((8, 2), 3), ((8, 4), 2)])
 def test_lora_is_that_of_one_process(pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, int], size: int) -> None:
     pool.run(size, train_all, cases(*heads).folder, str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Fused projections, stored transposed, of three heads."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 24, "n_layer": 1, "n_head": 3, "n_positions": 32, "n_inner": 50, "vocab_size": VOCAB}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    GPT2LMHeadModel(GPT2Config(**sizes, **drops, initializer_range=0.2)).save_pretrained(folder)
+    return str(folder)
+
+
+def train_fused(folder: str, scratch: str) -> None:
+    warnings.simplefilter("ignore")
+    train(folder, scratch, ["c_attn", "c_proj", "c_fc"], {"fan_in_fan_out": True, "bias": "all"})
+
+
+def test_lora_on_fused_projections(pool: Any, gpt2: str, tmp_path: Path) -> None:
+    pool.run(2, train_fused, gpt2, str(tmp_path))
+
+
+def other_ways(folder: str, scratch: str) -> None:
+    warnings.simplefilter("ignore")
+    targets = ["q_proj", "k_proj", "o_proj", "down_proj"]
+
+    # transformers' own integration: an adapter made by one process, loaded by name, saved, and loaded with its base
+    torch.manual_seed(1)
+    alone = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder),
+        LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_bias=False),
+    ).eval()
+    expected = logits_of(alone)
+    model, plain = load(folder)
+    rank = dist.get_rank()
+    if rank == 0:
+        alone.save_pretrained(f"{scratch}/adapter")
+    dist.barrier()
+    model.load_adapter(f"{scratch}/adapter")
+    assert relative(logits_of(model), expected) < TOLERANCE
+    assert not any(param.requires_grad for param in adapter_parameters(model).values())
+    q_proj = model.model.layers[0].self_attn.q_proj
+    assert q_proj.lora_B["default"].weight.tp_shard.local_shape != q_proj.lora_B["default"].weight.tp_shard.shape
+    model.save_pretrained(f"{scratch}/saved")
+    dist.barrier()
+    saved, reference = (read_folder(f"{scratch}/{name}") for name in ("saved", "adapter"))
+    assert saved.keys() == reference.keys()
+    assert all(torch.equal(saved[name], value) for name, value in reference.items())
+    with tp_transformers.enable():
+        together = AutoModelForCausalLM.from_pretrained(f"{scratch}/saved", tp_plan="auto")
+    assert relative(logits_of(together), expected) < TOLERANCE
+    model.disable_adapters()
+    assert relative(logits_of(model), logits_of(plain)) < TOLERANCE
+
+    # a second adapter, a copy, a state dict
+    model = get_peft_model(load(folder)[0], LoraConfig(r=4, target_modules=["v_proj"]))
+    model.load_adapter(f"{scratch}/adapter", adapter_name="second")
+    model.set_adapter("second")
+    assert relative(logits_of(copy.deepcopy(model).eval()), expected) < TOLERANCE
+    for param in adapter_parameters(model).values():
+        tp_transformers.local_tensor(param).zero_()
+    model.load_state_dict(
+        {name.replace("default", "second"): value for name, value in alone.state_dict().items()}, strict=False
+    )
+    assert relative(logits_of(model.eval()), expected) < TOLERANCE
+
+    # bf16, whose adapters peft keeps in fp32
+    half, whole = load(folder, dtype=torch.bfloat16)
+    half, whole = (PeftModel.from_pretrained(each, f"{scratch}/adapter") for each in (half, whole))
+    for (name, mine), param in zip(half.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(tp_transformers.full_tensor(mine), param), name
+        assert mine.dtype == param.dtype, name
+    # bf16 sums in another order differ by a few of its steps of 2**-8
+    assert relative(logits_of(half), logits_of(whole)) < 0.1
+
+    # a head that is trained and saved whole beside the adapters
+    torch.manual_seed(2)
+    ours, theirs = load(folder, AutoModelForSequenceClassification, num_labels=3)
+    theirs.score.weight.data.copy_(tp_transformers.full_tensor(ours.score.weight))
+    adapted = []
+    for each in (ours, theirs):
+        torch.manual_seed(2)
+        adapted.append(get_peft_model(each, LoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS")))
+    ours, theirs = adapted
+    shake(ours, theirs)
+    assert relative(logits_of(ours), logits_of(theirs)) < TOLERANCE
+    ours.save_pretrained(f"{scratch}/classifier")
+    dist.barrier()
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    alone = PeftModel.from_pretrained(plain, f"{scratch}/classifier")
+    assert relative(logits_of(alone), logits_of(theirs)) < TOLERANCE
+
+    # what is refused, before anything is changed
+    model = load(folder)[0]
+    names = [name for name, _ in model.named_parameters()]
+    for config, message in (
+        (LoraConfig(target_modules=targets, use_dora=True), "LoraConfig on a tensor-parallel model: got use_dora"),
+        (LoraConfig(target_modules=targets, init_lora_weights="pissa"), "got init_lora_weights='pissa'"),
+        (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "adapters of the type IA3"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "adapters that are prompts"),
+    ):
+        with pytest.raises(tp_transformers.UnsupportedError, match=message):
+            get_peft_model(model, config)
+    torch.manual_seed(rank)
+    with pytest.raises(tp_transformers.MeshError, match="lora_dropout: got another random state on each rank"):
+        get_peft_model(model, LoraConfig(target_modules=targets, lora_dropout=0.1))
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_other_ways_to_adapters(pool: Any, cases: Any, tmp_path: Path) -> None:
+    pool.run(2, other_ways, cases(9, 3).folder, str(tmp_path))
