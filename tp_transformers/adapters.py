@@ -187,7 +187,7 @@ def _split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGro
     of_a, of_b = _strategies(base)
     shard: ParamShard | None = getattr(base.weight, "tp_shard", None)
     split = shard.layout.split if shard is not None and shard.layout is not None else None
-    layer.__class__ = _adapted_class(type(layer))
+    layer.__class__ = _adapted_class(type(layer))  # type: ignore[arg-type]
     if adapter in layer.lora_embedding_A:
         rows = Layout(1, split) if split is not None and isinstance(of_a, RowwiseParallel) else None
         _split_parameter(layer.lora_embedding_A, adapter, rows, group)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.utils import PushToHubMixin
 
 import tp_transformers
 from tests.models import MASK, PROMPTS, VOCAB, read_folder, relative
@@ -229,3 +230,45 @@ def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Pa
         state = {"model": plain.state_dict()}
         dcp.load(state, checkpoint_id=target, no_dist=True)
         assert all(torch.equal(value, state["model"][name]) for name, value in saved.items())
+
+
+# -- the Hub
+
+
+def push(folder: str, scratch: str) -> list[tuple[str, Any, list[str]]]:
+    """What transformers' own upload, which is replaced, was given on this rank."""
+    model, _ = load(folder)
+    pushed = []
+
+    def upload(self: Any, repo_id: str, **options: Any) -> None:
+        target = Path(scratch, f"pushed{len(pushed)}")
+        target.mkdir()
+        self.save_pretrained(str(target), max_shard_size="1GB")
+        pushed.append((repo_id, options, sorted(path.name for path in target.iterdir())))
+        if repo_id == "org/broken":
+            raise OSError("no such repository")
+        saved, expected = read_folder(target), read_folder(folder)
+        assert all(torch.equal(saved[name], value) for name, value in expected.items())
+
+    original, PushToHubMixin.push_to_hub = PushToHubMixin.push_to_hub, upload
+    model.model_tags = ["mine"]
+    try:
+        model.push_to_hub("org/pushed", max_shard_size="60KB", private=True, tags="other")
+        Path(scratch, "repo").mkdir(exist_ok=True)
+        Path(scratch, "repo", "notes.txt").write_text("not to be uploaded")
+        dist.barrier()
+        model.save_pretrained(f"{scratch}/repo", push_to_hub=True, max_shard_size="60KB", commit_message="why")
+        with pytest.raises((OSError, RuntimeError), match="no such repository"):
+            model.push_to_hub("org/broken")
+    finally:
+        PushToHubMixin.push_to_hub = original
+    return pushed
+
+
+def test_rank_0_pushes_what_one_process_would(pool: Any, cases: Any, tmp_path: Path) -> None:
+    folder = cases(9, 3).folder
+    first, others = pool.run(2, push, folder, str(tmp_path))
+    assert others == []
+    names = sorted(path.name for path in Path(folder).iterdir())
+    assert first[0] == ("org/pushed", {"private": True, "tags": ["mine", "other"]}, names)
+    assert first[1] == ("repo", {"commit_message": "why", "tags": ["mine"]}, names)

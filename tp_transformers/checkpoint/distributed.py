@@ -7,7 +7,7 @@ held the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,14 @@ class LocalShard(Tensor):
     saved by the first of them, and loaded by all.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     tp_shard: ParamShard
 
     @staticmethod
     def of(local: Tensor, shard: ParamShard) -> LocalShard:
         """`local` itself, of which `shard` tells the place."""
-        tensor = cast(LocalShard, local.detach().as_subclass(LocalShard))
+        tensor = local.detach().as_subclass(LocalShard)
         tensor.tp_shard = shard
         return tensor
 
@@ -131,4 +131,4 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         name: {key: value.plain() if isinstance(value, LocalShard) else value for key, value in states.items()}
         for name, states in state["state"].items()
     }
-    set_optimizer_state_dict(model, optimizer, {**state, "state": values})
+    set_optimizer_state_dict(model, optimizer, {**state, "state": values})  # type: ignore[dict-item]
