@@ -4,6 +4,7 @@ Importing the package patches nothing and starts nothing; `enable()` does. With 
 environment, it sets the level of the package's logger.
 """
 
+from .checkpoint.distributed import load_optimizer_state_dict, optimizer_state_dict
 from .checkpoint.sharded import save_sharded, verify_sharded
 from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
 from .hook import disable, enable
@@ -61,7 +62,9 @@ __all__ = [
     "get_packed_weights",
     "get_tensor_shard",
     "is_tensor_parallel",
+    "load_optimizer_state_dict",
     "local_tensor",
+    "optimizer_state_dict",
     "save_sharded",
     "verify_sharded",
 ]

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from .adapter_files import load_adapter, save_adapter
+from .adapters import watch_adapters
+from .checkpoint.push import push, save_and_push
 from .checkpoint.save import save_pretrained
-from .errors import UnsupportedError
+from .errors import UnsupportedError, describe
 from .logs import get_logger
 from .mesh import TensorParallelGroup
 from .plan import Plan, base_prefix, fold_layers
 from .report import LoadReport
 from .resolve import Resolution, check_layers_are_cut, resolve
+from .state import (
+    check_device,
+    keep_shards,
+    keep_state,
+    memory_footprint,
+    num_parameters,
+    replace_embeddings,
+    resize_embeddings,
+)
 from .strategies import LocalConfig, ParamShard, TensorParallelLayer, attach
 
 if TYPE_CHECKING:
@@ -38,9 +51,89 @@ class TensorParallelModel:
     tp_source: Mapping[str, str | None]
     """The "name" of the checkpoint and, where it is in the cache of the Hub, its "commit_hash"."""
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Write a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.save.save_pretrained`."""
-        save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore[arg-type]
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Write a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.save.save_pretrained`.
+
+        Of a model with an adapter, which transformers gave it, that is the adapter.
+        """
+        if push_to_hub:
+            tags = self.model_tags or ()  # type: ignore[attr-defined]
+            save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
+        elif getattr(self, "_hf_peft_config_loaded", False):
+            save_adapter(self, Path(save_directory))  # type: ignore[arg-type]
+        else:
+            save_pretrained(self, save_directory, *args, **kwargs)  # type: ignore[arg-type]
+
+    def push_to_hub(
+        self, repo_id: str, *, max_shard_size: int | str = "50GB", tags: Iterable[str] = (), **options: Any
+    ) -> Any:
+        """Upload a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.push.push`."""
+        save = partial(self.save_pretrained, max_shard_size=max_shard_size)
+        tags = [*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]  # type: ignore[attr-defined]
+        return push(self.tp_group, save, repo_id, tags=tags, **options)
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a whole adapter of PEFT, cut to this rank; every rank has to call it."""
+        if self.tp_group.device_mesh is None:
+            return super().load_adapter(*args, **kwargs)  # type: ignore[misc]
+        return load_adapter(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load whole tensors, or what `state_dict()` returned on this rank; every rank has to call it."""
+        with self.tp_group.agree():
+            return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Parameters of the whole model, as one process counts them."""
+        return num_parameters(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)  # type: ignore[arg-type]
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes that this rank holds."""
+        return memory_footprint(self, buffers=return_buffers)  # type: ignore[arg-type]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Take whole embeddings, the same on all ranks, and cut them as the plan says; every rank has to call it."""
+        old = self.get_input_embeddings()  # type: ignore[attr-defined]
+        super().set_input_embeddings(value)  # type: ignore[misc]
+        replace_embeddings(old, value, self.tp_group)
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Take a whole head, the same on all ranks, and cut it as the plan says; every rank has to call it."""
+        old = self.get_output_embeddings()  # type: ignore[attr-defined]
+        super().set_output_embeddings(value)  # type: ignore[misc]
+        replace_embeddings(old, value, self.tp_group)
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """What transformers does, on whole embeddings that are cut again; every rank has to call it."""
+        resize = partial(super().resize_token_embeddings, new_num_tokens, *args, **kwargs)  # type: ignore[misc]
+        if self.tp_group.device_mesh is None:
+            return resize()
+        return resize_embeddings(self, resize)  # type: ignore[arg-type]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """What is behind `to`, `half`, `cuda`, ...: on the mesh's own device, shards stay shards."""
+        check_device(fn, self.tp_group)
+        with keep_shards(self):  # type: ignore[arg-type]
+            return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+
+    def __copy__(self) -> Any:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: its ranks hold process groups, and a part of the model each."""
+        raise UnsupportedError(
+            describe(
+                f"pickle of a tensor-parallel {type(self).__name__}",
+                got="the model of one rank",
+                expected="its state",
+                fix="Call model.save_pretrained(folder) or tp_transformers.save_sharded(model, folder) on all ranks, "
+                "or torch.save(model.state_dict(), a file of each rank).",
+            )
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy that is split over the same ranks."""
@@ -50,16 +143,9 @@ class TensorParallelModel:
         copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
         copies = dict(copied.named_parameters(remove_duplicate=False))
         for name, param in module.named_parameters(remove_duplicate=False):
-            if hasattr(param, "tp_shard"):  # DTensors that model.to(dtype) made have none, and need none
+            if hasattr(param, "tp_shard"):
                 copies[name].tp_shard = param.tp_shard  # type: ignore[attr-defined]
         return copied
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: it would upload from every rank."""
-        raise UnsupportedError(
-            "push_to_hub of a tensor-parallel model is not supported. Call model.save_pretrained(folder) on all ranks, "
-            "then upload the folder from one of them: huggingface_hub.upload_folder(repo_id=..., folder_path=folder)."
-        )
 
 
 def is_tensor_parallel(model: object) -> bool:
@@ -121,8 +207,10 @@ def parallelize(
             for shard in own.values():
                 shard.connect()
             attach(module, strategy, own, group.device_mesh)
+            keep_state(module)
 
-    # 5. The model knows what it is.
+    # 5. The model knows what it is, and so does what is put around it.
+    watch_adapters()
     for module in list(model.modules()):
         if hasattr(module, "save_pretrained"):
             _become_tensor_parallel(module, resolution, group)

@@ -51,16 +51,7 @@ class Resolution:
         strategy = self.param_strategies.get(name)
         if strategy is None:
             return ParamShard(shape, None, group, use_dtensor=False)
-        layout = strategy.layout(name.rpartition(".")[2], shape, group.size)
-        param_type = name.rpartition(".")[2]
-        return ParamShard(
-            shape,
-            layout,
-            group,
-            strategy.use_dtensor,
-            strategy.sums_gradients and layout is None,
-            param_type in strategy.added_once and layout is None,
-        )
+        return strategy.shard(name.rpartition(".")[2], shape, group)
 
 
 def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:

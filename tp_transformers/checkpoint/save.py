@@ -97,7 +97,7 @@ def save_pretrained(
                     writers[file] = Writer(folder / file, {name: state[name] for name in names})
         # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
         for names in _convertible_groups(whole_model, meta, state, save_original_format):
-            whole = {name: _gather(tensors[name], group) for name in names}
+            whole = {name: gather(tensors[name], group) for name in names}
             with group.agree():
                 values = {name: value for name, value in whole.items() if value is not None}
                 if writes:
@@ -128,7 +128,7 @@ def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return state
 
 
-def _gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
+def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
     """The whole tensor on rank 0; None elsewhere."""
     shard: ParamShard | None = getattr(tensor, "tp_shard", None)
     if shard is not None:

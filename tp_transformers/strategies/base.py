@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..layout import Layout, Split, even, packed
 from ..lazy import LazyTensor
+from ..mesh import TensorParallelGroup
 from .shard import ParamShard, take, traced_layout, undo_partition
 
 Placements = Sequence[Placement] | Placement | None
@@ -137,6 +138,19 @@ class TensorParallelLayer:
             return Layout(dim, self.cut(shape[dim], size, unit))
         except ValueError as error:
             raise ValueError(f"{param_type} along dim {dim}: {error}") from None
+
+    def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
+        """What this rank holds of the parameter `param_type` of `shape`."""
+        layout = self.layout(param_type, shape, group.size)
+        whole = layout is None
+        return ParamShard(
+            shape,
+            layout,
+            group,
+            self.use_dtensor,
+            self.sums_gradients and whole,
+            param_type in self.added_once and whole,
+        )
 
     def cut(self, length: int, size: int, unit: int = 1) -> Split:
         """`length` cut over `size` ranks: by heads, part by part, or evenly in blocks of `unit`.

@@ -48,6 +48,11 @@ class _LocalMixin(TensorParallelLayer):
         return outputs
 
 
+def computes_locally(strategy: TensorParallelLayer) -> bool:
+    """Whether it is one of the `local_*` strategies."""
+    return isinstance(strategy, _LocalMixin)
+
+
 class _LocalRowwiseMixin(_LocalMixin):
     """The outputs are parts of a sum, to which only rank 0 adds the bias."""
 

@@ -1,0 +1,134 @@
+"""What torch.distributed.checkpoint needs to know of a shard that is a plain tensor: where it stands in the whole.
+
+A DTensor says so itself. A plain tensor of a rank (uneven heads, replicated KV heads) would be saved as if all ranks
+held the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..layout import Piece
+from ..strategies import ParamShard
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class LocalShard(Tensor):
+    """This rank's values of a parameter, and where they stand in the whole, as torch.distributed.checkpoint asks.
+
+    It computes as a plain tensor does, and is one when it is pickled or copied. Values that several ranks hold are
+    saved by the first of them, and loaded by all.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    tp_shard: ParamShard
+
+    @staticmethod
+    def of(local: Tensor, shard: ParamShard) -> LocalShard:
+        """`local` itself, of which `shard` tells the place."""
+        tensor = local.detach().as_subclass(LocalShard)
+        tensor.tp_shard = shard
+        return tensor
+
+    def size(self, dim: int | None = None) -> Any:
+        """That of the whole, as a DTensor's is: checkpoints compare it. `shape` is this rank's."""
+        return self.tp_shard.shape if dim is None else self.tp_shard.shape[dim]
+
+    def plain(self) -> Tensor:
+        """The same memory as a plain tensor."""
+        return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.plain().clone()
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        layout, rank = self._layout, self.tp_shard.group.rank
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self.plain()),
+                    size=self.tp_shard.shape,
+                ),
+            )
+            for chunk in (self._chunk(piece) for piece in layout.split.pieces if piece.rank == rank)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk(piece) for piece in self._held]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        dim = self._layout.dim
+        for piece in self._held:
+            if index.offset is None or piece.start == index.offset[dim]:
+                return self.plain().narrow(dim, piece.local, piece.length)
+        raise ValueError(f"{index.fqn}: this rank holds nothing from {index.offset} on")
+
+    @property
+    def _layout(self) -> Any:
+        return self.tp_shard.layout
+
+    @property
+    def _held(self) -> Iterator[Piece]:
+        """What this rank holds, those indices included that others hold too."""
+        rank, local = self.tp_shard.group.rank, 0
+        for start, stop in self._layout.split.ranges[rank]:
+            if stop > start:
+                yield Piece(rank, local, start, stop - start)
+            local += stop - start
+
+    def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
+        dim, sizes = self._layout.dim, list(self.tp_shard.shape)
+        offsets = [0] * len(sizes)
+        offsets[dim], sizes[dim] = piece.start, piece.length
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def placed(local: Tensor, param: Tensor) -> Tensor:
+    """`local`, laid out like `param` (itself, an optimizer's state of it), in the form that can be saved as a shard."""
+    shard: ParamShard | None = getattr(param, "tp_shard", None)
+    if shard is None or shard.layout is None or shard.placement is not None or local.shape != shard.local_shape:
+        return local
+    return LocalShard.of(local, shard)
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of `optimizer` by the names of `model`'s parameters, for torch.distributed.checkpoint at any size.
+
+    It is `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, in which the state of parameters that
+    are plain tensors knows its place too. `load_optimizer_state_dict` gives it back.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)  # type: ignore[assignment]
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and name in params:
+                values[key] = placed(value, params[name])
+    return state
+
+
+def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give `optimizer` back what `optimizer_state_dict` returned, as torch.distributed.checkpoint has filled it."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    values = {
+        name: {key: value.plain() if isinstance(value, LocalShard) else value for key, value in states.items()}
+        for name, states in state["state"].items()
+    }
+    set_optimizer_state_dict(model, optimizer, {**state, "state": values})  # type: ignore[dict-item]
