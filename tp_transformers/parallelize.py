@@ -15,7 +15,9 @@ from torch import nn
 
 from .checkpoint.save import save_pretrained
 from .errors import UnsupportedError
+from .generation import TensorParallelGeneration
 from .mesh import TensorParallelGroup
+from .outputs import return_whole_attentions
 from .plan import Plan, base_prefix, fold_layers
 from .report import LoadReport
 from .resolve import Resolution, check_layers_are_cut, resolve
@@ -122,6 +124,7 @@ def parallelize(
             for shard in own.values():
                 shard.connect()
             attach(module, strategy, own, group.device_mesh)
+        return_whole_attentions(model, resolution.attention, group)
 
     # 5. The model knows what it is.
     for module in list(model.modules()):
@@ -162,4 +165,5 @@ def _become_tensor_parallel(model: nn.Module, resolution: Resolution, group: Ten
 @cache
 def _tensor_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (TensorParallelModel, cls), names)
+    bases = (TensorParallelGeneration, TensorParallelModel) if hasattr(cls, "generate") else (TensorParallelModel,)
+    return type(cls.__name__, (*bases, cls), names)

@@ -60,6 +60,8 @@ ROOMS = [
     "fit",
     "sums",
     "resolve",
+    "generation",
+    "outputs",
     "parallelize",
     "loader",
     "pretrained",
