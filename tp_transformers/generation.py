@@ -192,21 +192,23 @@ def _check_marks(ranks: Sequence[Mapping[str, str]]) -> None:
 
 def _mark(value: Any) -> str:
     """A short text that differs where values do: by what is in tensors and in plain data, by type for all else."""
-    return hashlib.blake2b(json.dumps(_outline(value)).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(_outline(value), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _outline(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         return [list(value.shape), str(value.dtype), hashlib.blake2b(data).hexdigest()]
     if hasattr(value, "to_dict"):  # a config
         value = value.to_dict()
     if isinstance(value, Mapping):
-        return sorted([str(key), _outline(each)] for key, each in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_outline(each) for each in (value if isinstance(value, Sequence) else sorted(value))]
+        return {str(key): _outline(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_outline(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(_mark, value))
     if hasattr(value, "get_seq_length"):  # a cache, of this rank's heads
         return [type(value).__name__, _outline(value.get_seq_length())]
     return type(value).__name__

@@ -84,13 +84,16 @@ def test_ranks_sample_what_one_process_with_the_seed_of_rank_0_does(pool: Pool, 
 
 
 def sample_in_replicas(folder: str) -> bool:
-    """Two replicas of two ranks: each samples from its own prompt, by the seed of its own first rank."""
+    """Two replicas of two ranks: each samples from its own prompt, by the seed of its own first rank.
+
+    With synced_gpus, the replica that is done first keeps the other company.
+    """
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, replica = load(folder, device_mesh=mesh), mesh.get_local_rank("dp")
     prompt = {"inputs": PROMPTS[:, replica + 3 :], "max_new_tokens": NEW + replica, "do_sample": True}
     torch.manual_seed(rank())
-    tokens = model.generate(**prompt)
+    tokens = model.generate(**prompt, synced_gpus=True)
     torch.manual_seed(2 * replica)
     return torch.equal(tokens, LlamaForCausalLM.from_pretrained(folder).generate(**prompt))
 
