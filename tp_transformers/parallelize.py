@@ -17,8 +17,10 @@ from .adapters import watch_adapters
 from .checkpoint.push import push, save_and_push
 from .checkpoint.save import save_pretrained
 from .errors import UnsupportedError, describe
+from .generation import TensorParallelGeneration
 from .logs import get_logger
 from .mesh import TensorParallelGroup
+from .outputs import return_whole_attentions
 from .plan import Plan, base_prefix, fold_layers
 from .report import LoadReport
 from .resolve import Resolution, check_layers_are_cut, resolve
@@ -208,6 +210,7 @@ def parallelize(
                 shard.connect()
             attach(module, strategy, own, group.device_mesh)
             keep_state(module)
+        return_whole_attentions(model, resolution.attention, group)
 
     # 5. The model knows what it is, and so does what is put around it.
     watch_adapters()
@@ -249,4 +252,5 @@ def _become_tensor_parallel(model: nn.Module, resolution: Resolution, group: Ten
 @cache
 def _tensor_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (TensorParallelModel, cls), names)
+    bases = (TensorParallelGeneration, TensorParallelModel) if hasattr(cls, "generate") else (TensorParallelModel,)
+    return type(cls.__name__, (*bases, cls), names)

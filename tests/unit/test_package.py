@@ -68,6 +68,8 @@ ROOMS = [
     "state",
     "adapter_files",
     "adapters",
+    "generation",
+    "outputs",
     "parallelize",
     "request",
     "loader",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,8 @@ class ParamShard:
     """Whether a parameter that every rank holds whole gets only a part of its gradient on each."""
     added_once: bool = False
     """Whether only rank 0 computes with it, since outputs are summed over the ranks; the others see zeros."""
+    _sharing: list[tuple[Shared, dist.ProcessGroup]] = field(default_factory=list, init=False)
+    """What this rank holds together with others, and the process group of those; filled by `connect`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamShard:
         return self
@@ -61,10 +63,14 @@ class ParamShard:
         return param
 
     def connect(self) -> None:
-        """Create the process groups of all ranks that hold the same indices; every rank has to call it."""
+        """Create the process groups of all ranks that hold the same indices; every rank has to call it.
+
+        Here and not in the first forward, which torch.compile may trace.
+        """
         if self.layout is not None:
             for ranks in self.layout.split.holders:
                 self._process_group(ranks)
+        self._sharing[:] = [(part, self._process_group(part.ranks)) for part in self._shared]
 
     @property
     def needs_view(self) -> bool:
@@ -86,15 +92,15 @@ class ParamShard:
             return copy_to_region(param, self.group.process_group) * (0 if self.group.rank else 1)
         if self.sums_gradients and self.group.process_group is not None:
             return copy_to_region(param, self.group.process_group)
-        if self.layout is None or not self._shared:
+        if self.layout is None or not self._sharing:
             return param
         dim, parts, position = self.layout.dim, [], 0
-        for part in self._shared:
+        for part, process_group in self._sharing:
             if part.length == param.shape[dim]:
-                return copy_to_region(param, self._process_group(part.ranks))
+                return copy_to_region(param, process_group)
             parts.append(param.narrow(dim, position, part.local - position))
             shared = param.narrow(dim, part.local, part.length)
-            parts.append(copy_to_region(shared, self._process_group(part.ranks)))
+            parts.append(copy_to_region(shared, process_group))
             position = part.local + part.length
         parts.append(param.narrow(dim, position, param.shape[dim] - position))
         return torch.cat(parts, dim)
@@ -126,7 +132,7 @@ class ParamShard:
             _put(whole, shard, self.layout, sender)
         return whole
 
-    @cached_property
+    @property
     def _shared(self) -> tuple[Shared, ...]:
         return self.layout.split.shared(self.group.rank) if self.layout is not None else ()
 
