@@ -140,6 +140,7 @@ def patched() -> dict[str, Any]:
         "auto": vars(AutoModelForCausalLM)["from_pretrained"],
         "base auto": vars(_BaseAutoModelClass)["from_pretrained"],
         "files": modeling_utils._get_resolved_checkpoint_files,
+        "quantizer": modeling_utils.get_hf_quantizer,
     }
 
 
@@ -219,6 +220,10 @@ def test_a_transformers_whose_seam_changed_is_refused_unpatched(monkeypatch: pyt
     monkeypatch.undo()
     monkeypatch.setattr(modeling_utils, "_get_resolved_checkpoint_files", changed)
     with pytest.raises(tp_transformers.UnsupportedError, match=r"_get_resolved_checkpoint_files\(model, weights\)"):
+        tp_transformers.enable()
+    monkeypatch.undo()
+    monkeypatch.setattr(modeling_utils, "get_hf_quantizer", changed)
+    with pytest.raises(tp_transformers.UnsupportedError, match=r"get_hf_quantizer\(model, weights\)"):
         tp_transformers.enable()
     monkeypatch.undo()
     for version in ("4.57.1", "6.0.0", "6.0.0.dev0"):
