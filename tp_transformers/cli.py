@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .commands import run, shard
+from .commands import run, shard, verify
 from .errors import TensorParallelError
 
-COMMANDS: dict[str, Any] = {"run": run, "shard": shard}
+COMMANDS: dict[str, Any] = {"run": run, "shard": shard, "verify": verify}
 """Name -> module; see `commands`."""
 
 

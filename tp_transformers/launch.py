@@ -6,20 +6,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import IO
 
 
-def torchrun(program: Sequence[str], *, ranks: int, timeout: float | None = None) -> int:
+def torchrun(
+    program: Sequence[str], *, ranks: int, timeout: float | None = None, output: IO[bytes] | None = None
+) -> int:
     """Run `program` (a script and its arguments, or `-m` and a module) on `ranks` processes; returns the exit code.
 
     torch gets its share of the cores in each, unless OMP_NUM_THREADS says otherwise. If one rank fails, torchrun ends
-    the others; so does an interrupt, or the end of `timeout` seconds.
+    the others; so does an interrupt, or the end of `timeout` seconds. What they print goes to `output`, if given.
 
     Raises:
         subprocess.TimeoutExpired: if the ranks take longer.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
-    with subprocess.Popen(command, env=environment) as process:
+    with subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
         try:
             return process.wait(timeout)
         except BaseException:  # torchrun passes a SIGTERM on to its ranks; a SIGKILL would leave them behind

@@ -133,7 +133,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         if folder is not None:
             refuse_distributed(folder)
         sharded = Manifest.find(folder) if folder is not None else None
-        current = _Load(_read_plan(tp_plan), group, allow_replicated, map_weights, prefetch, sharded, instead=instead)
+        current = _Load(read_plan(tp_plan), group, allow_replicated, map_weights, prefetch, sharded, instead=instead)
         if sharded is not None:
             kwargs["variant"] = VARIANT
         # 3. If weights stay on the Hub, settle on one commit of everything.
@@ -218,7 +218,7 @@ def load_pretrained_model(
     if current is None or current.resolution is not None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
-    plan = current.tp_plan if isinstance(current.tp_plan, Plan) else _auto_plan(model, current.group)
+    plan = current.tp_plan if isinstance(current.tp_plan, Plan) else auto_plan(model, quietly=current.group.rank > 0)
     request = LoadRequest(
         name=str(load_config.pretrained_model_name_or_path),
         files=[current.remote.get(file, file) for file in checkpoint_files or ()],
@@ -265,7 +265,7 @@ def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | 
     return Path(name, kwargs.get("subfolder") or "")
 
 
-def _read_plan(tp_plan: Any) -> Plan | str:
+def read_plan(tp_plan: Any) -> Plan | str:
     """The plan that the caller means; "auto" stays, until the model is known. Raises PlanError on anything else."""
     if isinstance(tp_plan, Plan):
         return tp_plan
@@ -285,7 +285,8 @@ def _read_plan(tp_plan: Any) -> Plan | str:
     )
 
 
-def _auto_plan(model: PreTrainedModel, group: TensorParallelGroup) -> Plan:
+def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
+    """The plan that `tp_plan="auto"` takes for `model`. Raises PlanError where there is none."""
     plan = Plan.for_model(model)
     model_type = model.config.model_type
     if plan is None:
@@ -297,7 +298,7 @@ def _auto_plan(model: PreTrainedModel, group: TensorParallelGroup) -> Plan:
                 fix='Pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}, or a YAML file.',
             )
         )
-    if plan.declared and model_type not in _told and group.rank == 0:
+    if plan.declared and model_type not in _told and not quietly:
         _told.add(model_type)
         logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
     return plan

@@ -1,0 +1,196 @@
+"""A small random model, something to ask it, and what it does: the same for one process and for every rank."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+PROMPT = 7
+"""Tokens of a prompt; longer than the windows of a config that `shrink` made."""
+NEW_TOKENS = 6
+ORDINARY_IDS = range(48, 192)
+"""Ids that `shrink` leaves to no special token."""
+SPREAD = 1.6
+"""Standard deviation of a random linear's outputs, by that of its inputs: logits are well spread, a greedy choice is no
+coin toss, and attention looks at some tokens more than at others."""
+
+Call = tuple[str, list[Tensor]]
+"""A module's name, and the floating-point tensors that one call of it returned."""
+
+
+@dataclass
+class Trace:
+    """What the modules of a model returned in one forward."""
+
+    calls: list[Call] = field(default_factory=list)
+    """In the order in which they returned: a module comes after all that is inside it."""
+    running: list[str] = field(default_factory=list)
+    """Where the forward raised: the modules that had not returned, from the outside in."""
+
+
+@dataclass
+class Observation:
+    """What one process, or one rank, saw."""
+
+    trace: Trace = field(default_factory=Trace)
+    logits: Tensor | None = None
+    tokens: Tensor | None = None
+    errors: dict[str, float] | None = None
+    """Relative errors of gradients."""
+    gradients: dict[str, Tensor] | None = None
+    """All whole gradients; of a rank, those that are wrong."""
+    failure: str | None = None
+    """What was raised."""
+
+
+def make(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A random fp32 model, in which no norm is all ones and no bias all zeros, so that each of them matters."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = cls(config).eval().float()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.ndim == 1 or "norm" in name or "bias" in name.rpartition(".")[2]:
+                param.add_(torch.randn_like(param) * 0.2)
+            else:
+                width = min(param.shape[-2:]) if param.ndim < 4 else param[0].numel()
+                param.normal_(std=SPREAD * width**-0.5)
+        saved = model.state_dict(keep_vars=True)
+        for name, buffer in model.named_buffers():
+            if name in saved and buffer.is_floating_point():
+                buffer.add_(torch.rand_like(buffer) * 0.2)
+    return model
+
+
+def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """(arguments of the forward, arguments of generate, whether there is an image) of a left-padded batch of two.
+
+    There is an image where the model sees, and takes it in one of the two usual ways: as `pixel_values` of images, or
+    of flattened patches with `image_grid_thw`.
+    """
+    config: Any = model.config
+    pad = getattr(config.get_text_config(), "pad_token_id", None) or 0
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(ORDINARY_IDS.start, ORDINARY_IDS.stop, (2, PROMPT), generator=generator)
+    mask = (torch.arange(PROMPT) >= torch.tensor([[3], [0]])).long()
+    ids = ids.masked_fill(mask == 0, pad)
+    text = {"input_ids": ids, "attention_mask": mask}
+    if config.is_encoder_decoder:
+        return {**text, "decoder_input_ids": ids.flip(1)}, text, False
+    image = _image(model, generator)
+    if image is None:
+        return text, text, False
+    features, token, seen = image
+    tokens = torch.full((2, features), token)
+    seeing = {
+        "input_ids": torch.cat([ids[:, :3], tokens, ids[:, 3:]], 1),
+        "attention_mask": torch.cat([mask[:, :3], torch.ones_like(tokens), mask[:, 3:]], 1),
+        **seen,
+    }
+    kinds = (seeing["input_ids"] == token).long()
+    accepted = inspect.signature(type(model).forward).parameters
+    seeing |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
+    return seeing, seeing, True
+
+
+def _image(model: PreTrainedModel, generator: torch.Generator) -> tuple[int, int, dict[str, Tensor]] | None:
+    """(tokens of an image, the token that stands for one, arguments) for two images; None where it is unknown how."""
+    config: Any = model.config
+    vision = getattr(config, "vision_config", None)
+    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    patch = getattr(vision, "patch_size", None)
+    if not isinstance(patch, int) or token is None:
+        return None
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    if "image_grid_thw" in inspect.signature(type(model).forward).parameters:
+        side = 2 * vision.spatial_merge_size
+        grid = torch.tensor([[1, side, side]] * 2)
+        shape = (2 * side**2, channels * vision.temporal_patch_size * patch**2)
+        seen = {"pixel_values": torch.randn(shape, generator=generator), "image_grid_thw": grid}
+        return 4, token, seen
+    size = getattr(vision, "image_size", None)
+    if not isinstance(size, int):
+        return None
+    seen = {"pixel_values": torch.randn((2, channels, size, size), generator=generator)}
+    try:
+        with torch.no_grad():
+            found: Any = model.get_image_features(**seen)  # type: ignore[operator]
+    except Exception:  # it wants more than an image: then only its text is tried
+        return None
+    features = getattr(found, "pooler_output", found)
+    features = torch.cat(list(features)) if isinstance(features, list | tuple) else features
+    return features.numel() // features.shape[-1] // 2, token, seen
+
+
+@contextmanager
+def traced(model: nn.Module, trace: Trace) -> Iterator[None]:
+    """Record what every module returns while the context lasts."""
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def before(module: nn.Module, args: Any) -> None:
+        trace.running.append(names[id(module)])
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        trace.running.pop()
+        trace.calls.append((names[id(module)], [value.detach().clone() for value in _tensors(output)]))
+
+    hooks: list[Any] = []
+    for module in model.modules():
+        hooks += [module.register_forward_pre_hook(before, prepend=True), module.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All floating-point tensors of a module's output."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output.full_tensor() if hasattr(output, "full_tensor") else output  # type: ignore[operator]
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value)
+
+
+def observe(model: PreTrainedModel, questions: Sequence[dict[str, Tensor]], seen: Observation) -> None:
+    """Let a model answer the two `questions`, and note it in `seen`, which has what came before where this raises."""
+    with torch.no_grad(), traced(model, seen.trace):
+        seen.logits = answer(model, questions[0])
+    seen.tokens = generate(model, questions[1])
+
+
+def answer(model: PreTrainedModel, question: dict[str, Tensor]) -> Tensor:
+    """The logits of a model, or the states of one that has none."""
+    outputs: Any = model(**question)
+    logits: Tensor = outputs["logits"] if "logits" in outputs else outputs[0]
+    return logits
+
+
+def generate(model: PreTrainedModel, question: dict[str, Tensor]) -> Tensor | None:
+    """Greedy tokens, by the cached way; None of a model that does not generate."""
+    if not model.can_generate():
+        return None
+    tokens: Tensor = model.generate(**question, max_new_tokens=NEW_TOKENS, do_sample=False)  # type: ignore[operator]
+    return tokens
+
+
+def gradients(model: PreTrainedModel, question: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of the logits' sum, each multiplied by a random number of its own."""
+    model.zero_grad()
+    logits = answer(model, question)
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    (logits * weights).mean().backward()
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}

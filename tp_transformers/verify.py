@@ -1,0 +1,271 @@
+"""Prove a plan: a small random model of the architecture, on ranks of this machine, held against one process.
+
+The plan is first held against the model in its true shapes, which starts nothing. Then a small model of the same head
+counts, experts and kinds of layers is written to a folder that lasts as long as the proof; one process computes logits,
+greedy tokens and gradients from it, and so does every number of ranks, each by a start of torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, PretrainedConfig
+
+from . import probe
+from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, gradient_errors, relative
+from .errors import PlanError, UnsupportedError, UsageError, describe
+from .hook import enable
+from .launch import torchrun
+from .mesh import TP_AXIS
+from .plan import Plan
+from .pretrained import auto_plan, read_plan
+from .resolve import Resolution, check_layers_are_cut, resolve
+from .shrink import generating_class, shrink
+from .strategies import STRATEGIES, ParallelInterface, full_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was seen on `size` ranks; numbers are None where they were not computed."""
+
+    size: int
+    faults: tuple[str, ...] = ()
+    """What is wrong, each with the module or rule that it is about."""
+    logits: float | None = None
+    """Worst relative error of the logits, over the ranks."""
+    tokens: bool | None = None
+    """Whether all greedy tokens are those of one process."""
+    gradient: tuple[str, float] | None = None
+    """The parameter whose gradient has the worst relative error, and that."""
+    notes: tuple[str, ...] = ()
+    """What the proof does not cover, and what the plan leaves whole."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the ranks compute what one process does."""
+        return not self.faults
+
+
+def verify(
+    config: PretrainedConfig | str | Path,
+    *,
+    plan: str | Path | dict[str, Any] | Plan | None = None,
+    sizes: Sequence[int] = (2,),
+    grads: bool = False,
+    timeout: float = 600,
+) -> list[Verdict]:
+    """Hold tensor parallelism on `sizes` ranks against one process, in fp32 on CPUs; returns a verdict for each size.
+
+    Args:
+        config: a config, the path of a config.json, a folder with one, or a name on the Hub; no weights are read.
+        plan: as `tp_plan` of `from_pretrained`; None for the one that `tp_plan="auto"` takes.
+        sizes: numbers of ranks.
+        grads: whether gradients are compared too.
+        timeout: seconds that the ranks of one size may take.
+
+    Raises:
+        UsageError: if there is no such config, or a size is not positive.
+        PlanError: if the plan cannot be read, or there is none; one that does not fit the model is a fault.
+        UnsupportedError: if transformers has no class for the config, or no small model of it can be made.
+    """
+    if not sizes or min(sizes) < 1:
+        raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
+    config = _read_config(config)
+    cls, small = generating_class(config), shrink(config)
+    true, model = _outline(cls, config), _outline(cls, small)
+    given = read_plan("auto" if plan is None else plan)
+    chosen = given if isinstance(given, Plan) else auto_plan(true)
+    verdicts: dict[int, Verdict] = {}
+    resolutions: dict[int, Resolution] = {}
+    for size in dict.fromkeys(sizes):
+        try:
+            resolution = resolve(chosen, true, size)
+            warning = check_layers_are_cut(true, chosen, resolution, size) if chosen.declared else None
+        except PlanError as error:
+            verdicts[size] = Verdict(size, (str(error),))
+            continue
+        verdicts[size] = Verdict(size, notes=(*resolution.notes, *([warning] if warning else [])))
+        try:
+            resolutions[size] = resolve(chosen, model, size)
+        except PlanError as error:
+            raise UnsupportedError(
+                describe(
+                    chosen.source,
+                    got=f"a plan that fits the model, but not its small one: {error}",
+                    expected="one whose parts and units are not lengths",
+                    fix="Give parts by their number or by their heads.",
+                )
+            ) from error
+    if resolutions:
+        with tempfile.TemporaryDirectory(prefix="tp-verify-") as scratch:
+            proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout)
+            for size, resolution in resolutions.items():
+                verdicts[size] = proof.run(model, resolution, verdicts[size])
+    return [verdicts[size] for size in sizes]
+
+
+class _Proof:
+    """A small model in a folder, and what one process makes of it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        cls: type[PreTrainedModel],
+        config: PretrainedConfig,
+        plan: Plan,
+        grads: bool,
+        timeout: float,
+    ) -> None:
+        self.folder, self.plan, self.grads, self.timeout = folder, plan, grads, timeout
+        with torch.random.fork_rng(devices=[]):
+            probe.make(cls, config).save_pretrained(folder / "checkpoint")
+        # Loaded, as the ranks load it: what is converted while it loads has another form in a model that was made.
+        model: PreTrainedModel = cls.from_pretrained(folder / "checkpoint", dtype=torch.float32)
+        *questions, self.has_image = probe.questions(model)
+        self.sees = hasattr(config, "vision_config")
+        self.whole = probe.Observation()
+        probe.observe(model, questions, self.whole)
+        self.gradients = probe.gradients(model, questions[0]) if grads else {}
+        torch.save((questions, self.gradients), folder / "questions.pt")
+        built_in = ParallelInterface()
+        own = {name: strategy for name, strategy in STRATEGIES.items() if built_in.get(name) is not strategy}
+        with (folder / "request.pickle").open("wb") as file:
+            pickle.dump(sys.path, file)  # first: what follows may be of modules that are found by it
+            pickle.dump((cls, plan, own, grads), file)
+
+    def run(self, model: PreTrainedModel, resolution: Resolution, verdict: Verdict) -> Verdict:
+        """The verdict on one size; `verdict` has what was known before."""
+        size = verdict.size
+        reports = self.folder / f"ranks-{size}"
+        reports.mkdir()
+        with (reports / "output").open("wb") as output:
+            program = ["-m", "tp_transformers.verify", str(self.folder), str(reports)]
+            try:
+                torchrun(program, ranks=size, timeout=self.timeout, output=output)
+            except subprocess.TimeoutExpired:
+                late = f"the ranks have not finished after {self.timeout:g} s; do they all call the same collectives?"
+                return Verdict(size, (late,), notes=verdict.notes)
+        seen: dict[int, probe.Observation] = {
+            rank: torch.load(path, weights_only=False)
+            for rank in range(size)
+            if (path := reports / f"{rank}.pt").is_file()
+        }
+        if not seen:
+            printed = (reports / "output").read_text(errors="replace").strip().splitlines()[-20:]
+            lines = "\n".join(printed)
+            return Verdict(size, (f"no rank could report; what they printed last:\n{lines}",), notes=verdict.notes)
+        differences = Differences(self.plan, model, resolution, size, self.whole.trace)
+        return self._judge(verdict, seen, differences)
+
+    def _judge(self, verdict: Verdict, seen: dict[int, probe.Observation], differences: Differences) -> Verdict:
+        """Compare what the ranks saw with one process."""
+        faults = []
+        failed = {rank: found for rank, found in seen.items() if found.failure is not None}
+        for rank, found in list(failed.items())[:1]:  # the others fail because it did, or say the same
+            inside = found.trace.running[-1] if found.trace.running else None
+            where = f" (in {inside}; {differences.rule(inside)})" if inside else ""
+            faults.append(f"rank {rank}: {found.failure}{where}")
+        assert self.whole.logits is not None
+        logits = [relative(found.logits, self.whole.logits) for found in seen.values() if found.logits is not None]
+        worst = max(logits, default=None)
+        if worst is not None and worst > OUTPUT_TOLERANCE:
+            faults.append(f"the logits differ (relative error {worst:.1e})")
+        tokens = None
+        if len(seen) == verdict.size and not failed:
+            tokens = all(_same(found.tokens, self.whole.tokens) for found in seen.values())
+            if not tokens:
+                agree = ", though the logits of a whole prompt agree: see what its caches hold" * (not faults)
+                faults.append(f"the greedy tokens differ{agree}")
+        if faults:
+            first = differences.first_output({rank: found.trace for rank, found in seen.items()})
+            faults[:0] = [first] if first is not None else []
+        gradient = None
+        errors = [found.errors for found in seen.values() if found.errors]
+        if errors:
+            name, error = max(((name, max(e[name] for e in errors)) for name in errors[0]), key=lambda item: item[1])
+            gradient = (name, error)
+            if error > GRADIENT_TOLERANCE and not faults:  # gradients of wrong logits say nothing more
+                wrong = [found.gradients or {} for found in seen.values()]
+                faults.append(str(differences.first_gradient(errors, wrong, self.gradients)))
+        unseen = ("images were not tried: only text was",) if self.sees and not self.has_image else ()
+        return Verdict(verdict.size, tuple(faults), worst, tokens, gradient, (*verdict.notes, *unseen))
+
+
+def _rank(folder: Path, reports: Path) -> int:
+    """One rank: load, answer, and leave an Observation in `reports`; 1 where something was raised."""
+    with (folder / "request.pickle").open("rb") as file:
+        sys.path[:] = pickle.load(file)
+        cls, plan, own, grads = pickle.load(file)
+    for name, strategy in own.items():
+        STRATEGIES[name] = strategy
+    dist.init_process_group("gloo")
+    seen = probe.Observation()
+    questions, expected = torch.load(folder / "questions.pt")
+    try:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
+        with enable():
+            model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, device_mesh=mesh, dtype=torch.float32)
+        probe.observe(model, questions, seen)
+        if grads:
+            params = dict(model.named_parameters())
+            parts = probe.gradients(model, questions[0])
+            whole = {name: full_tensor(params[name], parts[name]) for name in expected if name in parts}
+            seen.errors = gradient_errors(whole, expected)
+            seen.gradients = {name: whole[name] for name in whole if seen.errors[name] > GRADIENT_TOLERANCE}
+    except Exception as error:
+        seen.failure = f"{type(error).__name__}: {error}"
+    path = reports / f"{dist.get_rank()}.pt"
+    torch.save(seen, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)  # whole or not at all: torchrun ends the ranks when one has failed
+    if seen.failure is not None:
+        os._exit(1)  # no rank waits for the others, which may be in a collective
+    dist.destroy_process_group()
+    return 0
+
+
+def _read_config(config: PretrainedConfig | str | Path) -> PretrainedConfig:
+    if isinstance(config, PretrainedConfig):
+        return config
+    try:
+        found: PretrainedConfig = AutoConfig.from_pretrained(config, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(
+            describe(
+                str(config),
+                got=str(error).strip().splitlines()[0],
+                expected="a config.json, a folder with one, or a name on the Hub",
+                fix="See its path or name.",
+            )
+        ) from error
+    return found
+
+
+def _outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model without values."""
+    with torch.device("meta"):
+        model: PreTrainedModel = cls._from_config(config)
+    return model
+
+
+def _same(tokens: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    return (tokens is None and expected is None) or (
+        tokens is not None and expected is not None and torch.equal(tokens, expected)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(_rank(Path(sys.argv[1]), Path(sys.argv[2])))
