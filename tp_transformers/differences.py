@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .layout import Layout, Split
 from .plan import Plan, Rule, base_prefix, fold_layers
-from .probe import Trace
+from .probe import Call, Trace
 from .resolve import Resolution
-from .strategies import ColwiseParallel, ReplicateParallel, take
+from .strategies import ColwiseParallel, RowwiseParallel, take
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +59,7 @@ class Differences:
         model: the whole model, on the meta device.
         resolution: the plan, bound to it.
         size: number of ranks.
-        reference: what modules returned in one process.
+        reference: what modules were given and returned in one process.
     """
 
     def __init__(self, plan: Plan, model: PreTrainedModel, resolution: Resolution, size: int, reference: Trace) -> None:
@@ -74,16 +74,46 @@ class Differences:
         calls = {rank: _numbered(trace) for rank, trace in traces.items()}
         for (name, count), whole in _numbered(self.reference).items():
             seen = {rank: found[name, count] for rank, found in calls.items() if (name, count) in found}
-            for index, expected in enumerate(whole):
-                outputs = {rank: tensors[index] for rank, tensors in seen.items() if len(tensors) == len(whole)}
-                errors = {rank: self._error(name, expected, output, rank, outputs) for rank, output in outputs.items()}
-                rank = max(errors, key=lambda rank: errors[rank], default=0)
-                if errors and errors[rank] > OUTPUT_TOLERANCE:
-                    return (
-                        f"{name or 'the model'}: its output is the first that differs (relative error "
-                        f"{errors[rank]:.1e}, rank {rank}); {self.rule(name)}. {self._hint(name, expected, outputs)}"
-                    )
+            for index, expected in enumerate(whole.returned):
+                outputs = {r: call.returned[index] for r, call in seen.items() if len(call.returned) > index}
+                error, rank = self._worst(name, expected, outputs)
+                if error > OUTPUT_TOLERANCE:
+                    return self._blame(name, whole, seen, index, error, rank)
         return None
+
+    def _worst(self, name: str, whole: Tensor, outputs: Mapping[int, Tensor]) -> tuple[float, int]:
+        """(largest relative error of what a module returned, rank)."""
+        errors = [(self._error(name, whole, output, rank, outputs), rank) for rank, output in outputs.items()]
+        return max(errors, default=(0.0, 0))
+
+    def _blame(self, name: str, whole: Call, seen: Mapping[int, Call], index: int, error: float, rank: int) -> str:
+        """What to say of the first module whose output differs; its input may differ already."""
+        what, hint = "output", self._hint(name, whole.returned[index], {r: c.returned[index] for r, c in seen.items()})
+        strategy = self.resolution.module_strategies.get(name)
+        if isinstance(strategy, RowwiseParallel) and strategy.takes_sharded_input and whole.given is not None:
+            expected = {rank: self._slice(whole.given, strategy.input_split, rank) for rank in seen}
+            given = [(relative(call.given, expected[r]), r) for r, call in seen.items() if call.given is not None]
+            if max(given, default=(0.0, 0))[0] > OUTPUT_TOLERANCE:
+                (error, rank), what, hint = max(given), "input", ""
+        if what == "input" or strategy is None:
+            hint = self.made_from(name) or hint
+        return (
+            f"{name or 'the model'}: its {what} is the first that differs (relative error {error:.1e}, rank {rank}); "
+            f"{self.rule(name)}. {hint}"
+        )
+
+    def made_from(self, name: str) -> str:
+        """Which modules of the same block make the features that a module computes on, and what to ask of them."""
+        block, strategies = name.rpartition(".")[0], self.resolution.module_strategies
+        makers = [other for other, strategy in strategies.items() if strategy.leaves_sharded_output]
+        makers = [other for other in makers if other.rpartition(".")[0] == block and other != name]
+        if not makers:
+            return ""
+        return (
+            f"It computes on what a rank has of {', '.join(map(self._short, makers))}. Are these the right features? "
+            "Fused parts are packed_colwise, in the order in which they are stored, and heads are cut by a plan's "
+            "attention."
+        )
 
     def first_gradient(
         self, errors: Sequence[Mapping[str, float]], wrong: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
@@ -96,7 +126,7 @@ class Differences:
             whole: the gradients of one process.
         """
         worst = {name: max(error[name] for error in errors) for name in errors[0]}
-        order = {name: position for position, (name, _) in enumerate(self.reference.calls)}
+        order = {call.name: position for position, call in enumerate(self.reference.calls)}
         faults = sorted(
             (name for name, error in worst.items() if error > GRADIENT_TOLERANCE),
             key=lambda name: order.get(name.rpartition(".")[0], -1),
@@ -108,13 +138,12 @@ class Differences:
         others = sorted({fold_layers(fault) for fault in faults} - {fold_layers(name)})
         told = f" Also wrong: {', '.join(others[:6])}{' ...' * (len(others) > 6)}." if others else ""
         seen = [rank[name] for rank in wrong if name in rank]
-        hint = (
-            "All that comes after it in the forward has the right gradients: see its rule, and those of what it feeds."
-        )
+        fed = ", ".join(map(self._short, self._fed_by(order.get(name.rpartition(".")[0], -1)))) or "nothing that is cut"
+        hint = f"What comes after it has the right gradients; see its rule, and those of what it feeds: {fed}."
         if len(seen) == self.size and _close(sum(seen[1:], seen[0]), whole[name]):
             hint = (
                 "Each rank has only a part of it. If it computes on features that are cut, it is "
-                "replicated_with_grad_allreduce; if not, the rule of what it feeds does not sum its input's gradient."
+                f"replicated_with_grad_allreduce; if not, what it feeds does not sum its input's gradient: {fed}."
             )
         elif seen and _close(seen[0], whole[name] * self.size):
             hint = f"It is counted {self.size} times, once a rank: its input is whole, and it is replicate."
@@ -122,6 +151,20 @@ class Differences:
             f"{name}: its gradient is the first that differs (relative error {worst[name]:.1e}); "
             f"{self.rule(name)}. {hint}{told}"
         )
+
+    def _fed_by(self, position: int) -> list[str]:
+        """The modules that cut features soonest after a position in the forward, until some module sums again."""
+        fed = []
+        for call in self.reference.calls[position + 1 :]:
+            strategy = self.resolution.module_strategies.get(call.name)
+            if strategy is not None and strategy.leaves_sharded_output:
+                fed.append(call.name)
+            elif strategy is not None and (strategy.takes_sharded_input or strategy.sums_output):
+                break
+        return fed
+
+    def _short(self, name: str) -> str:
+        return f"{name.rpartition('.')[2]} ({self.rule(name)})"
 
     def rule(self, name: str) -> str:
         """What the plan says of a module or parameter: its own rule, its module's or those of its parameters."""
@@ -148,7 +191,7 @@ class Differences:
                 summed = sum(parts[1:], parts[0])
                 return min(relative(summed, whole), relative(output, whole))
             return 0.0 if output.shape == whole.shape else self._sliced_error(whole, output, rank)
-        if output.shape == whole.shape or not (strategy is None or isinstance(strategy, ReplicateParallel)):
+        if output.shape == whole.shape or isinstance(strategy, ColwiseParallel | RowwiseParallel):
             return relative(output, whole)
         return self._sliced_error(whole, output, rank)
 
@@ -197,13 +240,13 @@ class Differences:
         return "All that comes before it agrees."
 
 
-def _numbered(trace: Trace) -> dict[tuple[str, int], list[Tensor]]:
-    """(module, how often it was called before) -> what it returned, in the order in which they returned."""
+def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:
+    """(module, how often it was called before) -> the call, in the order in which they returned."""
     counts: dict[str, int] = {}
     numbered = {}
-    for name, tensors in trace.calls:
-        counts[name] = counts.get(name, -1) + 1
-        numbered[name, counts[name]] = tensors
+    for call in trace.calls:
+        counts[call.name] = counts.get(call.name, -1) + 1
+        numbered[call.name, counts[call.name]] = call
     return numbered
 
 

@@ -23,17 +23,24 @@ SPREAD = 1.6
 """Standard deviation of a random linear's outputs, by that of its inputs: logits are well spread, a greedy choice is no
 coin toss, and attention looks at some tokens more than at others."""
 
-Call = tuple[str, list[Tensor]]
-"""A module's name, and the floating-point tensors that one call of it returned."""
+
+@dataclass
+class Call:
+    """One call of a module, and its floating-point tensors."""
+
+    name: str
+    given: Tensor | None
+    """Its first input."""
+    returned: list[Tensor] = field(default_factory=list)
 
 
 @dataclass
 class Trace:
-    """What the modules of a model returned in one forward."""
+    """What the modules of a model were given and returned in one forward."""
 
     calls: list[Call] = field(default_factory=list)
     """In the order in which they returned: a module comes after all that is inside it."""
-    running: list[str] = field(default_factory=list)
+    running: list[Call] = field(default_factory=list)
     """Where the forward raised: the modules that had not returned, from the outside in."""
 
 
@@ -48,6 +55,8 @@ class Observation:
     """Relative errors of gradients."""
     gradients: dict[str, Tensor] | None = None
     """All whole gradients; of a rank, those that are wrong."""
+    doing: str = "loading"
+    """How far it has come."""
     failure: str | None = None
     """What was raised."""
 
@@ -132,19 +141,22 @@ def _image(model: PreTrainedModel, generator: torch.Generator) -> tuple[int, int
 
 @contextmanager
 def traced(model: nn.Module, trace: Trace) -> Iterator[None]:
-    """Record what every module returns while the context lasts."""
+    """Record what every module is given and returns while the context lasts, without gradients."""
     names = {id(module): name for name, module in model.named_modules()}
 
-    def before(module: nn.Module, args: Any) -> None:
-        trace.running.append(names[id(module)])
+    def before(module: nn.Module, args: Any, keywords: Any) -> None:
+        given = next(_tensors((args, keywords)), None)
+        trace.running.append(Call(names[id(module)], None if given is None else given.clone()))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        trace.running.pop()
-        trace.calls.append((names[id(module)], [value.detach().clone() for value in _tensors(output)]))
+        call = trace.running.pop()
+        call.returned = [value.clone() for value in _tensors(output)]
+        trace.calls.append(call)
 
     hooks: list[Any] = []
     for module in model.modules():
-        hooks += [module.register_forward_pre_hook(before, prepend=True), module.register_forward_hook(after)]
+        hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        hooks.append(module.register_forward_hook(after))
     try:
         yield
     finally:
@@ -167,8 +179,10 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def observe(model: PreTrainedModel, questions: Sequence[dict[str, Tensor]], seen: Observation) -> None:
     """Let a model answer the two `questions`, and note it in `seen`, which has what came before where this raises."""
+    seen.doing = "answering"
     with torch.no_grad(), traced(model, seen.trace):
         seen.logits = answer(model, questions[0])
+    seen.doing = "generating"
     seen.tokens = generate(model, questions[1])
 
 

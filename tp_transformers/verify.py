@@ -12,6 +12,8 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,21 +155,21 @@ class _Proof:
         reports = self.folder / f"ranks-{size}"
         reports.mkdir()
         with (reports / "output").open("wb") as output:
-            program = ["-m", "tp_transformers.verify", str(self.folder), str(reports)]
+            deadline = time.time() + 0.9 * self.timeout  # of the ranks, so that they can say where they are
+            program = ["-m", "tp_transformers.verify", str(self.folder), str(reports), str(deadline)]
             try:
-                torchrun(program, ranks=size, timeout=self.timeout, output=output)
+                code = torchrun(program, ranks=size, timeout=self.timeout, output=output)
             except subprocess.TimeoutExpired:
-                late = f"the ranks have not finished after {self.timeout:g} s; do they all call the same collectives?"
-                return Verdict(size, (late,), notes=verdict.notes)
-        seen: dict[int, probe.Observation] = {
-            rank: torch.load(path, weights_only=False)
-            for rank in range(size)
-            if (path := reports / f"{rank}.pt").is_file()
-        }
-        if not seen:
+                code = 1
+        # In the order in which the ranks ended: where one fails, others may fail for that.
+        ended = sorted(reports.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns)
+        seen: dict[int, probe.Observation] = {int(path.stem): torch.load(path, weights_only=False) for path in ended}
+        if code and all(found.failure is None for found in seen.values()):
             printed = (reports / "output").read_text(errors="replace").strip().splitlines()[-20:]
-            lines = "\n".join(printed)
-            return Verdict(size, (f"no rank could report; what they printed last:\n{lines}",), notes=verdict.notes)
+            lost = "\n    ".join(
+                [f"a rank ended, or hung, without a report; what was printed last ({code}):", *printed]
+            )
+            return Verdict(size, (lost,), notes=verdict.notes)
         differences = Differences(self.plan, model, resolution, size, self.whole.trace)
         return self._judge(verdict, seen, differences)
 
@@ -176,9 +178,9 @@ class _Proof:
         faults = []
         failed = {rank: found for rank, found in seen.items() if found.failure is not None}
         for rank, found in list(failed.items())[:1]:  # the others fail because it did, or say the same
-            inside = found.trace.running[-1] if found.trace.running else None
-            where = f" (in {inside}; {differences.rule(inside)})" if inside else ""
-            faults.append(f"rank {rank}: {found.failure}{where}")
+            inside = found.trace.running[-1].name if found.trace.running else None
+            where = f" (in {inside}; {differences.rule(inside)}) {differences.made_from(inside)}" if inside else ""
+            faults.append(f"rank {rank}, {found.doing}: {found.failure}{where}".strip())
         assert self.whole.logits is not None
         logits = [relative(found.logits, self.whole.logits) for found in seen.values() if found.logits is not None]
         worst = max(logits, default=None)
@@ -205,34 +207,47 @@ class _Proof:
         return Verdict(verdict.size, tuple(faults), worst, tokens, gradient, (*verdict.notes, *unseen))
 
 
-def _rank(folder: Path, reports: Path) -> int:
-    """One rank: load, answer, and leave an Observation in `reports`; 1 where something was raised."""
+def _rank(folder: Path, reports: Path, deadline: float) -> int:
+    """One rank: load, answer, and leave an Observation in `reports`; ends with 1 where something was raised."""
     with (folder / "request.pickle").open("rb") as file:
         sys.path[:] = pickle.load(file)
         cls, plan, own, grads = pickle.load(file)
     for name, strategy in own.items():
         STRATEGIES[name] = strategy
-    dist.init_process_group("gloo")
-    seen = probe.Observation()
     questions, expected = torch.load(folder / "questions.pt")
+    seen, path = probe.Observation(), reports / f"{os.environ['RANK']}.pt"
+
+    def report() -> None:
+        torch.save(seen, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)  # whole or not at all: torchrun ends the ranks when one has failed
+
+    def fail(failure: str) -> None:
+        seen.failure = failure
+        report()
+        os._exit(1)  # without a word to the others, which may be in a collective
+
+    late = threading.Timer(max(1.0, deadline - time.time()), fail, ["no end in time; do all ranks communicate alike?"])
+    late.daemon = True
+    late.start()
     try:
+        dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
         with enable():
             model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, device_mesh=mesh, dtype=torch.float32)
         probe.observe(model, questions, seen)
         if grads:
+            seen.doing = "computing gradients"
+            grown = probe.gradients(model, questions[0])
             params = dict(model.named_parameters())
-            parts = probe.gradients(model, questions[0])
-            whole = {name: full_tensor(params[name], parts[name]) for name in expected if name in parts}
+            whole = {
+                name: full_tensor(params[name], grown.get(name, torch.zeros_like(params[name]))) for name in expected
+            }
             seen.errors = gradient_errors(whole, expected)
             seen.gradients = {name: whole[name] for name in whole if seen.errors[name] > GRADIENT_TOLERANCE}
     except Exception as error:
-        seen.failure = f"{type(error).__name__}: {error}"
-    path = reports / f"{dist.get_rank()}.pt"
-    torch.save(seen, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)  # whole or not at all: torchrun ends the ranks when one has failed
-    if seen.failure is not None:
-        os._exit(1)  # no rank waits for the others, which may be in a collective
+        fail(f"{type(error).__name__}: {error}")
+    late.cancel()
+    report()
     dist.destroy_process_group()
     return 0
 
@@ -268,4 +283,4 @@ def _same(tokens: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(_rank(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(_rank(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])))
