@@ -105,6 +105,9 @@ class Differences:
     def made_from(self, name: str) -> str:
         """Which modules of the same block make the features that a module computes on, and what to ask of them."""
         block, strategies = name.rpartition(".")[0], self.resolution.module_strategies
+        own = strategies.get(name)
+        if own is not None and not own.takes_sharded_input:
+            return ""
         makers = [other for other, strategy in strategies.items() if strategy.leaves_sharded_output]
         makers = [other for other in makers if other.rpartition(".")[0] == block and other != name]
         if not makers:
