@@ -113,12 +113,12 @@ def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tens
 def _image(model: PreTrainedModel, generator: torch.Generator) -> tuple[int, int, dict[str, Tensor]] | None:
     """(tokens of an image, the token that stands for one, arguments) for two images; None where it is unknown how."""
     config: Any = model.config
-    vision = getattr(config, "vision_config", None)
+    vision: Any = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     patch = getattr(vision, "patch_size", None)
     if not isinstance(patch, int) or token is None:
         return None
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    channels: int = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
     if "image_grid_thw" in inspect.signature(type(model).forward).parameters:
         side = 2 * vision.spatial_merge_size
         grid = torch.tensor([[1, side, side]] * 2)

@@ -11,6 +11,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto
 
-from .errors import UnsupportedError, describe
+from .errors import TensorParallelError, UnsupportedError, describe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -65,29 +66,38 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     Raises:
         UnsupportedError: if transformers refuses the result, so that the config has a constraint unknown here.
     """
-    whole = config.to_dict()
-    levels = list(_levels(whole))
-    _shrink_widths(levels)
-    _shrink_ids(levels)
-    for level in levels:
-        for name, value in level.items():
-            if name in WINDOWS and value:
-                level[name] = min(value, WINDOWS[name])
-            elif "vocab_size" in name and isinstance(value, int) and value > VOCAB + BLOCK:
-                level[name] = VOCAB + value % BLOCK
-        _shrink_images(level, whole)
-        for name in _UNUSED:
-            level.pop(name, None)
-    try:
+    with supported(f"a small {config.model_type}"):
+        whole = config.to_dict()
+        levels = list(_levels(whole))
+        _shrink_widths(levels)
+        _shrink_ids(levels)
+        for level in levels:
+            for name, value in level.items():
+                if name in WINDOWS and value:
+                    level[name] = min(value, WINDOWS[name])
+                elif "vocab_size" in name and isinstance(value, int) and value > VOCAB + BLOCK:
+                    level[name] = VOCAB + value % BLOCK
+            _shrink_images(level, whole)
+            for name in _UNUSED:
+                level.pop(name, None)
         small = type(config).from_dict(whole)
         return type(config).from_dict(_first_layers(whole, _layers_needed(small, levels)))
+
+
+@contextmanager
+def supported(subject: str) -> Iterator[None]:
+    """Whatever transformers raises within is an UnsupportedError about `subject`, such as a small model."""
+    try:
+        yield
+    except TensorParallelError:
+        raise
     except Exception as error:
         raise UnsupportedError(
             describe(
-                f"a small {config.model_type}",
+                subject,
                 got=f"{type(error).__name__}: {error}",
-                expected="a config that transformers takes",
-                fix="Pass the config of a smaller model of this architecture, or verify the plan on a real checkpoint.",
+                expected="a model that transformers can make and run in one process",
+                fix="See whether the config is whole; if it is, verify the plan on a real checkpoint.",
             )
         ) from error
 
@@ -117,7 +127,8 @@ def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
                 fix="Install a transformers that has it; code of a repository's own is not run.",
             )
         )
-    return next((cls for cls in classes if cls.can_generate()), classes[0])
+    chosen: type[PreTrainedModel] = next((cls for cls in classes if cls.can_generate()), classes[0])
+    return chosen
 
 
 def _levels(level: Level) -> Iterator[Level]:
@@ -142,7 +153,7 @@ def _shrink_widths(levels: list[Level]) -> None:
         heads, hidden, head = _attention(level)
         if head:
             base = next(width for width in HEAD_WIDTHS if _rotates(width, level))
-            _shrink_heads(level, small[hidden] / hidden if hidden == heads * head else min(1.0, base / head))
+            _shrink_heads(level, small[hidden] / hidden if heads and hidden == heads * head else min(1.0, base / head))
     for level in levels:
         for name, width in level.items():
             if WIDTH.fullmatch(name) and isinstance(width, int) and width >= BLOCK:

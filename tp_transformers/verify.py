@@ -33,7 +33,7 @@ from .mesh import TP_AXIS
 from .plan import Plan
 from .pretrained import auto_plan, read_plan
 from .resolve import Resolution, check_layers_are_cut, resolve
-from .shrink import generating_class, shrink
+from .shrink import generating_class, shrink, supported
 from .strategies import STRATEGIES, ParallelInterface, full_tensor
 
 if TYPE_CHECKING:
@@ -133,15 +133,16 @@ class _Proof:
         timeout: float,
     ) -> None:
         self.folder, self.plan, self.grads, self.timeout = folder, plan, grads, timeout
-        with torch.random.fork_rng(devices=[]):
-            probe.make(cls, config).save_pretrained(folder / "checkpoint")
-        # Loaded, as the ranks load it: what is converted while it loads has another form in a model that was made.
-        model: PreTrainedModel = cls.from_pretrained(folder / "checkpoint", dtype=torch.float32)
-        *questions, self.has_image = probe.questions(model)
-        self.sees = hasattr(config, "vision_config")
-        self.whole = probe.Observation()
-        probe.observe(model, questions, self.whole)
-        self.gradients = probe.gradients(model, questions[0]) if grads else {}
+        with supported(f"a small {config.model_type}"):
+            with torch.random.fork_rng(devices=[]):
+                probe.make(cls, config).save_pretrained(folder / "checkpoint")
+            # Loaded, as ranks load it: what is converted while it loads has another form in a model that was made.
+            model: PreTrainedModel = cls.from_pretrained(folder / "checkpoint", dtype=torch.float32)
+            *questions, self.has_image = probe.questions(model)
+            self.sees = hasattr(config, "vision_config")
+            self.whole = probe.Observation()
+            probe.observe(model, questions, self.whole)
+            self.gradients = probe.gradients(model, questions[0]) if grads else {}
         torch.save((questions, self.gradients), folder / "questions.pt")
         built_in = ParallelInterface()
         own = {name: strategy for name, strategy in STRATEGIES.items() if built_in.get(name) is not strategy}
@@ -271,7 +272,7 @@ def _read_config(config: PretrainedConfig | str | Path) -> PretrainedConfig:
 
 def _outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """A model without values."""
-    with torch.device("meta"):
+    with supported(f"a {config.model_type}"), torch.device("meta"):
         model: PreTrainedModel = cls._from_config(config)
     return model
 
