@@ -90,7 +90,7 @@ def verify(
     cls, small = generating_class(config), shrink(config)
     true, model = _outline(cls, config), _outline(cls, small)
     given = read_plan("auto" if plan is None else plan)
-    chosen = given if isinstance(given, Plan) else auto_plan(true)
+    chosen = given if isinstance(given, Plan) else auto_plan(true, quietly=True)
     verdicts: dict[int, Verdict] = {}
     resolutions: dict[int, Resolution] = {}
     for size in dict.fromkeys(sizes):
@@ -100,7 +100,8 @@ def verify(
         except PlanError as error:
             verdicts[size] = Verdict(size, (str(error),))
             continue
-        verdicts[size] = Verdict(size, notes=(*resolution.notes, *([warning] if warning else [])))
+        declared = f"no plan of ours for {config.model_type}: this is {chosen.source}" if chosen.declared else None
+        verdicts[size] = Verdict(size, notes=tuple(filter(None, (declared, *resolution.notes, warning))))
         try:
             resolutions[size] = resolve(chosen, model, size)
         except PlanError as error:
