@@ -118,7 +118,7 @@ def _image(model: PreTrainedModel, generator: torch.Generator) -> tuple[int, int
     patch = getattr(vision, "patch_size", None)
     if not isinstance(patch, int) or token is None:
         return None
-    channels: int = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", 3)
+    channels: int = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
     if "image_grid_thw" in inspect.signature(type(model).forward).parameters:
         side = 2 * vision.spatial_merge_size
         grid = torch.tensor([[1, side, side]] * 2)
