@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import dropout
+from torch import nn
 
 from .adapter_files import push_peft_model, save_peft_model
+from .adapter_layers import SlicedDropout, adapted_class
 from .errors import MeshError, UnsupportedError, describe
-from .layout import Layout, Split
+from .layout import Layout
 from .mesh import TensorParallelGroup
 from .state import keep_shards, keep_state, split_module
 from .strategies import (
@@ -144,6 +143,8 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
     options = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     options += ["use_dora", "layer_replication", "trainable_token_indices", "target_parameters", "ensure_weight_tying"]
     given = sorted({option for option in options if getattr(converted, option, None)})
+    if "target_parameters" in given and not config.target_parameters:  # as all-linear does where there are experts
+        given[given.index("target_parameters")] = "target_modules that are parameters of experts"
     if config.init_lora_weights not in INITS:
         given.append(f"init_lora_weights={config.init_lora_weights!r}")
     if given:
@@ -187,7 +188,7 @@ def _split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGro
     of_a, of_b = _strategies(base)
     shard: ParamShard | None = getattr(base.weight, "tp_shard", None)
     split = shard.layout.split if shard is not None and shard.layout is not None else None
-    layer.__class__ = _adapted_class(type(layer))  # type: ignore[arg-type]
+    layer.__class__ = adapted_class(type(layer))  # type: ignore[arg-type]
     if adapter in layer.lora_embedding_A:
         rows = Layout(1, split) if split is not None and isinstance(of_a, RowwiseParallel) else None
         _split_parameter(layer.lora_embedding_A, adapter, rows, group)
@@ -199,7 +200,7 @@ def _split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGro
         split_module(module, bound, group)
     dropped = layer.lora_dropout[adapter]
     if split is not None and of_a.takes_sharded_input and isinstance(dropped, nn.Dropout):
-        layer.lora_dropout[adapter] = _SlicedDropout(dropped.p, split, group.rank)
+        layer.lora_dropout[adapter] = SlicedDropout(dropped.p, split, group.rank)
 
 
 def _strategies(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLayer]:
@@ -246,105 +247,3 @@ def _same_shards(original: nn.Module, copied: nn.Module) -> None:
     for name, param in original.named_parameters():
         if hasattr(param, "tp_shard"):
             copies[name].tp_shard = param.tp_shard  # type: ignore[attr-defined]
-
-
-class _SlicedDropout(nn.Module):
-    """What one process would drop of features that are cut: all ranks draw for all features, and use their own."""
-
-    def __init__(self, p: float, split: Split, rank: int) -> None:
-        super().__init__()
-        self.p, self.split, self.rank = p, split, rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (..., features/size)."""
-        if not self.training:
-            return x
-        whole = dropout(x.new_ones((*x.shape[:-1], self.split.length)), self.p)
-        return x * take(whole, Layout(x.ndim - 1, self.split), self.rank)  # type: ignore[operator]
-
-
-# -- what peft does with a layer's weights, on this rank's
-
-
-class _Adapted:
-    """A LoRA layer of peft whose base layer is cut."""
-
-    def merge(self, *args: Any, **kwargs: Any) -> None:
-        """Add the adapters to this rank's weight."""
-        with _local_weights(self):
-            super().merge(*args, **kwargs)  # type: ignore[misc]
-
-    def unmerge(self) -> None:
-        """Take the adapters out of this rank's weight."""
-        with _local_weights(self):
-            super().unmerge()  # type: ignore[misc]
-
-    def get_delta_weight(self, adapter: str) -> Tensor:
-        """What the adapter adds to this rank's weight."""
-        with _local_weights(self):
-            delta: Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
-        shard = self.get_base_layer().weight.tp_shard  # type: ignore[attr-defined]
-        # Adapters of embeddings are whole along the hidden size.
-        return take(delta, shard.layout, shard.group.rank) if delta.shape == shard.shape else delta  # type: ignore[return-value]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever, with this rank's part of what an embedding's adapters are."""
-        if not self.lora_embedding_A:  # type: ignore[attr-defined]
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        owners = (self.lora_embedding_A, self.lora_embedding_B)  # type: ignore[attr-defined]
-        saved = [dict(owner._parameters) for owner in owners]
-        try:
-            for owner in owners:
-                for name, param in owner._parameters.items():
-                    owner._parameters[name] = param.tp_shard.view(param)
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            for owner, params in zip(owners, saved, strict=True):
-                owner._parameters.update(params)
-
-    def _embed(self, ids: Tensor, weight: Tensor, *functions: Any, **named: Any) -> Tensor:
-        """Look up rows of an adapter that this rank has, and sum over the ranks; weight: (vocab/size, r)."""
-        base = self.get_base_layer()  # type: ignore[attr-defined]
-        strategy = getattr(base, "tp_strategy", None)
-        if not isinstance(strategy, RowwiseParallel):
-            return super()._embed(ids, weight, *functions, **named)  # type: ignore[misc,no-any-return]
-        mesh = base.weight.tp_shard.group.device_mesh
-        (ids,) = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, base, (ids,), mesh)
-        local = strategy.local_attributes(base, mesh.get_local_rank())
-        saved = {name: getattr(base, name) for name in local}
-        base.__dict__.update(local)
-        try:
-            found = super()._embed(ids, weight)  # type: ignore[misc]
-        finally:
-            base.__dict__.update(saved)
-        return strategy._prepare_output_fn(strategy.output_layouts, True, base, found, mesh)  # type: ignore[no-any-return]
-
-
-@cache
-def _adapted_class(cls: type) -> type:
-    if issubclass(cls, _Adapted):
-        return cls
-    return type(cls.__name__, (_Adapted, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-@contextmanager
-def _local_weights(layer: Any) -> Iterator[None]:
-    """Let a LoRA layer see this rank's plain tensors in place of the parameters of its base and its adapters."""
-    adapters = (*layer.lora_A.values(), *layer.lora_B.values(), layer.lora_embedding_A, layer.lora_embedding_B)
-    saved = [(owner, dict(owner._parameters)) for owner in (layer.get_base_layer(), *adapters)]
-    for owner, params in saved:
-        for name, param in params.items():
-            if param is not None:
-                local = nn.Parameter(local_tensor(param), requires_grad=False)
-                if hasattr(param, "tp_shard"):
-                    local.tp_shard = param.tp_shard  # type: ignore[attr-defined]
-                owner._parameters[name] = local
-    try:
-        yield
-        for owner, params in saved:
-            for name, param in params.items():
-                if param is not None and owner._parameters[name].data_ptr() != local_tensor(param).data_ptr():
-                    local_tensor(param).copy_(owner._parameters[name])  # peft put another tensor in its place
-    finally:
-        for owner, params in saved:
-            owner._parameters.update(params)

@@ -67,6 +67,7 @@ ROOMS = [
     "resolve",
     "state",
     "adapter_files",
+    "adapter_layers",
     "adapters",
     "generation",
     "outputs",
