@@ -56,7 +56,10 @@ class AttentionHeads:
         counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
         counts["num_key_value_groups"] = query // kv
         if self.head_dim is not None:
+            # What splits queries from keys and values: GPT-2's and DBRX's names for the width of all query heads.
             counts["split_size"] = query * self.head_dim
+            if self.is_fused:
+                counts["hidden_size"] = query * self.head_dim
         return counts
 
     def config_attributes(self, rank: int) -> dict[str, int]:

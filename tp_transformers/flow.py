@@ -1,0 +1,289 @@
+"""Which features reach which: a small model is run once, and gradients tell what every linear's input depends on.
+
+The output of every linear and embedding is cut off from its past, so that the gradient of one input feature of a linear
+ends at the linears that feed it directly: `Link.reaches` is exact, since what does not depend has a gradient of zero.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from .small import fold
+from .strategies import features, holds_experts
+
+
+@dataclass(frozen=True)
+class Link:
+    """How the output features of one module reach the input features of a linear, with no linear between."""
+
+    reaches: Tensor
+    """bool (output features, input features)."""
+    mixes: Tensor
+    """bool (output features): whether what they are for one token reaches another token, as keys and values do."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether most features reach most: a residual stream with a norm, say."""
+        return bool(self.reaches.float().mean() > 0.9) and min(self.reaches.shape) > 1
+
+
+@dataclass
+class Flow:
+    """What reaches what in a model; names are folded."""
+
+    links: dict[str, dict[str, Link]] = field(default_factory=dict)
+    """Linear -> the modules that feed it."""
+    between: dict[str, set[str]] = field(default_factory=dict)
+    """Linear -> the parameters, not of linears or embeddings, that stand between those and it."""
+    readers: dict[str, set[str]] = field(default_factory=dict)
+    """Module -> the linears that it feeds; "" for the model's output."""
+    norms: dict[str, str] = field(default_factory=dict)
+    """Norm -> the module whose output alone it norms, which the links look through."""
+    biased: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Module -> its keyword arguments that are tensors, and their shapes."""
+    experts: dict[str, dict[str, Feeds]] = field(default_factory=dict)
+    """Module of merged experts -> its parameters, and what they are to the widest one's partner."""
+    ran: set[str] = field(default_factory=set)
+    """The linears, embeddings and experts that ran."""
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """Which indices of one experts' parameter, along `dim`, are the features that their down projection takes."""
+
+    dim: int
+    features: tuple[int, ...]
+    """For every index along `dim`, the feature that it makes."""
+
+
+def probe(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
+    """Run a model once, and see what reaches what."""
+    flow = Flow()
+    seen = _Seen(model, flow)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(1)
+        try:
+            output = run()
+        finally:
+            seen.remove()
+        for consumer, x in seen.first_inputs():
+            _trace(seen, flow, consumer, x)
+        _find_readers(seen, flow, output)
+        for name, (module, args, kwargs) in seen.experts.items():
+            flow.experts[name] = _probe_experts(module, args, kwargs)
+    return flow
+
+
+class _Seen:
+    """Hooks on a model, and what they saw while it ran."""
+
+    def __init__(self, model: PreTrainedModel, flow: Flow) -> None:
+        self.flow = flow
+        self.leaves: list[tuple[str, Tensor]] = []
+        self.inputs: list[tuple[str, Tensor]] = []
+        self.experts: dict[str, tuple[nn.Module, Any, Any]] = {}
+        self.outputs: dict[int, tuple[str, Tensor]] = {}
+        weights = []
+        self.handles = []
+        for name, module in model.named_modules():
+            folded = fold(model, name)
+            if features(module) is not None:
+                weights.extend(module.parameters(recurse=False))
+                self.handles.append(module.register_forward_hook(self._linear(folded), with_kwargs=True))
+            elif holds_experts(module):
+                self.handles.append(module.register_forward_pre_hook(self._experts(folded), with_kwargs=True))
+            elif _is_norm(module):
+                self.handles.append(module.register_forward_hook(self._norm(folded)))
+            elif name:
+                self.handles.append(module.register_forward_pre_hook(self._block(folded), with_kwargs=True))
+        known = set(map(id, weights))
+        self.others = [(fold(model, name), param) for name, param in model.named_parameters() if id(param) not in known]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def first_inputs(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the linears of one folded name, the input of the first that ran and was fed by anything."""
+        done = set()
+        for name, x in self.inputs:
+            if name not in done and x.requires_grad:
+                done.add(name)
+                yield name, x
+
+    def _linear(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            self.flow.ran.add(name)
+            x = args[0] if args else next(iter(kwargs.values()))
+            if not isinstance(module, nn.Embedding):
+                self.inputs.append((name, x))
+            if not isinstance(output, Tensor):  # a router
+                return None
+            leaf = output.detach().requires_grad_()
+            copied = leaf.clone()  # which may be worked on in place
+            self.leaves.append((name, leaf))
+            self.outputs[copied.untyped_storage().data_ptr()] = (name, copied)
+            return copied
+
+        return hook
+
+    def _norm(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            source = self.outputs.get(args[0].untyped_storage().data_ptr()) if args else None
+            if source is None or not isinstance(output, Tensor):
+                return None
+            self.flow.norms[name] = source[0]
+            return args[0] * module.weight  # without the mean over features, through which each reaches all
+
+        return hook
+
+    def _experts(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.flow.ran.add(name)
+            if name not in self.experts:
+                self.experts[name] = (module, *_detached((args, kwargs)))
+
+        return hook
+
+    def _block(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            shapes = {key: tuple(value.shape) for key, value in kwargs.items() if isinstance(value, Tensor)}
+            self.flow.biased.setdefault(name, shapes)
+
+        return hook
+
+
+def _trace(seen: _Seen, flow: Flow, consumer: str, x: Tensor) -> None:
+    """What feeds one linear, feature by feature."""
+    flat = x.reshape(-1, x.shape[-1])
+    tensors = [leaf for _, leaf in seen.leaves]
+    noise = torch.randn_like(flat)
+    found = torch.autograd.grad(flat, [*tensors, *(p for _, p in seen.others)], noise, retain_graph=True, allow_unused=True)
+    fed = [index for index, gradient in enumerate(found[: len(tensors)]) if _is_any(gradient)]
+    names = [name for name, _ in seen.others]
+    flow.between[consumer] = {
+        name for name, gradient in zip(names, found[len(tensors) :], strict=True) if _is_any(gradient)
+    }
+    links: dict[str, Link] = {}
+    if fed:
+        sources = [tensors[index] for index in fed]
+        everywhere = _features(flat, noise, sources)
+        last = _features(flat[-1:], noise[-1:], sources)
+        for index, all_rows, last_row in zip(fed, everywhere, last, strict=True):
+            name = seen.leaves[index][0]
+            reaches = (all_rows != 0).any(1).T  # (output features, input features)
+            mixes = (last_row[:, :-1] != 0).any(1).any(0)
+            before = links.get(name)
+            links[name] = Link(reaches | before.reaches, mixes | before.mixes) if before else Link(reaches, mixes)
+    flow.links[consumer] = links
+
+
+def _features(flat: Tensor, noise: Tensor, sources: list[Tensor]) -> list[Tensor]:
+    """Gradients of every feature of `flat: (rows, n)`, one by one: a tensor (n, tokens, features) for each source."""
+    count = flat.shape[-1]
+    each = torch.diag_embed(noise).transpose(0, 1)  # (n, rows, n)
+    gradients = torch.autograd.grad(flat, sources, each, retain_graph=True, is_grads_batched=True)
+    return [gradient.reshape(count, -1, gradient.shape[-1]) for gradient in gradients]
+
+
+def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
+    """Which linears, or the output, every module feeds."""
+    tensors = [leaf for _, leaf in seen.leaves]
+    values = output.values() if isinstance(output, ModelOutput | dict) else output
+    ends = [("", value) for value in values if isinstance(value, Tensor) and value.requires_grad]
+    for reader, x in (*seen.inputs, *ends):
+        if x.requires_grad:
+            found = torch.autograd.grad(x, tensors, torch.randn_like(x), retain_graph=True, allow_unused=True)
+            for (name, _), gradient in zip(seen.leaves, found, strict=True):
+                if _is_any(gradient):
+                    flow.readers.setdefault(name, set()).add(reader)
+
+
+def _probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]:
+    """How the parameters of merged experts fit together.
+
+    A feature that is changed in what makes it changes one slice of the gradient of what takes it: the matrix of which
+    exactly one slice along a dim changes, whatever is changed elsewhere, is the down projection.
+    """
+    params = {name: param.detach().double() for name, param in module.named_parameters(recurse=False)}
+    args, kwargs = _as_double(args), _as_double(kwargs)
+
+    def gradients(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+        output = torch.func.functional_call(module, leaves, args, kwargs)
+        output = output if isinstance(output, Tensor) else output[0]
+        weights = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view_as(output)
+        found = torch.autograd.grad((output * weights).sum(), list(leaves.values()), allow_unused=True)
+        return {
+            name: torch.zeros_like(values[name]) if gradient is None else gradient
+            for name, gradient in zip(leaves, found, strict=True)
+        }
+
+    before = gradients(params)
+
+    def changed(name: str, dim: int, index: int) -> dict[str, Tensor]:
+        other = params[name].clone()
+        other.select(dim, index).mul_(1.5).add_(0.1)
+        after = gradients({**params, name: other})
+        return {key: (after[key] - before[key]).abs() > 1e-9 * before[key].abs().max() for key in params}
+
+    matrices = [name for name, param in params.items() if param.ndim == 3]
+    for down in matrices:
+        for taken in (1, 2):
+            feeds: dict[str, Feeds] = {}
+            for name, param in params.items():
+                for dim in range(1, param.ndim):
+                    if name == down:
+                        continue
+                    made = []
+                    for index in range(param.shape[dim]):
+                        slices = changed(name, dim, index)[down].movedim(taken, 0).flatten(1).any(1).nonzero().flatten()
+                        if len(slices) != 1:
+                            break
+                        made.append(int(slices))
+                    else:
+                        feeds[name] = Feeds(dim, tuple(made))
+            covered = {index for feed in feeds.values() for index in feed.features}
+            if feeds and covered == set(range(params[down].shape[taken])) and {*matrices} <= {*feeds, down}:
+                return {**feeds, down: Feeds(taken, tuple(range(params[down].shape[taken])))}
+    return {}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """A module of its own whose weight has no more than a number a feature, or a head's."""
+    weight = module._parameters.get("weight")
+    return (
+        weight is not None
+        and weight.ndim <= 2
+        and not list(module.children())
+        and "norm" in type(module).__name__.lower()
+        and len(inspect.signature(type(module).forward).parameters) == 2
+    )
+
+
+def _is_any(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool((gradient != 0).any())
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple | list):
+        return type(value)(map(_detached, value))
+    return {key: _detached(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _as_double(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, tuple | list):
+        return type(value)(map(_as_double, value))
+    return {key: _as_double(item) for key, item in value.items()} if isinstance(value, dict) else value

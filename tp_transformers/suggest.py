@@ -1,0 +1,372 @@
+"""A plan for an architecture that has none: from what reaches what in a small model of it.
+
+A linear can be cut along its input features, and those that feed it along their output features, if every feature of
+theirs reaches only features that stay together: one feature (an MLP), or a head or KV group (attention). Names are asked
+only for what gradients cannot tell. What is not understood stays whole, and `Suggestion.whole` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .attention import AttentionHeads
+from .errors import PlanError
+from .plan import Plan, base_prefix
+from .flow import Feeds, Flow, probe
+from .resolve import Resolution, resolve
+from .roles import Refused, Roles, attention_roles, feature_order
+from .small import fold, meta_model, small_model
+from .strategies import STRATEGIES, features
+from .strategies.base import EXPERT_UNIT
+
+BIASES = ("alibi", "position_bias", "attention_mask")
+"""The keyword arguments by which attention may be given biases of all heads, which the strategy `alibi` cuts."""
+
+
+@dataclass
+class Block:
+    """What is cut together: the rules of one kind of attention, MLP, experts, or of the vocabulary."""
+
+    kind: str
+    name: str
+    """Folded name of the module around it, in the full model."""
+    rules: dict[str, Any] = field(default_factory=dict)
+    """Folded name in the full model -> the rule, as in YAML."""
+    roles: dict[str, list[str]] = field(default_factory=dict)
+    """Of attention: role -> children."""
+    heads: tuple[int, int] | None = None
+    """Of attention: query and KV heads, in the small model."""
+    remarks: dict[str, str] = field(default_factory=dict)
+    """Folded name -> what is not sure about its rule, and why."""
+
+
+@dataclass
+class Suggestion:
+    """A proposed plan: what is cut, what stays whole, and why."""
+
+    model: PreTrainedModel
+    """The whole model, on the meta device."""
+    blocks: list[Block]
+    whole: dict[str, str]
+    """Folded names of modules whose parameters every rank holds -> why, "" where it goes without saying."""
+
+    @property
+    def prefix(self) -> str:
+        """The base model's name in the full model."""
+        return base_prefix(self.model)
+
+    def without(self, block: Block, why: str) -> Suggestion:
+        """The same with a block held whole."""
+        whole = {**self.whole, **dict.fromkeys(block.rules, why)}
+        return Suggestion(self.model, [other for other in self.blocks if other is not block], whole)
+
+    def data(self) -> dict[str, Any]:
+        """The plan in the form of the YAML files."""
+        cut = {name: rule for block in self.blocks for name, rule in block.rules.items()}
+        rules = {name: cut.get(name, "replicate") for name in _owners(self.model, cut)}
+        sections: dict[str, Any] = {"model_type": self.model.config.model_type, "base_model": {}, "heads": {}}
+        for name, rule in rules.items():
+            inside = self.relative(name)
+            sections["heads" if inside is None else "base_model"][name if inside is None else inside] = rule
+        sections["attention"] = {
+            self.relative(block.name): {role: names[0] if len(names) == 1 else names for role, names in block.roles.items()}
+            for block in self.blocks
+            if block.roles
+        }
+        return {key: value for key, value in sections.items() if value}
+
+    def relative(self, name: str) -> str | None:
+        """A name in the base model; None where it is outside."""
+        if not self.prefix:
+            return name
+        return name.removeprefix(f"{self.prefix}.") if name.startswith(f"{self.prefix}.") else None
+
+    def resolve(self, size: int, model: PreTrainedModel | None = None) -> Resolution:
+        """Bind the plan. Raises PlanError where it does not fit."""
+        return resolve(Plan.parse(self.data(), source="suggested"), model or self.model, size)
+
+
+def suggest(config: PreTrainedConfig, *, size: int = 2) -> Suggestion:
+    """A plan for the architecture of a config, which fits its model on `size` ranks.
+
+    Raises UnsupportedError where the config makes no model, or no small one of its kind runs.
+    """
+    meta = meta_model(config)
+    small, run = small_model(config)
+    flow = probe(small, run)
+    whole: dict[str, str] = {}
+    blocks = [*_blocks(small, flow, whole), *_experts(small, flow, whole), *_vocabulary(meta)]
+    for name, module in small.named_modules():
+        if features(module) is not None and fold(small, name) not in flow.ran:
+            whole.setdefault(fold(small, name), "it did not run on random tokens, so that nothing is known of it")
+    suggestion = _settle(Suggestion(meta, _apart(blocks, whole), whole), small, 2)
+    return _settle(suggestion, meta, size)
+
+
+def suspects(suggestion: Suggestion, message: str) -> list[Block]:
+    """Blocks, those first that a message of what is wrong names, then those with most remarks."""
+
+    def rank(block: Block) -> tuple[int, int]:
+        named = sum(name in message for name in _spellings(suggestion, block))
+        return -named, -len(block.remarks)
+
+    return sorted(suggestion.blocks, key=rank)
+
+
+def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
+    """Hold blocks whole until `resolve` accepts the plan, and reads the same heads as were seen."""
+    while True:
+        try:
+            resolution = suggestion.resolve(size, model)
+        except PlanError as error:
+            if not suggestion.blocks:
+                raise
+            suspect = suspects(suggestion, str(error))[0]
+            lines = [line[4:] for line in str(error).splitlines()[1:]] or [str(error)]
+            named = [line for line in lines if any(name in line for name in _spellings(suggestion, suspect))]
+            suggestion = suggestion.without(suspect, (named or lines)[0])
+            continue
+        by_name = {fold(model, name): heads for name, heads in resolution.attention.items()}
+        wrong = [block for block in suggestion.blocks if model is not suggestion.model and _misread(block, by_name)]
+        if not wrong:
+            return suggestion
+        heads = by_name[wrong[0].name]
+        suggestion = suggestion.without(
+            wrong[0], f"its config says {heads.query.length} query and {heads.kv.length} KV heads, it computes {wrong[0].heads}"
+        )
+
+
+def _misread(block: Block, by_name: Mapping[str, AttentionHeads]) -> bool:
+    heads = by_name.get(block.name)
+    return heads is not None and block.heads is not None and (heads.query.length, heads.kv.length) != block.heads
+
+
+def _spellings(suggestion: Suggestion, block: Block) -> set[str]:
+    """The names by which a message may mean a block."""
+    names = {block.name, *block.rules}
+    return names | {inside for name in names if (inside := suggestion.relative(name))}
+
+
+def _blocks(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
+    """Attention and MLPs: linears whose input features can be cut, with those that feed them."""
+    modules = {fold(model, name): module for name, module in model.named_modules()}
+    params = {fold(model, name): param for name, param in model.named_parameters()}
+    blocks = []
+    for consumer, links in flow.links.items():
+        if not links or any(link.is_dense for link in links.values()):
+            continue
+        if any(isinstance(modules[name], nn.Embedding) and not link.mixes.any() for name, link in links.items()):
+            continue  # the residual stream, before the first sum
+        try:
+            if any(link.mixes.any() for link in links.values()):
+                blocks.append(_attention(consumer, flow, modules, params))
+            elif all(flow.readers[name] == {consumer} for name in links):
+                blocks.append(_mlp(consumer, flow, modules, params))
+        except Refused as refused:
+            for name in (consumer, *links):
+                whole.setdefault(name, str(refused))
+    return blocks
+
+
+def _attention(
+    consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]
+) -> Block:
+    embedded = {name for name in flow.links[consumer] if isinstance(modules[name], nn.Embedding)}
+    roles: Roles = attention_roles(consumer, flow.links[consumer], embedded)
+    owner = consumer.rpartition(".")[0]
+    for name in roles.by_module:
+        if name.rpartition(".")[0] != owner and name not in embedded:
+            raise Refused(f"its projections are in several modules, {owner} and {name.rpartition('.')[0]}")
+        if not flow.readers[name] <= {consumer} | roles.shared and name not in embedded:
+            raise Refused(f"{name} feeds {_list(flow.readers[name] - {consumer})} too")
+    block = Block("attention", owner, heads=(roles.query, roles.kv), roles={"output": [_child(consumer)]})
+    block.rules[consumer] = "rowwise"
+    for name, role in roles.by_module.items():
+        if role == "latent":
+            block.rules[name] = "mla_kv_a_proj"
+            continue
+        block.roles.setdefault(role, []).append(_child(name))
+        block.rules[name] = "colwise"
+        if role == "fused":
+            block.rules[name] = {"strategy": "packed_colwise", "parts": list(roles.parts)}
+            block.remarks[name] = f"in a small model its features were all of {', then all of '.join(roles.parts)}"
+        elif role == "interleaved":
+            block.remarks[name] = "in a small model its features went KV group by KV group"
+        elif role == "with_query":
+            block.rules[name] = "local_colwise" if name in embedded else "colwise"
+            block.remarks[name] = "it has something for every query head"
+    for name in sorted(flow.between[consumer]):
+        _between_heads(block, name, flow, modules, params, roles)
+    given = {key: shape for key, shape in flow.biased.get(owner, {}).items() if key in BIASES}
+    if any(_has_heads(key, shape, roles.query) for key, shape in given.items()):
+        block.rules[owner] = "alibi"
+        block.remarks[owner] = "it is given position biases of all heads"
+    block.roles = {role: block.roles[role] for role in sorted(block.roles, key=_ROLE_ORDER.index)}
+    return block
+
+
+_ROLE_ORDER = ["query", "fused", "interleaved", "key", "key_value", "value", "output", "with_query", "with_key"]
+
+
+def _has_heads(key: str, shape: tuple[int, ...], heads: int) -> bool:
+    """Whether an argument of attention has something for every head."""
+    if key == "alibi":
+        return True
+    if key == "position_bias":
+        return len(shape) == 3 and shape[0] % heads == 0
+    return len(shape) == 4 and shape[1] == heads > 1
+
+
+def _between_heads(
+    block: Block,
+    name: str,
+    flow: Flow,
+    modules: Mapping[str, nn.Module],
+    params: Mapping[str, nn.Parameter],
+    roles: Roles,
+) -> None:
+    """The rule of a parameter that stands between the projections of attention. Raises Refused where there is none."""
+    shape, owner = tuple(params[name].shape), name.rpartition(".")[0]
+    source = flow.norms.get(owner)
+    role = roles.by_module.get(source, "") if source is not None else ""
+    if owner == block.name and shape == (roles.query,):
+        block.rules[name] = "local_colwise"
+        block.roles.setdefault("with_query", []).append(_child(name))
+        block.remarks[name] = "it has a number for every query head"
+        return
+    if source is not None and role in ("query", "key", "value"):
+        made = (features(modules[source]) or (0, 0))[1]
+        count = roles.query if role == "query" else roles.kv
+        if shape == (made // count,):
+            block.rules[owner] = "replicated_with_grad_allreduce"
+            return
+        rule = ""
+        if shape == (count, made // count):
+            rule = "local_colwise"
+        elif shape == (made,) and count > 1:
+            rule = "sharded_norm"
+            try:
+                STRATEGIES["sharded_norm"].bind(modules[owner], 2).check(modules[owner])
+            except ValueError as error:
+                raise Refused(str(error)) from None
+            block.remarks[owner] = "it norms all heads at once"
+        if rule:
+            block.rules[owner] = rule
+            block.roles.setdefault("with_query" if role == "query" else "with_key", []).append(_child(owner))
+            return
+    if len(shape) == 1 and shape[0] not in (roles.query, roles.kv) and shape[0] <= roles.head_dim:
+        block.rules[owner] = "replicated_with_grad_allreduce"
+        return
+    raise Refused(f"{name} of {list(shape)} stands between its projections, and nothing is known of it")
+
+
+def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]) -> Block:
+    width = (features(modules[consumer]) or (0, 0))[0]
+    block = Block("mlp", consumer.rpartition(".")[0], rules={consumer: "rowwise"})
+    for name, link in flow.links[consumer].items():
+        if bool((link.reaches.sum(1) > 1).any()):
+            raise Refused(f"a feature of {name} reaches several of {consumer}")
+        made = [int(row.int().argmax()) if row.any() else None for row in link.reaches]
+        order, parts = feature_order(made, width)
+        if order == "alternating":
+            block.rules[name] = {"strategy": "colwise", "unit": parts}
+            block.remarks[name] = f"in a small model {parts} features in a row met in one of {_child(consumer)}"
+        elif parts > 1:
+            block.rules[name] = {"strategy": "packed_colwise", "parts": parts}
+            block.remarks[name] = f"in a small model it was {parts} parts, one after the other"
+        else:
+            block.rules[name] = "colwise"
+    for name in flow.between[consumer]:
+        if params[name].numel() > 1:
+            raise Refused(f"{name} stands before {consumer}, and nothing is known of it")
+        block.rules[name.rpartition(".")[0]] = "replicated_with_grad_allreduce"
+    if ".experts.*" in f"{block.name}.":
+        block.remarks[consumer] = "right, but one all-reduce an expert"
+    return block
+
+
+def _experts(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
+    """Merged experts: every expert is cut."""
+    blocks = []
+    shapes = {fold(model, name): param for name, param in model.named_parameters()}
+    for name, feeds in flow.experts.items():
+        if not feeds:
+            whole[name] = "which features of its parameters belong together was not seen"
+            continue
+        block = Block("experts", name, rules={name: "moe_tp_experts"})
+        widths = {own: len(set(feed.features)) for own, feed in feeds.items()}
+        for own in [_child(full) for full in shapes if full.rpartition(".")[0] == name]:
+            full = f"{name}.{own}"
+            if own in feeds:
+                block.rules[full] = _expert_rule(feeds[own], widths[own], shapes[full].ndim, block, full)
+            else:
+                block.rules[full] = "replicate_once"
+                block.remarks[full] = "a bias that is added to the output"
+        blocks.append(block)
+    return blocks
+
+
+def _expert_rule(feed: Feeds, width: int, ndim: int, block: Block, name: str) -> Any:
+    order, parts = feature_order(list(feed.features), width)
+    family = "colwise" if feed.dim == ndim - 2 and ndim == 3 else "rowwise"
+    if parts == 1:
+        return family
+    if order == "alternating":
+        block.remarks[name] = f"in a small model {parts} features in a row met"
+        return {"strategy": family, "unit": parts * EXPERT_UNIT}
+    block.remarks[name] = f"in a small model it was {parts} parts, one after the other"
+    return f"packed_{family}" if parts == 2 else {"strategy": f"packed_{family}", "parts": parts}
+
+
+def _vocabulary(model: PreTrainedModel) -> list[Block]:
+    """The embedding of the vocabulary, what is tied to it, and the head, all cut along the vocabulary."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        return []
+    block = Block("vocabulary", "")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings == embedding.num_embeddings:
+            block.rules[fold(model, name)] = "embedding_rowwise"
+        elif module is head and features(module) is not None:
+            block.rules[fold(model, name)] = "colwise_rep"
+    return [block]
+
+
+def _apart(blocks: Iterable[Block], whole: dict[str, str]) -> list[Block]:
+    """Blocks that share no rule: attention comes first."""
+    kept: list[Block] = []
+    taken: set[str] = set()
+    for block in sorted(blocks, key=lambda block: ("attention", "experts", "mlp", "vocabulary").index(block.kind)):
+        clash = taken.intersection(block.rules)
+        if clash:
+            whole.update({name: f"{_list(clash)} would be cut in two ways" for name in block.rules.keys() - taken})
+            continue
+        taken |= block.rules.keys()
+        kept.append(block)
+    return kept
+
+
+def _owners(model: PreTrainedModel, cut: Mapping[str, Any]) -> list[str]:
+    """What the plan has a rule for, in the model's order: what is cut, and every other module with parameters."""
+    owners: dict[str, None] = {}
+    for name, module in model.named_modules():
+        folded = fold(model, name)
+        own = [f"{folded}.{param}" for param, _ in module.named_parameters(recurse=False)]
+        if name and (folded in cut or (own and not set(own) <= cut.keys())):
+            owners[folded] = None
+        owners.update(dict.fromkeys(param for param in own if param in cut))
+    return list(owners)
+
+
+def _child(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(name or "the output" for name in sorted(names))
