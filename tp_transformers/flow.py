@@ -51,6 +51,8 @@ class Flow:
     """Module -> its keyword arguments that are tensors, and their shapes."""
     experts: dict[str, dict[str, Feeds]] = field(default_factory=dict)
     """Module of merged experts -> its parameters, and what they are to the widest one's partner."""
+    outside: set[str] = field(default_factory=set)
+    """Modules whose parameters are read while another one's forward runs, so that they have to be plain tensors."""
     ran: set[str] = field(default_factory=set)
     """The linears, embeddings and experts that ran."""
 
@@ -66,7 +68,7 @@ class Feeds:
 
 def probe(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
     """Run a model once, and see what reaches what."""
-    flow = Flow()
+    flow = Flow(outside=_read_outside(model, run))
     seen = _Seen(model, flow)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(1)
@@ -255,6 +257,53 @@ def _probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds
             if feeds and covered == set(range(params[down].shape[taken])) and {*matrices} <= {*feeds, down}:
                 return {**feeds, down: Feeds(taken, tuple(range(params[down].shape[taken])))}
     return {}
+
+
+class _Watched(nn.Parameter):
+    """A parameter that remembers whether anything was computed with it."""
+
+    is_read = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+        if isinstance(result, Tensor):  # rather than its dtype
+            for value in args:
+                if isinstance(value, _Watched):
+                    value.is_read = True
+        return result
+
+
+def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
+    """Modules whose parameters something else computes with, as Whisper's encoder does with its positions."""
+    handles, watched = [], {}
+
+    def swap(module: nn.Module, values: Any) -> None:
+        module._parameters.update(values)
+
+    for name, module in model.named_modules():
+        own = {key: param for key, param in module._parameters.items() if param is not None}
+        if own:
+            watched[name] = (module, own, {key: _Watched(param.detach(), requires_grad=False) for key, param in own.items()})
+    try:
+        for module, own, proxies in watched.values():
+            swap(module, proxies)
+            handles.append(module.register_forward_pre_hook(lambda mod, _, own=own: swap(mod, own)))
+            handles.append(
+                module.register_forward_hook(lambda mod, _, __, own=proxies: swap(mod, own), always_call=True)
+            )
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, own, _ in watched.values():
+            swap(module, own)
+    return {
+        fold(model, name)
+        for name, (_, _, proxies) in watched.items()
+        if any(proxy.is_read for proxy in proxies.values())
+    }
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ only for what gradients cannot tell. What is not understood stays whole, and `Su
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,9 @@ class Suggestion:
     """The whole model, on the meta device."""
     blocks: list[Block]
     whole: dict[str, str]
-    """Folded names of modules whose parameters every rank holds -> why, "" where it goes without saying."""
+    """Folded names of modules whose parameters every rank holds -> why, where that does not go without saying."""
+    plain: set[str] = field(default_factory=set)
+    """Modules whose parameters something else computes with, so that they are held as plain tensors."""
 
     @property
     def prefix(self) -> str:
@@ -64,12 +66,14 @@ class Suggestion:
     def without(self, block: Block, why: str) -> Suggestion:
         """The same with a block held whole."""
         whole = {**self.whole, **dict.fromkeys(block.rules, why)}
-        return Suggestion(self.model, [other for other in self.blocks if other is not block], whole)
+        return replace(self, blocks=[other for other in self.blocks if other is not block], whole=whole)
 
     def data(self) -> dict[str, Any]:
         """The plan in the form of the YAML files."""
         cut = {name: rule for block in self.blocks for name, rule in block.rules.items()}
-        rules = {name: cut.get(name, "replicate") for name in _owners(self.model, cut)}
+        rules = {
+            name: cut.get(name, "local" if name in self.plain else "replicate") for name in _owners(self.model, cut)
+        }
         sections: dict[str, Any] = {"model_type": self.model.config.model_type, "base_model": {}, "heads": {}}
         for name, rule in rules.items():
             inside = self.relative(name)
@@ -105,7 +109,12 @@ def suggest(config: PreTrainedConfig, *, size: int = 2) -> Suggestion:
     for name, module in small.named_modules():
         if features(module) is not None and fold(small, name) not in flow.ran:
             whole.setdefault(fold(small, name), "it did not run on random tokens, so that nothing is known of it")
-    suggestion = _settle(Suggestion(meta, _apart(blocks, whole), whole), small, 2)
+    suggestion = Suggestion(meta, _apart(blocks, whole), whole, flow.outside)
+    for block in suggestion.blocks:
+        outside = flow.outside.intersection(block.rules)
+        if outside:
+            suggestion = suggestion.without(block, f"something else computes with the weights of {_list(outside)}")
+    suggestion = _settle(suggestion, small, 2)
     return _settle(suggestion, meta, size)
 
 
