@@ -100,7 +100,7 @@ class _Seen:
             if features(module) is not None:
                 weights.extend(module.parameters(recurse=False))
                 self.handles.append(module.register_forward_hook(self._linear(folded), with_kwargs=True))
-            elif holds_experts(module):
+            elif holds_experts(module) or stacked_experts(module):
                 self.handles.append(module.register_forward_pre_hook(self._experts(folded), with_kwargs=True))
             elif _is_norm(module):
                 self.handles.append(module.register_forward_hook(self._norm(folded)))
@@ -215,7 +215,9 @@ def _probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds
     A feature that is changed in what makes it changes one slice of the gradient of what takes it: the matrix of which
     exactly one slice along a dim changes, whatever is changed elsewhere, is the down projection.
     """
-    params = {name: param.detach().double() for name, param in module.named_parameters(recurse=False)}
+    params = {name: param.detach().double() for name, param in module.named_parameters()}
+    is_stacked = stacked_experts(module) > 0
+    changes: dict[tuple[str, int, int], dict[str, Tensor]] = {}
     args, kwargs = _as_double(args), _as_double(kwargs)
 
     def gradients(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -232,17 +234,21 @@ def _probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds
     before = gradients(params)
 
     def changed(name: str, dim: int, index: int) -> dict[str, Tensor]:
-        other = params[name].clone()
-        other.select(dim, index).mul_(1.5).add_(0.1)
-        after = gradients({**params, name: other})
-        return {key: (after[key] - before[key]).abs() > 1e-9 * before[key].abs().max() for key in params}
+        if (name, dim, index) not in changes:
+            other = params[name].clone()
+            other.select(dim, index).mul_(1.5).add_(0.1)
+            after = gradients({**params, name: other})
+            changes[name, dim, index] = {
+                key: (after[key] - before[key]).abs() > 1e-9 * before[key].abs().max() for key in params
+            }
+        return changes[name, dim, index]
 
-    matrices = [name for name, param in params.items() if param.ndim == 3]
+    matrices = [name for name, param in params.items() if param.ndim == 3 or is_stacked]
     for down in matrices:
-        for taken in (1, 2):
+        for taken in (0,) if is_stacked else (1, 2):
             feeds: dict[str, Feeds] = {}
             for name, param in params.items():
-                for dim in range(1, param.ndim):
+                for dim in (0,) if is_stacked else range(1, param.ndim):
                     if name == down:
                         continue
                     made = []
@@ -304,6 +310,18 @@ def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
         for name, (_, _, proxies) in watched.items()
         if any(proxy.is_read for proxy in proxies.values())
     }
+
+
+def stacked_experts(module: nn.Module) -> int:
+    """How many experts' matrices stand one below the other, (experts * features, hidden), in parameters of a module.
+
+    0 where there are none; DBRX keeps them so.
+    """
+    count = vars(module).get("num_experts")
+    shapes = [param.shape for param in module.parameters()]
+    if not isinstance(count, int) or count < 2 or not shapes or any(features(part) for part in module.modules()):
+        return 0
+    return count if all(len(shape) == 2 and shape[0] % count == 0 < shape[0] // count for shape in shapes) else 0
 
 
 def _is_norm(module: nn.Module) -> bool:

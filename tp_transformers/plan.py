@@ -16,7 +16,9 @@ The YAML format, by example (`model_plans/llama.yaml` is a real one):
     attention:                          # modules, named as in base_model, whose projections are cut by whole heads
       layers.*.self_attn: {fused: qkv_proj, output: o_proj}   # or query, key, value and output
 
-A rule may also say `unit`: indices that stay together (a pair of interleaved gate and up features; the experts' 8).
+A rule may also say `unit`: indices that stay together (a pair of interleaved gate and up features; the experts' 8); and
+`widths`: attributes of the module that are a width, of which its forward needs this rank's (DBRX's experts, which view
+their parameters by it).
 
 Roles in attention: `query`, `key`, `value`, `output`; `fused`, a projection to all queries, then all keys, then all
 values; `interleaved`, one that goes KV group by KV group; `key_value`, one to a key and a value of every query head;
@@ -75,6 +77,8 @@ class Rule(Pattern):
     """Of a fused projection: how many equal parts, their lengths, or the heads that they hold."""
     unit: int | None = None
     """Indices that stay together on a rank."""
+    widths: tuple[str, ...] = ()
+    """Attributes of the module that are a width, and that are this rank's part of it in its forward."""
     optional: bool = False
     """Whether it may match nothing."""
 
@@ -277,11 +281,12 @@ def _mapping(data: Mapping[str, Any], section: str, faults: list[str]) -> Mappin
 
 def _parse_rule(pattern: str, value: Any, section: str, faults: list[str]) -> Rule | None:
     options = dict(value) if isinstance(value, Mapping) else {"strategy": value}
-    if "strategy" not in options or set(options) - {"strategy", "parts", "unit"}:
+    if "strategy" not in options or set(options) - {"strategy", "parts", "unit", "widths"}:
         given = sorted(map(str, options))
-        faults.append(f"{pattern}: a rule has `strategy` and perhaps `parts` and `unit`, not {given}")
+        faults.append(f"{pattern}: a rule has `strategy` and perhaps `parts`, `unit` and `widths`, not {given}")
         return None
     strategy, parts, unit = (options.get(name) for name in ("strategy", "parts", "unit"))
+    widths = options.get("widths") or ()
     if isinstance(parts, list | tuple):
         parts = tuple(parts)
     elif parts is not None and not isinstance(parts, int):
@@ -296,6 +301,7 @@ def _parse_rule(pattern: str, value: Any, section: str, faults: list[str]) -> Ru
         strategy,
         parts,  # type: ignore[arg-type]
         unit,  # type: ignore[arg-type]
+        (widths,) if isinstance(widths, str) else tuple(map(str, widths)),
         optional=section in ("optional", "heads"),
         in_base_model=section in _IN_BASE_MODEL,
     )

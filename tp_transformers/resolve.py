@@ -182,6 +182,9 @@ class _Resolver:
             return ReplicateParallel().bind(module, self.size)
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
+        absent = [width for width in rule.widths if not isinstance(vars(module).get(width), int)]
+        if absent:
+            self.faults.append(f"{name}: its {type(module).__name__} has no width {', '.join(absent)}")
         return strategy.bind(
             module,
             self.size,
@@ -189,6 +192,7 @@ class _Resolver:
             split=cut.splits.get(name),
             parts=rule.parts,
             unit=rule.unit,
+            widths=rule.widths,
             config=self._config(owner),
         )
 

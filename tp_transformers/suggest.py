@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .attention import AttentionHeads
 from .errors import PlanError
 from .plan import Plan, base_prefix
-from .flow import Feeds, Flow, probe
+from .flow import Feeds, Flow, probe, stacked_experts
 from .resolve import Resolution, resolve
 from .roles import Refused, Roles, attention_roles, feature_order
 from .small import fold, meta_model, small_model
@@ -105,13 +105,13 @@ def suggest(config: PreTrainedConfig, *, size: int = 2) -> Suggestion:
     small, run = small_model(config)
     flow = probe(small, run)
     whole: dict[str, str] = {}
-    blocks = [*_blocks(small, flow, whole), *_experts(small, flow, whole), *_vocabulary(meta)]
+    blocks = [*_blocks(small, flow, whole), *_experts(small, meta, flow, whole), *_vocabulary(meta)]
     for name, module in small.named_modules():
         if features(module) is not None and fold(small, name) not in flow.ran:
             whole.setdefault(fold(small, name), "it did not run on random tokens, so that nothing is known of it")
     suggestion = Suggestion(meta, _apart(blocks, whole), whole, flow.outside)
     for block in suggestion.blocks:
-        outside = flow.outside.intersection(block.rules)
+        outside = flow.outside.intersection(block.rules) if block.kind != "experts" else None
         if outside:
             suggestion = suggestion.without(block, f"something else computes with the weights of {_list(outside)}")
     suggestion = _settle(suggestion, small, 2)
@@ -300,15 +300,21 @@ def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Ma
     return block
 
 
-def _experts(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
+def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
     """Merged experts: every expert is cut."""
     blocks = []
     shapes = {fold(model, name): param for name, param in model.named_parameters()}
+    modules = {fold(meta, name): module for name, module in meta.named_modules()}
     for name, feeds in flow.experts.items():
         if not feeds:
             whole[name] = "which features of its parameters belong together was not seen"
             continue
         block = Block("experts", name, rules={name: "moe_tp_experts"})
+        stacked = stacked_experts(modules[name])
+        if stacked:
+            _stack(block, stacked, modules[name])
+            blocks.append(block)
+            continue
         widths = {own: len(set(feed.features)) for own, feed in feeds.items()}
         for own in [_child(full) for full in shapes if full.rpartition(".")[0] == name]:
             full = f"{name}.{own}"
@@ -319,6 +325,19 @@ def _experts(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[
                 block.remarks[full] = "a bias that is added to the output"
         blocks.append(block)
     return blocks
+
+
+def _stack(block: Block, count: int, module: nn.Module) -> None:
+    """The rules of experts whose matrices stand one below the other."""
+    widths: set[str] = set()
+    for own, param in module.named_parameters():
+        name = f"{block.name}.{own}"
+        block.rules[name] = {"strategy": "local_packed_colwise", "parts": count}
+        block.remarks[name] = "one part an expert of this config, one below the other"
+        widths |= {key for key, value in vars(module).items() if value == param.shape[0] // count and type(value) is int}
+    if widths:
+        block.rules[block.name] = {"strategy": "moe_tp_experts", "widths": sorted(widths)}
+        block.remarks[block.name] = "its forward is taken to view its parameters by such widths"
 
 
 def _expert_rule(feed: Feeds, width: int, ndim: int, block: Block, name: str) -> Any:

@@ -160,6 +160,10 @@ def _parts(plan: BoundPlan) -> set[str]:
     for name, module in plan.modules.items():
         if holds_experts(module) or name in sums:
             parts |= {name for layout in plan.own_layouts(name).values() if layout is not None}
+    for name, strategy in plan.param_strategies.items():  # experts may keep their parameters in a module of their own
+        owner = name.rpartition(".")[0]
+        if strategy is not plan.module_strategies.get(owner) and plan.layouts.get(name) is not None:
+            parts |= {owner for block in plan.around(owner) if block in sums}
     return parts
 
 

@@ -73,6 +73,7 @@ class TensorParallelLayer:
         self.use_dtensor = use_dtensor
         self.split: Split | None = None
         self.unit: int | None = None
+        self.widths: dict[str, int] = {}
         self.size = 1
         self.is_embedding = False
         self.holds_experts = False
@@ -89,18 +90,21 @@ class TensorParallelLayer:
         split: Split | None = None,
         parts: int | Sequence[int | str] | None = None,
         unit: int | None = None,
+        widths: Sequence[str] = (),
         config: Any = None,
     ) -> TensorParallelLayer:
         """A copy for `module`, called `name` in messages, on `size` ranks.
 
         It cuts by `split` (heads, each of which stands for as many indices as the length has for one) where given, else
-        each of `parts` evenly, in blocks of `unit`. `config` is the one that counts for the module.
+        each of `parts` evenly, in blocks of `unit`. `widths` are attributes of the module that are cut evenly in its
+        forward. `config` is the one that counts for the module.
         """
         bound = copy.copy(self)
         bound.name = name
         bound.split = split
         bound.size = size
         bound.config = config
+        bound.widths = {key: vars(module)[key] for key in widths if key in vars(module)}
         bound._splits = {}
         if parts is not None:
             bound.parts = parts
@@ -352,7 +356,8 @@ def _enter_local_view(
         hidden = name in strategy.hidden
         local = strategy.local_hidden(module, name) if hidden else views[name].view(param)
         parameters[name] = local  # type: ignore[assignment]
-    attributes = strategy.local_attributes(module, rank)
+    widths = {name: even(width, strategy.size).widths[rank] for name, width in strategy.widths.items()}
+    attributes = {**widths, **strategy.local_attributes(module, rank)}
     saved_attributes = {name: module.__dict__[name] for name in attributes}
     module.__dict__.update(attributes)
     return saved, saved_attributes
