@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from .small import fold
 from .strategies import features, holds_experts
+
+
+TRIED = 32
+"""Indices of an experts' parameter that are tried, along each dim."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,13 @@ class Feeds:
     """Which indices of one experts' parameter, along `dim`, are the features that their down projection takes."""
 
     dim: int
-    features: tuple[int, ...]
-    """For every index along `dim`, the feature that it makes."""
+    features: tuple[int | None, ...]
+    """For every index along `dim`, the feature that it makes; None where that was not seen."""
+    width: int
+    """How many features there are."""
 
 
-def probe(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
+def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
     """Run a model once, and see what reaches what."""
     flow = Flow(outside=_read_outside(model, run))
     seen = _Seen(model, flow)
@@ -251,18 +256,30 @@ def _probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds
                 for dim in (0,) if is_stacked else range(1, param.ndim):
                     if name == down:
                         continue
-                    made = []
-                    for index in range(param.shape[dim]):
+                    length = param.shape[dim]
+                    made: list[int | None] = [None] * length
+                    for index in sorted({*range(min(length, TRIED // 2)), *range(0, length, -(-length // TRIED))}):
                         slices = changed(name, dim, index)[down].movedim(taken, 0).flatten(1).any(1).nonzero().flatten()
-                        if len(slices) != 1:
+                        if len(slices) > 1:
                             break
-                        made.append(int(slices))
+                        made[index] = int(slices) if len(slices) else None
                     else:
-                        feeds[name] = Feeds(dim, tuple(made))
-            covered = {index for feed in feeds.values() for index in feed.features}
-            if feeds and covered == set(range(params[down].shape[taken])) and {*matrices} <= {*feeds, down}:
-                return {**feeds, down: Feeds(taken, tuple(range(params[down].shape[taken])))}
+                        if any(feature is not None for feature in made):
+                            feeds[name] = Feeds(dim, tuple(made), params[down].shape[taken])
+            if feeds and {*matrices} <= {*feeds, down}:
+                width = params[down].shape[taken]
+                return {**feeds, down: Feeds(taken, tuple(range(width)), width)}
     return {}
+
+
+def fold(model: nn.Module, name: str) -> str:
+    """A name with the numbers of module lists replaced by `*`; those of an nn.Sequential tell its modules apart."""
+    owner: Any = model
+    path = []
+    for step in name.split("."):
+        path.append("*" if isinstance(owner, nn.ModuleList) and step.isdecimal() else step)
+        owner = getattr(owner, step, None)
+    return ".".join(path)
 
 
 class _Watched(nn.Parameter):

@@ -65,6 +65,8 @@ def attention_roles(consumer: str, links: Mapping[str, Link], embeddings: set[st
     return roles
 
 
+ENOUGH = 16
+"""Features that have to be seen in their places before the others are taken to be in theirs."""
 _COMPLETE = ({"query", "key", "value"}, {"fused"}, {"interleaved"}, {"query", "key_value"})
 
 
@@ -80,7 +82,7 @@ def feature_order(made: Sequence[int | None], width: int) -> tuple[str, int]:
     alternating = [feature for feature in range(width) for _ in range(times)]
     for order, expected in (("in order", in_order), ("alternating", alternating)):
         right = [one == other for one, other in zip(made, expected, strict=False) if one is not None]
-        if len(made) == len(expected) and all(right) and len(right) > len(made) / 2:
+        if len(made) == len(expected) and all(right) and len(right) >= min(len(made) / 2, ENOUGH):
             return order, times
     raise Refused("its features are in an order that no rule describes")
 

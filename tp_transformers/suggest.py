@@ -7,6 +7,7 @@ only for what gradients cannot tell. What is not understood stays whole, and `Su
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,12 +17,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import AttentionHeads
-from .errors import PlanError
+from .errors import PlanError, UnsupportedError, describe
+from . import probe
 from .plan import Plan, base_prefix
-from .flow import Feeds, Flow, probe, stacked_experts
+from .flow import Feeds, Flow, flow_of, fold, stacked_experts
 from .resolve import Resolution, resolve
 from .roles import Refused, Roles, attention_roles, feature_order
-from .small import fold, meta_model, small_model
+from .shrink import generating_class, shrink
 from .strategies import STRATEGIES, features
 from .strategies.base import EXPERT_UNIT
 
@@ -101,9 +103,8 @@ def suggest(config: PreTrainedConfig, *, size: int = 2) -> Suggestion:
 
     Raises UnsupportedError where the config makes no model, or no small one of its kind runs.
     """
-    meta = meta_model(config)
-    small, run = small_model(config)
-    flow = probe(small, run)
+    meta = _outline(config)
+    small, flow = _observe(config)
     whole: dict[str, str] = {}
     blocks = [*_blocks(small, flow, whole), *_experts(small, meta, flow, whole), *_vocabulary(meta)]
     for name, module in small.named_modules():
@@ -116,6 +117,47 @@ def suggest(config: PreTrainedConfig, *, size: int = 2) -> Suggestion:
             suggestion = suggestion.without(block, f"something else computes with the weights of {_list(outside)}")
     suggestion = _settle(suggestion, small, 2)
     return _settle(suggestion, meta, size)
+
+
+def _observe(config: PreTrainedConfig) -> tuple[PreTrainedModel, Flow]:
+    """A small random model of the config's kind, and what reaches what in it."""
+    small = shrink(config)
+    for owner in (small, *(getattr(small, name, None) for name in small.sub_configs)):
+        if hasattr(owner, "use_cache"):
+            owner.use_cache = False
+    small._attn_implementation = "eager"
+    small._experts_implementation = "eager"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = probe.make(generating_class(small), small)
+            question, *_ = probe.questions(model)
+            return model, flow_of(model, lambda: model(**question))
+    except Exception as error:  # whatever a forward raises that wants something else
+        raise UnsupportedError(
+            describe(
+                f"a small {config.model_type}",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                expected="a model that runs on random tokens, to see which features reach which",
+                fix="Write its plan by hand: see CONTRIBUTING.md, Add an architecture in five steps.",
+            )
+        ) from error
+
+
+def _outline(config: PreTrainedConfig) -> PreTrainedModel:
+    """The whole model of a config, without values. Raises UnsupportedError where the config makes none."""
+    cls = generating_class(config)
+    try:
+        with torch.device("meta"):
+            return cls._from_config(copy.deepcopy(config))
+    except Exception as error:  # whatever transformers raises where a config is no model
+        raise UnsupportedError(
+            describe(
+                f"{cls.__name__} of this config",
+                got=f"{type(error).__name__}: {error}",
+                expected="a model",
+                fix="Correct the config.",
+            )
+        ) from error
 
 
 def suspects(suggestion: Suggestion, message: str) -> list[Block]:
@@ -315,11 +357,10 @@ def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: d
             _stack(block, stacked, modules[name])
             blocks.append(block)
             continue
-        widths = {own: len(set(feed.features)) for own, feed in feeds.items()}
         for own in [_child(full) for full in shapes if full.rpartition(".")[0] == name]:
             full = f"{name}.{own}"
             if own in feeds:
-                block.rules[full] = _expert_rule(feeds[own], widths[own], shapes[full].ndim, block, full)
+                block.rules[full] = _expert_rule(feeds[own], shapes[full].ndim, block, full)
             else:
                 block.rules[full] = "replicate_once"
                 block.remarks[full] = "a bias that is added to the output"
@@ -340,8 +381,8 @@ def _stack(block: Block, count: int, module: nn.Module) -> None:
         block.remarks[block.name] = "its forward is taken to view its parameters by such widths"
 
 
-def _expert_rule(feed: Feeds, width: int, ndim: int, block: Block, name: str) -> Any:
-    order, parts = feature_order(list(feed.features), width)
+def _expert_rule(feed: Feeds, ndim: int, block: Block, name: str) -> Any:
+    order, parts = feature_order(feed.features, feed.width)
     family = "colwise" if feed.dim == ndim - 2 and ndim == 3 else "rowwise"
     if parts == 1:
         return family

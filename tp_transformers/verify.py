@@ -86,7 +86,7 @@ def verify(
     """
     if not sizes or min(sizes) < 1:
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
-    config = _read_config(config)
+    config = read_config(config)
     cls, small = generating_class(config), shrink(config)
     true, model = _outline(cls, config), _outline(cls, small)
     given = read_plan("auto" if plan is None else plan)
@@ -254,7 +254,8 @@ def _rank(folder: Path, reports: Path, deadline: float) -> int:
     return 0
 
 
-def _read_config(config: PretrainedConfig | str | Path) -> PretrainedConfig:
+def read_config(config: PretrainedConfig | str | Path) -> PretrainedConfig:
+    """The config of a folder, a file or a name on the Hub. Raises UsageError where there is none."""
     if isinstance(config, PretrainedConfig):
         return config
     try:
