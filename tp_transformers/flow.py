@@ -19,6 +19,8 @@ from transformers.modeling_outputs import ModelOutput
 from .strategies import features, holds_experts
 
 
+CHUNK = 64
+"""Features whose gradients are computed at once."""
 TRIED = 32
 """Indices of an experts' parameter that are tried, along each dim."""
 
@@ -46,6 +48,8 @@ class Flow:
     """Linear -> the modules that feed it."""
     between: dict[str, set[str]] = field(default_factory=dict)
     """Linear -> the parameters, not of linears or embeddings, that stand between those and it."""
+    tangled: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
+    """Linear that was not looked into -> (a convolution's or like parameter that stands before it, what feeds it)."""
     readers: dict[str, set[str]] = field(default_factory=dict)
     """Module -> the linears that it feeds; "" for the model's output."""
     norms: dict[str, str] = field(default_factory=dict)
@@ -180,8 +184,11 @@ def _trace(seen: _Seen, flow: Flow, consumer: str, x: Tensor) -> None:
         name for name, gradient in zip(names, found[len(tensors) :], strict=True) if _is_any(gradient)
     }
     links: dict[str, Link] = {}
-    if fed:
-        sources = [tensors[index] for index in fed]
+    sources = [tensors[index] for index in fed]
+    tangled = [name for name, param in seen.others if name in flow.between[consumer] and param.ndim > 2]
+    if tangled:
+        flow.tangled[consumer] = (tangled[0], {seen.leaves[index][0] for index in fed})
+    elif fed and not all((first != 0).any(1).all() for first in _features(flat, noise, sources, count=1)):
         everywhere = _features(flat, noise, sources)
         last = _features(flat[-1:], noise[-1:], sources)
         for index, all_rows, last_row in zip(fed, everywhere, last, strict=True):
@@ -193,12 +200,16 @@ def _trace(seen: _Seen, flow: Flow, consumer: str, x: Tensor) -> None:
     flow.links[consumer] = links
 
 
-def _features(flat: Tensor, noise: Tensor, sources: list[Tensor]) -> list[Tensor]:
-    """Gradients of every feature of `flat: (rows, n)`, one by one: a tensor (n, tokens, features) for each source."""
-    count = flat.shape[-1]
-    each = torch.diag_embed(noise).transpose(0, 1)  # (n, rows, n)
-    gradients = torch.autograd.grad(flat, sources, each, retain_graph=True, is_grads_batched=True)
-    return [gradient.reshape(count, -1, gradient.shape[-1]) for gradient in gradients]
+def _features(flat: Tensor, noise: Tensor, sources: list[Tensor], count: int | None = None) -> list[Tensor]:
+    """Which features of which tokens every feature of `flat: (rows, n)`, or the first, depends on.
+
+    Returns gradients (n, tokens, features) for each source.
+    """
+    each = torch.diag_embed(noise).transpose(0, 1)[:count]  # (n, rows, n)
+    parts = [
+        torch.autograd.grad(flat, sources, some, retain_graph=True, is_grads_batched=True) for some in each.split(CHUNK)
+    ]
+    return [torch.cat(found).flatten(1, -2) for found in zip(*parts, strict=True)]
 
 
 def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
@@ -338,7 +349,7 @@ def stacked_experts(module: nn.Module) -> int:
     shapes = [param.shape for param in module.parameters()]
     if not isinstance(count, int) or count < 2 or not shapes or any(features(part) for part in module.modules()):
         return 0
-    return count if all(len(shape) == 2 and shape[0] % count == 0 < shape[0] // count for shape in shapes) else 0
+    return count if all(len(shape) == 2 and shape[0] % count == 0 and shape[0] > count for shape in shapes) else 0
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -92,6 +92,10 @@ def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tens
     mask = (torch.arange(PROMPT) >= torch.tensor([[3], [0]])).long()
     ids = ids.masked_fill(mask == 0, pad)
     text = {"input_ids": ids, "attention_mask": mask}
+    if model.main_input_name == "input_features" and hasattr(config, "max_source_positions"):  # two frames a position
+        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
+        speech = {"input_features": torch.randn(shape, generator=generator)}
+        return {**speech, "decoder_input_ids": ids}, speech, False
     if config.is_encoder_decoder:
         return {**text, "decoder_input_ids": ids.flip(1)}, text, False
     image = _image(model, generator)

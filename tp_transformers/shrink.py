@@ -42,6 +42,8 @@ INDICES = re.compile(r"\w+_(layers|indexes|indices)")
 TOKEN_ID = re.compile(r"\w+_token_(id|index)")
 WINDOWS = {"sliding_window": 4, "attention_chunk_size": 8}
 """Shorter than the prompts that are tried, so that they are felt."""
+LENGTHS = {"chunk_size": 8, "mamba_chunk_size": 8, "max_source_positions": 12}
+"""What else memory grows with: chunks of state-space layers, frames of speech."""
 
 BLOCK = 48
 """Widths keep their remainder by this: what 2, 3, 4, 6 or 8 ranks can share evenly stays so, what they cannot too."""
@@ -73,8 +75,9 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
         _shrink_ids(levels)
         for level in levels:
             for name, value in level.items():
-                if name in WINDOWS and value:
-                    level[name] = min(value, WINDOWS[name])
+                shortest = WINDOWS.get(name) or LENGTHS.get(name)
+                if shortest and value:
+                    level[name] = min(value, shortest)
                 elif "vocab_size" in name and isinstance(value, int) and value > VOCAB + BLOCK:
                     level[name] = VOCAB + value % BLOCK
             _shrink_images(level, whole)
@@ -112,11 +115,12 @@ def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
         modeling_auto.MODEL_MAPPING,
     )
     known = [mapping.get(type(config), None) for mapping in mappings]
     if config.is_encoder_decoder:
-        known[1], known[2] = known[2], known[1]
+        known.append(known.pop(1))
     classes = [cls for found in (*named, *known) for cls in (found if isinstance(found, tuple) else (found,)) if cls]
     if not classes:
         raise UnsupportedError(
@@ -159,7 +163,7 @@ def _shrink_widths(levels: list[Level]) -> None:
             if WIDTH.fullmatch(name) and isinstance(width, int) and width >= BLOCK:
                 if width not in small:
                     candidates = range(BLOCK + width % BLOCK, width + BLOCK, BLOCK)
-                    small[width] = next(each for each in candidates if each not in small.values())
+                    small[width] = next((each for each in candidates if each not in small.values()), width)
                 level[name] = small[width]
 
 

@@ -209,6 +209,10 @@ def _blocks(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[B
     modules = {fold(model, name): module for name, module in model.named_modules()}
     params = {fold(model, name): param for name, param in model.named_parameters()}
     blocks = []
+    for consumer, (param, sources) in flow.tangled.items():
+        for name in (consumer, *sources):
+            if flow.readers[name] <= {consumer} or name == consumer:
+                whole[name] = f"{param} stands between them"
     for consumer, links in flow.links.items():
         if not links or any(link.is_dense for link in links.values()):
             continue
