@@ -88,14 +88,19 @@ def whole_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -
 
 
 def largest_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> float:
-    """The bytes of the largest rank's shard, as a fraction of the whole model; a tied parameter counts once."""
+    """The bytes of the largest rank's shard, as a fraction of the whole model."""
+    return max(shares(model, layouts, size))
+
+
+def shares(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> list[float]:
+    """The bytes of every rank's shard, as fractions of the whole model; a tied parameter counts once."""
     total, held = 0, torch.zeros(size, dtype=torch.float64)
     for name, param in model.named_parameters():
         total += param.nbytes
         layout = layouts.get(name)
         widths = (1,) * size if layout is None else layout.split.widths
         held += torch.tensor(widths) * (param.nbytes / (1 if layout is None else param.shape[layout.dim]))
-    return held.max().item() / total if total else 1.0
+    return (held / total).tolist() if total else [1.0] * size
 
 
 def _layer(model: nn.Module, name: str) -> str | None:

@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
+from .feeds import Feeds, probe_experts, stacked_experts
 from .strategies import features, holds_experts
-
 
 CHUNK = 64
 """Features whose gradients are computed at once."""
-TRIED = 32
-"""Indices of an experts' parameter that are tried, along each dim."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +62,6 @@ class Flow:
     """The linears, embeddings and experts that ran."""
 
 
-@dataclass(frozen=True)
-class Feeds:
-    """Which indices of one experts' parameter, along `dim`, are the features that their down projection takes."""
-
-    dim: int
-    features: tuple[int | None, ...]
-    """For every index along `dim`, the feature that it makes; None where that was not seen."""
-    width: int
-    """How many features there are."""
-
-
 def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
     """Run a model once, and see what reaches what."""
     flow = Flow(outside=_read_outside(model, run))
@@ -89,7 +76,7 @@ def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
             _trace(seen, flow, consumer, x)
         _find_readers(seen, flow, output)
         for name, (module, args, kwargs) in seen.experts.items():
-            flow.experts[name] = _probe_experts(module, args, kwargs)
+            flow.experts[name] = probe_experts(module, args, kwargs)
     return flow
 
 
@@ -177,7 +164,9 @@ def _trace(seen: _Seen, flow: Flow, consumer: str, x: Tensor) -> None:
     flat = x.reshape(-1, x.shape[-1])
     tensors = [leaf for _, leaf in seen.leaves]
     noise = torch.randn_like(flat)
-    found = torch.autograd.grad(flat, [*tensors, *(p for _, p in seen.others)], noise, retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(
+        flat, [*tensors, *(p for _, p in seen.others)], noise, retain_graph=True, allow_unused=True
+    )
     fed = [index for index, gradient in enumerate(found[: len(tensors)]) if _is_any(gradient)]
     names = [name for name, _ in seen.others]
     flow.between[consumer] = {
@@ -225,64 +214,6 @@ def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
                     flow.readers.setdefault(name, set()).add(reader)
 
 
-def _probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]:
-    """How the parameters of merged experts fit together.
-
-    A feature that is changed in what makes it changes one slice of the gradient of what takes it: the matrix of which
-    exactly one slice along a dim changes, whatever is changed elsewhere, is the down projection.
-    """
-    params = {name: param.detach().double() for name, param in module.named_parameters()}
-    is_stacked = stacked_experts(module) > 0
-    changes: dict[tuple[str, int, int], dict[str, Tensor]] = {}
-    args, kwargs = _as_double(args), _as_double(kwargs)
-
-    def gradients(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
-        output = torch.func.functional_call(module, leaves, args, kwargs)
-        output = output if isinstance(output, Tensor) else output[0]
-        weights = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view_as(output)
-        found = torch.autograd.grad((output * weights).sum(), list(leaves.values()), allow_unused=True)
-        return {
-            name: torch.zeros_like(values[name]) if gradient is None else gradient
-            for name, gradient in zip(leaves, found, strict=True)
-        }
-
-    before = gradients(params)
-
-    def changed(name: str, dim: int, index: int) -> dict[str, Tensor]:
-        if (name, dim, index) not in changes:
-            other = params[name].clone()
-            other.select(dim, index).mul_(1.5).add_(0.1)
-            after = gradients({**params, name: other})
-            changes[name, dim, index] = {
-                key: (after[key] - before[key]).abs() > 1e-9 * before[key].abs().max() for key in params
-            }
-        return changes[name, dim, index]
-
-    matrices = [name for name, param in params.items() if param.ndim == 3 or is_stacked]
-    for down in matrices:
-        for taken in (0,) if is_stacked else (1, 2):
-            feeds: dict[str, Feeds] = {}
-            for name, param in params.items():
-                for dim in (0,) if is_stacked else range(1, param.ndim):
-                    if name == down:
-                        continue
-                    length = param.shape[dim]
-                    made: list[int | None] = [None] * length
-                    for index in sorted({*range(min(length, TRIED // 2)), *range(0, length, -(-length // TRIED))}):
-                        slices = changed(name, dim, index)[down].movedim(taken, 0).flatten(1).any(1).nonzero().flatten()
-                        if len(slices) > 1:
-                            break
-                        made[index] = int(slices) if len(slices) else None
-                    else:
-                        if any(feature is not None for feature in made):
-                            feeds[name] = Feeds(dim, tuple(made), params[down].shape[taken])
-            if feeds and {*matrices} <= {*feeds, down}:
-                width = params[down].shape[taken]
-                return {**feeds, down: Feeds(taken, tuple(range(width)), width)}
-    return {}
-
-
 def fold(model: nn.Module, name: str) -> str:
     """A name with the numbers of module lists replaced by `*`; those of an nn.Sequential tell its modules apart."""
     owner: Any = model
@@ -318,7 +249,11 @@ def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
     for name, module in model.named_modules():
         own = {key: param for key, param in module._parameters.items() if param is not None}
         if own:
-            watched[name] = (module, own, {key: _Watched(param.detach(), requires_grad=False) for key, param in own.items()})
+            watched[name] = (
+                module,
+                own,
+                {key: _Watched(param.detach(), requires_grad=False) for key, param in own.items()},
+            )
     try:
         for module, own, proxies in watched.values():
             swap(module, proxies)
@@ -338,18 +273,6 @@ def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
         for name, (_, _, proxies) in watched.items()
         if any(proxy.is_read for proxy in proxies.values())
     }
-
-
-def stacked_experts(module: nn.Module) -> int:
-    """How many experts' matrices stand one below the other, (experts * features, hidden), in parameters of a module.
-
-    0 where there are none; DBRX keeps them so.
-    """
-    count = vars(module).get("num_experts")
-    shapes = [param.shape for param in module.parameters()]
-    if not isinstance(count, int) or count < 2 or not shapes or any(features(part) for part in module.modules()):
-        return 0
-    return count if all(len(shape) == 2 and shape[0] % count == 0 and shape[0] > count for shape in shapes) else 0
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -374,11 +297,3 @@ def _detached(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(map(_detached, value))
     return {key: _detached(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _as_double(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, tuple | list):
-        return type(value)(map(_as_double, value))
-    return {key: _as_double(item) for key, item in value.items()} if isinstance(value, dict) else value

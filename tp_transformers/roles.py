@@ -49,7 +49,15 @@ def attention_roles(consumer: str, links: Mapping[str, Link], embeddings: set[st
     heads = _heads(links)
     roles = Roles(len(heads), 0, len(heads[0]))
     rows = {name: _rows(name, link, roles.head_dim) for name, link in links.items()}
-    groups = sorted({touched for name, kinds in rows.items() if name not in embeddings for kind, touched in kinds if kind in ("key", "value")})
+    groups = sorted(
+        {
+            touched
+            for name, kinds in rows.items()
+            if name not in embeddings
+            for kind, touched in kinds
+            if kind in ("key", "value")
+        }
+    )
     proper = [touched for touched in groups if len(touched) == min(map(len, groups))]
     if not proper or [head for touched in proper for head in touched] != list(range(roles.query)):
         raise Refused(f"its keys and values are not those of groups of its {roles.query} query heads")

@@ -1,51 +1,35 @@
-"""A plan for an architecture that has none: from what reaches what in a small model of it.
+"""A plan for an architecture that has none: inferred from a small model of it, checked, and written as YAML.
 
-A linear can be cut along its input features, and those that feed it along their output features, if every feature of
-theirs reaches only features that stay together: one feature (an MLP), or a head or KV group (attention). Names are asked
-only for what gradients cannot tell. What is not understood stays whole, and `Suggestion.whole` says why.
+What is not understood stays whole, and so does what `resolve` refuses or `verify` finds wrong; the plan says why.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+import transformers
+import yaml
+from transformers import PretrainedConfig, PreTrainedModel
 
-from .attention import AttentionHeads
-from .errors import PlanError, UnsupportedError, describe
 from . import probe
+from .attention import AttentionHeads
+from .blocks import Block, find_blocks
+from .errors import PlanError, TensorParallelError, UnsupportedError, describe
+from .flow import Flow, flow_of, fold
 from .plan import Plan, base_prefix
-from .flow import Feeds, Flow, flow_of, fold, stacked_experts
 from .resolve import Resolution, resolve
-from .roles import Refused, Roles, attention_roles, feature_order
 from .shrink import generating_class, shrink
-from .strategies import STRATEGIES, features
-from .strategies.base import EXPERT_UNIT
+from .verify import Verdict, verify
 
-BIASES = ("alibi", "position_bias", "attention_mask")
-"""The keyword arguments by which attention may be given biases of all heads, which the strategy `alibi` cuts."""
-
-
-@dataclass
-class Block:
-    """What is cut together: the rules of one kind of attention, MLP, experts, or of the vocabulary."""
-
-    kind: str
-    name: str
-    """Folded name of the module around it, in the full model."""
-    rules: dict[str, Any] = field(default_factory=dict)
-    """Folded name in the full model -> the rule, as in YAML."""
-    roles: dict[str, list[str]] = field(default_factory=dict)
-    """Of attention: role -> children."""
-    heads: tuple[int, int] | None = None
-    """Of attention: query and KV heads, in the small model."""
-    remarks: dict[str, str] = field(default_factory=dict)
-    """Folded name -> what is not sure about its rule, and why."""
+TRIES = 4
+"""How often a plan that is found wrong is tried again with a block less, before everything stays whole."""
+WIDTH = 120
+"""Columns of the YAML."""
 
 
 @dataclass
@@ -55,71 +39,181 @@ class Suggestion:
     model: PreTrainedModel
     """The whole model, on the meta device."""
     blocks: list[Block]
-    whole: dict[str, str]
+    reasons: dict[str, str]
     """Folded names of modules whose parameters every rank holds -> why, where that does not go without saying."""
     plain: set[str] = field(default_factory=set)
     """Modules whose parameters something else computes with, so that they are held as plain tensors."""
 
     @property
-    def prefix(self) -> str:
-        """The base model's name in the full model."""
-        return base_prefix(self.model)
+    def whole(self) -> dict[str, str]:
+        """The reasons for what no block cuts."""
+        cut = {name for block in self.blocks for name in block.rules}
+        return {name: why for name, why in self.reasons.items() if name not in cut}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan itself."""
+        return Plan.parse(self.data(), source="suggested")
 
     def without(self, block: Block, why: str) -> Suggestion:
         """The same with a block held whole."""
-        whole = {**self.whole, **dict.fromkeys(block.rules, why)}
-        return replace(self, blocks=[other for other in self.blocks if other is not block], whole=whole)
+        reasons = {**self.reasons, **dict.fromkeys(block.rules, why)}
+        return replace(self, blocks=[other for other in self.blocks if other is not block], reasons=reasons)
+
+    def resolve(self, size: int, model: PreTrainedModel | None = None) -> Resolution:
+        """Bind the plan. Raises PlanError where it does not fit."""
+        return resolve(self.plan, model or self.model, size)
 
     def data(self) -> dict[str, Any]:
         """The plan in the form of the YAML files."""
-        cut = {name: rule for block in self.blocks for name, rule in block.rules.items()}
-        rules = {
-            name: cut.get(name, "local" if name in self.plain else "replicate") for name in _owners(self.model, cut)
-        }
         sections: dict[str, Any] = {"model_type": self.model.config.model_type, "base_model": {}, "heads": {}}
-        for name, rule in rules.items():
+        for name, rule in self._rules().items():
             inside = self.relative(name)
             sections["heads" if inside is None else "base_model"][name if inside is None else inside] = rule
         sections["attention"] = {
-            self.relative(block.name): {role: names[0] if len(names) == 1 else names for role, names in block.roles.items()}
+            self.relative(block.name): {
+                role: names[0] if len(names) == 1 else names for role, names in block.roles.items()
+            }
             for block in self.blocks
             if block.roles
         }
         return {key: value for key, value in sections.items() if value}
 
+    def text(self, verdict: str) -> str:
+        """The plan as commented YAML; `verdict` is what was proven of it."""
+        config = self.model.config
+        page = type(config).__module__.split(".")[-2]
+        header = (
+            f"Suggested from what reaches what in a small random model of {type(self.model).__name__} (transformers "
+            f"{transformers.__version__}, model_type {config.model_type}). {verdict}"
+        )
+        remarks = {name: why for block in self.blocks for name, why in block.remarks.items()}
+        remarks |= {name: f"whole: {why}" for name, why in self.whole.items()}
+        by_name = {self.relative(name) or name: why for name, why in remarks.items()}
+        lines = [f"# {config.model_type}: https://huggingface.co/docs/transformers/model_doc/{page}", *_comment(header)]
+        for section, value in self.data().items():
+            if isinstance(value, str):
+                lines.append(f"{section}: {value}")
+                continue
+            lines += ["", f"{section}:"]
+            said = ""
+            for name, rule in value.items():
+                why = by_name.get(name, "") if section != "attention" else ""
+                lines += _comment(why, indent=2) if why and why != said else []
+                said = why
+                lines += _line(name, rule)
+        return "\n".join([*lines, ""])
+
     def relative(self, name: str) -> str | None:
         """A name in the base model; None where it is outside."""
-        if not self.prefix:
+        prefix = base_prefix(self.model)
+        if not prefix:
             return name
-        return name.removeprefix(f"{self.prefix}.") if name.startswith(f"{self.prefix}.") else None
+        return name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else None
 
-    def resolve(self, size: int, model: PreTrainedModel | None = None) -> Resolution:
-        """Bind the plan. Raises PlanError where it does not fit."""
-        return resolve(Plan.parse(self.data(), source="suggested"), model or self.model, size)
+    def suspects(self, message: str) -> list[Block]:
+        """The blocks, those first that a message of what is wrong names first, then those with most remarks."""
+
+        def rank(block: Block) -> tuple[int, int]:
+            found = [message.find(name) for name in self._spellings(block) if name in message]
+            return min(found, default=len(message)), -len(block.remarks)
+
+        return sorted(self.blocks, key=rank)
+
+    def _spellings(self, block: Block) -> set[str]:
+        """The names by which a message may mean a block."""
+        names = {block.name, *block.rules} - {""}
+        return names | {inside for name in names if (inside := self.relative(name))}
+
+    def _rules(self) -> dict[str, Any]:
+        """The rule of everything, in the model's order: what is cut, and every other module with parameters."""
+        cut = {name: rule for block in self.blocks for name, rule in block.rules.items()}
+        rules: dict[str, Any] = {}
+        for name, module in self.model.named_modules():
+            folded = fold(self.model, name)
+            own = [f"{folded}.{param}" for param, _ in module.named_parameters(recurse=False)]
+            if name and (folded in cut or (own and not set(own) <= cut.keys())):
+                rules[folded] = cut.get(folded, "local" if folded in self.plain else "replicate")
+            rules |= {param: cut[param] for param in own if param in cut}
+        return rules
 
 
-def suggest(config: PreTrainedConfig, *, size: int = 2) -> Suggestion:
+def suggest(config: PretrainedConfig, *, size: int = 2) -> Suggestion:
     """A plan for the architecture of a config, which fits its model on `size` ranks.
 
     Raises UnsupportedError where the config makes no model, or no small one of its kind runs.
     """
-    meta = _outline(config)
+    model = _outline(config)
     small, flow = _observe(config)
-    whole: dict[str, str] = {}
-    blocks = [*_blocks(small, flow, whole), *_experts(small, meta, flow, whole), *_vocabulary(meta)]
-    for name, module in small.named_modules():
-        if features(module) is not None and fold(small, name) not in flow.ran:
-            whole.setdefault(fold(small, name), "it did not run on random tokens, so that nothing is known of it")
-    suggestion = Suggestion(meta, _apart(blocks, whole), whole, flow.outside)
-    for block in suggestion.blocks:
-        outside = flow.outside.intersection(block.rules) if block.kind != "experts" else None
-        if outside:
-            suggestion = suggestion.without(block, f"something else computes with the weights of {_list(outside)}")
-    suggestion = _settle(suggestion, small, 2)
-    return _settle(suggestion, meta, size)
+    blocks, reasons = find_blocks(small, flow, model)
+    return _settle(_settle(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size)
 
 
-def _observe(config: PreTrainedConfig) -> tuple[PreTrainedModel, Flow]:
+def prove(
+    suggestion: Suggestion,
+    config: PretrainedConfig,
+    size: int,
+    *,
+    check: Callable[..., list[Verdict]] = verify,
+    tell: Callable[[str], None] = lambda line: None,
+) -> tuple[Suggestion, Verdict]:
+    """A suggestion that computes what one process does, and the verdict on it.
+
+    Blocks that the verdict names are held whole, one after the other; after TRIES of them everything is.
+
+    Args:
+        suggestion: what to try first.
+        config: the architecture's.
+        size: number of ranks.
+        check: what is asked, as `verify`.
+        tell: called with a line about every try that failed.
+    """
+    for tried in range(TRIES + 1):
+        try:
+            verdict = check(config, plan=suggestion.plan, sizes=(size,), grads=True)[0]
+        except TensorParallelError as error:
+            if not suggestion.blocks:
+                raise
+            verdict = Verdict(size, (str(error),))
+        if verdict.ok or not suggestion.blocks:
+            break
+        fault = verdict.faults[0].splitlines()[0]
+        for suspect in suggestion.suspects("\n".join(verdict.faults))[: 1 if tried < TRIES - 1 else None]:
+            tell(f"{suspect.kind} {suspect.name} stays whole: {fault}")
+            suggestion = suggestion.without(suspect, f"verify found it wrong when cut: {fault}")
+    return suggestion, verdict
+
+
+def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
+    """Hold blocks whole until `resolve` accepts the plan, and reads the same heads as were seen."""
+    while True:
+        try:
+            resolution = suggestion.resolve(size, model)
+        except PlanError as error:
+            if not suggestion.blocks:
+                raise
+            suspect = suggestion.suspects(str(error))[0]
+            lines = [line[4:] for line in str(error).splitlines()[1:]] or [str(error)]
+            named = [line for line in lines if any(name in line for name in suggestion._spellings(suspect))]
+            suggestion = suggestion.without(suspect, (named or lines)[0])
+            continue
+        by_name = {fold(model, name): heads for name, heads in resolution.attention.items()}
+        wrong = [block for block in suggestion.blocks if model is not suggestion.model and _misread(block, by_name)]
+        if not wrong:
+            return suggestion
+        heads = by_name[wrong[0].name]
+        suggestion = suggestion.without(
+            wrong[0],
+            f"its config says {heads.query.length} query and {heads.kv.length} KV heads, it computes {wrong[0].heads}",
+        )
+
+
+def _misread(block: Block, by_name: Mapping[str, AttentionHeads]) -> bool:
+    heads = by_name.get(block.name)
+    return heads is not None and block.heads is not None and (heads.query.length, heads.kv.length) != block.heads
+
+
+def _observe(config: PretrainedConfig) -> tuple[PreTrainedModel, Flow]:
     """A small random model of the config's kind, and what reaches what in it."""
     small = shrink(config)
     for owner in (small, *(getattr(small, name, None) for name in small.sub_configs)):
@@ -143,7 +237,7 @@ def _observe(config: PreTrainedConfig) -> tuple[PreTrainedModel, Flow]:
         ) from error
 
 
-def _outline(config: PreTrainedConfig) -> PreTrainedModel:
+def _outline(config: PretrainedConfig) -> PreTrainedModel:
     """The whole model of a config, without values. Raises UnsupportedError where the config makes none."""
     cls = generating_class(config)
     try:
@@ -160,286 +254,16 @@ def _outline(config: PreTrainedConfig) -> PreTrainedModel:
         ) from error
 
 
-def suspects(suggestion: Suggestion, message: str) -> list[Block]:
-    """Blocks, those first that a message of what is wrong names, then those with most remarks."""
-
-    def rank(block: Block) -> tuple[int, int]:
-        named = sum(name in message for name in _spellings(suggestion, block))
-        return -named, -len(block.remarks)
-
-    return sorted(suggestion.blocks, key=rank)
+def _comment(text: str, indent: int = 0) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH - indent, initial_indent=" " * indent + "# ", subsequent_indent=" " * indent + "# "
+    )
 
 
-def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
-    """Hold blocks whole until `resolve` accepts the plan, and reads the same heads as were seen."""
-    while True:
-        try:
-            resolution = suggestion.resolve(size, model)
-        except PlanError as error:
-            if not suggestion.blocks:
-                raise
-            suspect = suspects(suggestion, str(error))[0]
-            lines = [line[4:] for line in str(error).splitlines()[1:]] or [str(error)]
-            named = [line for line in lines if any(name in line for name in _spellings(suggestion, suspect))]
-            suggestion = suggestion.without(suspect, (named or lines)[0])
-            continue
-        by_name = {fold(model, name): heads for name, heads in resolution.attention.items()}
-        wrong = [block for block in suggestion.blocks if model is not suggestion.model and _misread(block, by_name)]
-        if not wrong:
-            return suggestion
-        heads = by_name[wrong[0].name]
-        suggestion = suggestion.without(
-            wrong[0], f"its config says {heads.query.length} query and {heads.kv.length} KV heads, it computes {wrong[0].heads}"
-        )
-
-
-def _misread(block: Block, by_name: Mapping[str, AttentionHeads]) -> bool:
-    heads = by_name.get(block.name)
-    return heads is not None and block.heads is not None and (heads.query.length, heads.kv.length) != block.heads
-
-
-def _spellings(suggestion: Suggestion, block: Block) -> set[str]:
-    """The names by which a message may mean a block."""
-    names = {block.name, *block.rules}
-    return names | {inside for name in names if (inside := suggestion.relative(name))}
-
-
-def _blocks(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
-    """Attention and MLPs: linears whose input features can be cut, with those that feed them."""
-    modules = {fold(model, name): module for name, module in model.named_modules()}
-    params = {fold(model, name): param for name, param in model.named_parameters()}
-    blocks = []
-    for consumer, (param, sources) in flow.tangled.items():
-        for name in (consumer, *sources):
-            if flow.readers[name] <= {consumer} or name == consumer:
-                whole[name] = f"{param} stands between them"
-    for consumer, links in flow.links.items():
-        if not links or any(link.is_dense for link in links.values()):
-            continue
-        if any(isinstance(modules[name], nn.Embedding) and not link.mixes.any() for name, link in links.items()):
-            continue  # the residual stream, before the first sum
-        try:
-            if any(link.mixes.any() for link in links.values()):
-                blocks.append(_attention(consumer, flow, modules, params))
-            elif all(flow.readers[name] == {consumer} for name in links):
-                blocks.append(_mlp(consumer, flow, modules, params))
-        except Refused as refused:
-            for name in (consumer, *links):
-                whole.setdefault(name, str(refused))
-    return blocks
-
-
-def _attention(
-    consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]
-) -> Block:
-    embedded = {name for name in flow.links[consumer] if isinstance(modules[name], nn.Embedding)}
-    roles: Roles = attention_roles(consumer, flow.links[consumer], embedded)
-    owner = consumer.rpartition(".")[0]
-    for name in roles.by_module:
-        if name.rpartition(".")[0] != owner and name not in embedded:
-            raise Refused(f"its projections are in several modules, {owner} and {name.rpartition('.')[0]}")
-        if not flow.readers[name] <= {consumer} | roles.shared and name not in embedded:
-            raise Refused(f"{name} feeds {_list(flow.readers[name] - {consumer})} too")
-    block = Block("attention", owner, heads=(roles.query, roles.kv), roles={"output": [_child(consumer)]})
-    block.rules[consumer] = "rowwise"
-    for name, role in roles.by_module.items():
-        if role == "latent":
-            block.rules[name] = "mla_kv_a_proj"
-            continue
-        block.roles.setdefault(role, []).append(_child(name))
-        block.rules[name] = "colwise"
-        if role == "fused":
-            block.rules[name] = {"strategy": "packed_colwise", "parts": list(roles.parts)}
-            block.remarks[name] = f"in a small model its features were all of {', then all of '.join(roles.parts)}"
-        elif role == "interleaved":
-            block.remarks[name] = "in a small model its features went KV group by KV group"
-        elif role == "with_query":
-            block.rules[name] = "local_colwise" if name in embedded else "colwise"
-            block.remarks[name] = "it has something for every query head"
-    for name in sorted(flow.between[consumer]):
-        _between_heads(block, name, flow, modules, params, roles)
-    given = {key: shape for key, shape in flow.biased.get(owner, {}).items() if key in BIASES}
-    if any(_has_heads(key, shape, roles.query) for key, shape in given.items()):
-        block.rules[owner] = "alibi"
-        block.remarks[owner] = "it is given position biases of all heads"
-    block.roles = {role: block.roles[role] for role in sorted(block.roles, key=_ROLE_ORDER.index)}
-    return block
-
-
-_ROLE_ORDER = ["query", "fused", "interleaved", "key", "key_value", "value", "output", "with_query", "with_key"]
-
-
-def _has_heads(key: str, shape: tuple[int, ...], heads: int) -> bool:
-    """Whether an argument of attention has something for every head."""
-    if key == "alibi":
-        return True
-    if key == "position_bias":
-        return len(shape) == 3 and shape[0] % heads == 0
-    return len(shape) == 4 and shape[1] == heads > 1
-
-
-def _between_heads(
-    block: Block,
-    name: str,
-    flow: Flow,
-    modules: Mapping[str, nn.Module],
-    params: Mapping[str, nn.Parameter],
-    roles: Roles,
-) -> None:
-    """The rule of a parameter that stands between the projections of attention. Raises Refused where there is none."""
-    shape, owner = tuple(params[name].shape), name.rpartition(".")[0]
-    source = flow.norms.get(owner)
-    role = roles.by_module.get(source, "") if source is not None else ""
-    if owner == block.name and shape == (roles.query,):
-        block.rules[name] = "local_colwise"
-        block.roles.setdefault("with_query", []).append(_child(name))
-        block.remarks[name] = "it has a number for every query head"
-        return
-    if source is not None and role in ("query", "key", "value"):
-        made = (features(modules[source]) or (0, 0))[1]
-        count = roles.query if role == "query" else roles.kv
-        if shape == (made // count,):
-            block.rules[owner] = "replicated_with_grad_allreduce"
-            return
-        rule = ""
-        if shape == (count, made // count):
-            rule = "local_colwise"
-        elif shape == (made,) and count > 1:
-            rule = "sharded_norm"
-            try:
-                STRATEGIES["sharded_norm"].bind(modules[owner], 2).check(modules[owner])
-            except ValueError as error:
-                raise Refused(str(error)) from None
-            block.remarks[owner] = "it norms all heads at once"
-        if rule:
-            block.rules[owner] = rule
-            block.roles.setdefault("with_query" if role == "query" else "with_key", []).append(_child(owner))
-            return
-    if len(shape) == 1 and shape[0] not in (roles.query, roles.kv) and shape[0] <= roles.head_dim:
-        block.rules[owner] = "replicated_with_grad_allreduce"
-        return
-    raise Refused(f"{name} of {list(shape)} stands between its projections, and nothing is known of it")
-
-
-def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]) -> Block:
-    width = (features(modules[consumer]) or (0, 0))[0]
-    block = Block("mlp", consumer.rpartition(".")[0], rules={consumer: "rowwise"})
-    for name, link in flow.links[consumer].items():
-        if bool((link.reaches.sum(1) > 1).any()):
-            raise Refused(f"a feature of {name} reaches several of {consumer}")
-        made = [int(row.int().argmax()) if row.any() else None for row in link.reaches]
-        order, parts = feature_order(made, width)
-        if order == "alternating":
-            block.rules[name] = {"strategy": "colwise", "unit": parts}
-            block.remarks[name] = f"in a small model {parts} features in a row met in one of {_child(consumer)}"
-        elif parts > 1:
-            block.rules[name] = {"strategy": "packed_colwise", "parts": parts}
-            block.remarks[name] = f"in a small model it was {parts} parts, one after the other"
-        else:
-            block.rules[name] = "colwise"
-    for name in flow.between[consumer]:
-        if params[name].numel() > 1:
-            raise Refused(f"{name} stands before {consumer}, and nothing is known of it")
-        block.rules[name.rpartition(".")[0]] = "replicated_with_grad_allreduce"
-    if ".experts.*" in f"{block.name}.":
-        block.remarks[consumer] = "right, but one all-reduce an expert"
-    return block
-
-
-def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
-    """Merged experts: every expert is cut."""
-    blocks = []
-    shapes = {fold(model, name): param for name, param in model.named_parameters()}
-    modules = {fold(meta, name): module for name, module in meta.named_modules()}
-    for name, feeds in flow.experts.items():
-        if not feeds:
-            whole[name] = "which features of its parameters belong together was not seen"
-            continue
-        block = Block("experts", name, rules={name: "moe_tp_experts"})
-        stacked = stacked_experts(modules[name])
-        if stacked:
-            _stack(block, stacked, modules[name])
-            blocks.append(block)
-            continue
-        for own in [_child(full) for full in shapes if full.rpartition(".")[0] == name]:
-            full = f"{name}.{own}"
-            if own in feeds:
-                block.rules[full] = _expert_rule(feeds[own], shapes[full].ndim, block, full)
-            else:
-                block.rules[full] = "replicate_once"
-                block.remarks[full] = "a bias that is added to the output"
-        blocks.append(block)
-    return blocks
-
-
-def _stack(block: Block, count: int, module: nn.Module) -> None:
-    """The rules of experts whose matrices stand one below the other."""
-    widths: set[str] = set()
-    for own, param in module.named_parameters():
-        name = f"{block.name}.{own}"
-        block.rules[name] = {"strategy": "local_packed_colwise", "parts": count}
-        block.remarks[name] = "one part an expert of this config, one below the other"
-        widths |= {key for key, value in vars(module).items() if value == param.shape[0] // count and type(value) is int}
-    if widths:
-        block.rules[block.name] = {"strategy": "moe_tp_experts", "widths": sorted(widths)}
-        block.remarks[block.name] = "its forward is taken to view its parameters by such widths"
-
-
-def _expert_rule(feed: Feeds, ndim: int, block: Block, name: str) -> Any:
-    order, parts = feature_order(feed.features, feed.width)
-    family = "colwise" if feed.dim == ndim - 2 and ndim == 3 else "rowwise"
-    if parts == 1:
-        return family
-    if order == "alternating":
-        block.remarks[name] = f"in a small model {parts} features in a row met"
-        return {"strategy": family, "unit": parts * EXPERT_UNIT}
-    block.remarks[name] = f"in a small model it was {parts} parts, one after the other"
-    return f"packed_{family}" if parts == 2 else {"strategy": f"packed_{family}", "parts": parts}
-
-
-def _vocabulary(model: PreTrainedModel) -> list[Block]:
-    """The embedding of the vocabulary, what is tied to it, and the head, all cut along the vocabulary."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding):
-        return []
-    block = Block("vocabulary", "")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.num_embeddings == embedding.num_embeddings:
-            block.rules[fold(model, name)] = "embedding_rowwise"
-        elif module is head and features(module) is not None:
-            block.rules[fold(model, name)] = "colwise_rep"
-    return [block]
-
-
-def _apart(blocks: Iterable[Block], whole: dict[str, str]) -> list[Block]:
-    """Blocks that share no rule: attention comes first."""
-    kept: list[Block] = []
-    taken: set[str] = set()
-    for block in sorted(blocks, key=lambda block: ("attention", "experts", "mlp", "vocabulary").index(block.kind)):
-        clash = taken.intersection(block.rules)
-        if clash:
-            whole.update({name: f"{_list(clash)} would be cut in two ways" for name in block.rules.keys() - taken})
-            continue
-        taken |= block.rules.keys()
-        kept.append(block)
-    return kept
-
-
-def _owners(model: PreTrainedModel, cut: Mapping[str, Any]) -> list[str]:
-    """What the plan has a rule for, in the model's order: what is cut, and every other module with parameters."""
-    owners: dict[str, None] = {}
-    for name, module in model.named_modules():
-        folded = fold(model, name)
-        own = [f"{folded}.{param}" for param, _ in module.named_parameters(recurse=False)]
-        if name and (folded in cut or (own and not set(own) <= cut.keys())):
-            owners[folded] = None
-        owners.update(dict.fromkeys(param for param in own if param in cut))
-    return list(owners)
-
-
-def _child(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(name or "the output" for name in sorted(names))
+def _line(name: str, rule: Any) -> list[str]:
+    """A rule as YAML, on two lines where one is too long."""
+    if isinstance(rule, str):
+        return [f"  {name}: {rule}"]
+    value = yaml.safe_dump(rule, default_flow_style=True, sort_keys=False, width=10 * WIDTH).strip()
+    line = f"  {name}: {value}"
+    return [line] if len(line) <= WIDTH else [f"  {name}:", f"    {value}"]

@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 import yaml
+from tp_transformers.small import inputs, small_model
 
 import tp_transformers
 from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
 from tests.models import relative
 from tests.pool import Pool
 from tests.unplanned import CONFIGS, unplanned
-from tp_transformers.small import inputs, small_model
 from tp_transformers.suggest import suggest
 
 pytestmark = pytest.mark.distributed

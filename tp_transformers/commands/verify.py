@@ -38,11 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model, plan=arguments.plan, sizes=sizes, grads=arguments.grads, timeout=arguments.timeout
     )
     for verdict in verdicts:
-        print(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}) if arguments.json else _told(verdict))
+        print(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}) if arguments.json else told(verdict))
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 
-def _told(verdict: Verdict) -> str:
+def told(verdict: Verdict) -> str:
     """A line with the numbers, and one for each fault and note."""
     seen = []
     if verdict.logits is not None:
