@@ -8,45 +8,38 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
-from tp_transformers.small import inputs, small_model
 
 import tp_transformers
 from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
 from tests.models import relative
 from tests.pool import Pool
 from tests.unplanned import CONFIGS, unplanned
+from tp_transformers import probe
 from tp_transformers.suggest import suggest
 
 pytestmark = pytest.mark.distributed
 
-SHAPES = [(name, 8, 4, 2) for name in CONFIGS] + [("mpt", 7, 7, 3)]
+SHAPES = [(name, 8, 4, 2) for name in CONFIGS] + [("mpt", 7, 7, 3), ("dbrx", 9, 3, 2)]
 """(architecture, query heads, KV heads, ranks)."""
 
 
-def observe(model: Any) -> dict[str, Any]:
-    """Logits, and every gradient of their weighted sum."""
-    torch.manual_seed(3)
-    given = inputs(model)
-    logits = model(**given).logits
-    (logits * torch.randn(logits.shape, generator=torch.Generator().manual_seed(4))).mean().backward()
-    return {
-        "logits": logits.detach(),
-        "grads": {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
-    }
+def observe(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of a batch, and every gradient of their weighted sum."""
+    question, *_ = probe.questions(model)
+    with torch.no_grad():
+        logits = probe.answer(model, question)
+    return logits, probe.gradients(model, question)
 
 
-def compare(cls: str, folder: str) -> tuple[float, Any]:
+def compare(cls: str, folder: str, plan: str, reference: str) -> tuple[float, Any]:
     """Run on every rank: load with the suggested plan, compare with one process."""
     with tp_transformers.enable():
-        model = getattr(transformers, cls).from_pretrained(
-            folder, tp_plan=f"{folder}/plan.yaml", attn_implementation="eager"
-        )
-    reference = torch.load(f"{folder}/reference.pt")
-    seen = observe(model)
-    grads = gradient_errors(model, seen["grads"], reference["grads"])
-    assert grads.keys() == reference["grads"].keys()
-    return relative(seen["logits"], reference["logits"]), max(grads.items(), key=lambda item: item[1])
+        model = getattr(transformers, cls).from_pretrained(folder, tp_plan=plan)
+    expected_logits, expected = torch.load(reference)
+    logits, grads = observe(model)
+    assert grads.keys() == expected.keys()
+    errors = gradient_errors(model, grads, expected)
+    return relative(logits, expected_logits), max(errors.items(), key=lambda item: item[1])
 
 
 @pytest.mark.parametrize(("name", "heads", "kv", "size"), SHAPES)
@@ -54,10 +47,12 @@ def test_a_suggested_plan_computes_what_one_process_does(
     name: str, heads: int, kv: int, size: int, pool: Pool, tmp_path: Path
 ) -> None:
     config = unplanned(name, heads, kv)
-    model, _ = small_model(config)
-    model.save_pretrained(tmp_path)
-    torch.save(observe(model), tmp_path / "reference.pt")
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(suggest(config).data()))
-    for logits, (worst, error) in pool.run(size, compare, CONFIGS[name], str(tmp_path)):
+    suggestion = suggest(config, size=size)
+    plan, reference, folder = (str(tmp_path / file) for file in ("plan.yaml", "reference.pt", "checkpoint"))
+    Path(plan).write_text(suggestion.text("Being proven."))
+    model = probe.make(getattr(transformers, CONFIGS[name]), config)
+    model.save_pretrained(folder)
+    torch.save(observe(model), reference)
+    for logits, (worst, error) in pool.run(size, compare, CONFIGS[name], folder, plan, reference):
         assert logits <= LOGITS_TOLERANCE
         assert error <= GRADIENT_TOLERANCE, worst

@@ -1,0 +1,109 @@
+"""Plans that are inferred: what is cut of architectures with and without a plan of ours, and what is done when wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.architectures import ARCHITECTURES
+from tests.unplanned import unplanned
+from tp_transformers import cli
+from tp_transformers.fit import largest_share
+from tp_transformers.plan import Plan
+from tp_transformers.resolve import resolve
+from tp_transformers.suggest import prove, suggest
+from tp_transformers.verify import Verdict
+
+
+def config_of(name: str) -> Any:
+    """A tiny config of an architecture that has a plan."""
+    architecture = ARCHITECTURES[name]
+    config = getattr(transformers, architecture.config)(**architecture.settings(*architecture.variants[0], False))
+    config.architectures = [architecture.model]
+    return config
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
+    suggestion = suggest(config_of(name))
+    written = Plan.for_model(suggestion.model)
+    assert written is not None
+    for size in (2, 3):
+        resolution = suggestion.resolve(size)
+        assert resolution.uncovered == ()
+        ours = largest_share(suggestion.model, resolve(written, suggestion.model, size).layouts, size)
+        assert largest_share(suggestion.model, resolution.layouts, size) <= 1.01 * ours, suggestion.whole
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "whole"),
+    [
+        ("gptj", 0.51, {}),
+        ("mpt", 0.51, {}),
+        ("dbrx", 0.52, {}),
+        ("falcon_h1", 0.60, {"mamba.in_proj": "conv1d", "mamba.out_proj": "conv1d"}),
+        ("whisper", 0.56, {}),
+        ("codegen", 0.71, {"attn.qkv_proj": "query 0-1, value 0-1, key 0-1, query 2-3", "attn.out_proj": "no role"}),
+    ],
+)
+def test_what_is_whole_has_a_reason(name: str, share: float, whole: dict[str, str]) -> None:
+    suggestion = suggest(unplanned(name))
+    assert largest_share(suggestion.model, suggestion.resolve(2).layouts, 2) < share
+    assert len(suggestion.whole) == len(whole)
+    for child, reason in whole.items():
+        assert [reason in why for module, why in suggestion.whole.items() if module.endswith(child)] == [True]
+        assert reason in suggestion.text("").replace("\n  # ", " ")
+
+
+def test_a_true_config_is_seen_in_small() -> None:
+    config = transformers.DbrxConfig(
+        attn_config={"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 1e4}, ffn_config={"moe_num_experts": 16}
+    )
+    suggestion = suggest(config)
+    assert sum(param.numel() for param in suggestion.model.parameters()) > 1e9
+    rules = suggestion.data()["base_model"]
+    assert rules["blocks.*.ffn.experts"] == {"strategy": "moe_tp_experts", "widths": ["ffn_hidden_size"]}
+    assert rules["blocks.*.ffn.experts.mlp.w2"] == {"strategy": "local_packed_colwise", "parts": 16}
+    assert rules["blocks.*.norm_attn_norm.attn.Wqkv"]["parts"] == ["query", "key", "value"]
+
+
+def test_a_block_that_is_found_wrong_stays_whole() -> None:
+    config = unplanned("mpt")
+    suggestion = suggest(config)
+
+    def check(given: Any, *, plan: Plan, sizes: tuple[int, ...], grads: bool) -> list[Verdict]:
+        cut = [rule.pattern for rule in plan.rules if rule.strategy_name == "packed_colwise"]
+        return [Verdict(2, tuple(f"transformer.{name}: its output differs" for name in cut))]
+
+    told: list[str] = []
+    proven, verdict = prove(suggestion, config, 2, check=check, tell=told.append)
+    assert verdict.ok
+    assert [block.kind for block in proven.blocks] == ["mlp", "vocabulary"]
+    assert told == [
+        "attention transformer.blocks.*.attn stays whole: transformer.blocks.*.attn.Wqkv: its output differs"
+    ]
+    assert "whole: verify found it wrong when cut" in proven.text("")
+
+    never = prove(suggestion, config, 2, check=lambda *_, **__: [Verdict(2, ("no",))])
+    assert never[0].blocks == []
+    assert not never[1].ok
+
+
+def test_the_command_writes_a_plan_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unplanned("gptj").save_pretrained(tmp_path)
+    out = tmp_path / "gptj.yaml"
+    assert cli.main(["suggest", str(tmp_path / "config.json"), str(out), "--no-verify"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "cut    attention  transformer.h.*.attn" in captured.out
+    assert "not verified" in captured.out
+    plan = Plan.from_yaml(out)
+    suggestion = suggest(unplanned("gptj"))
+    assert replace(suggestion.plan, source="") == replace(plan, source="")
+    assert resolve(plan, suggestion.model, 3).uncovered == ()
+    assert cli.main(["suggest", str(tmp_path), str(out)]) == 2
+    assert "--force" in capsys.readouterr().err
