@@ -31,8 +31,8 @@ class Feeds:
 def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]:
     """How the parameters of merged experts fit together.
 
-    The matrix of which one slice along a dim changes, whatever is changed elsewhere, is the down projection; where there
-    is none, the result is empty. `args` and `kwargs` are those of the module's forward.
+    The matrix of which one slice along a dim changes, whatever is changed elsewhere, is the down projection. Where
+    there is none, the result is empty. `args` and `kwargs` are those of the module's forward.
     """
     params = {name: param.detach().double() for name, param in module.named_parameters()}
     is_stacked = stacked_experts(module) > 0
