@@ -15,6 +15,8 @@ from .strategies import features
 
 TRIED = 32
 """Indices of an experts' parameter that are tried, along each dim."""
+ROWS = 2
+"""Tokens that merged experts are tried with: the time goes by how many experts they take."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]
     params = {name: param.detach().double() for name, param in module.named_parameters()}
     is_stacked = stacked_experts(module) > 0
     changes: dict[tuple[str, int, int], dict[str, Tensor]] = {}
-    args, kwargs = _as_double(args), _as_double(kwargs)
+    ids = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_floating_point()]
+    all_rows = is_stacked or not ids  # tokens that come sorted by expert have no ids
+    args, kwargs = _prepared(args, all_rows), _prepared(kwargs, all_rows)
 
     def gradients(values: dict[str, Tensor]) -> dict[str, Tensor]:
         leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
@@ -98,9 +102,11 @@ def stacked_experts(module: nn.Module) -> int:
     return count if all(len(shape) == 2 and shape[0] % count == 0 and shape[0] > count for shape in shapes) else 0
 
 
-def _as_double(value: Any) -> Any:
+def _prepared(value: Any, all_rows: bool) -> Any:
+    """Arguments in double precision, of the first tokens."""
     if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
+        rows = value if all_rows else value[:ROWS]
+        return rows.double() if rows.is_floating_point() else rows
     if isinstance(value, tuple | list):
-        return type(value)(map(_as_double, value))
-    return {key: _as_double(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return type(value)(_prepared(item, all_rows) for item in value)
+    return {key: _prepared(item, all_rows) for key, item in value.items()} if isinstance(value, dict) else value

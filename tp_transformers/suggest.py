@@ -21,7 +21,7 @@ from .attention import AttentionHeads
 from .blocks import Block, find_blocks
 from .errors import PlanError, TensorParallelError, UnsupportedError, describe
 from .flow import Flow, flow_of, fold
-from .plan import Plan, base_prefix
+from .plan import Plan, base_prefix, fold_layers
 from .resolve import Resolution, resolve
 from .shrink import generating_class, shrink
 from .verify import Verdict, verify
@@ -113,6 +113,8 @@ class Suggestion:
 
     def suspects(self, message: str) -> list[Block]:
         """The blocks, those first that a message of what is wrong names first, then those with most remarks."""
+
+        message = fold_layers(message)
 
         def rank(block: Block) -> tuple[int, int]:
             found = [message.find(name) for name in self._spellings(block) if name in message]
