@@ -19,11 +19,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from . import probe
 from .attention import AttentionHeads
 from .blocks import Block, find_blocks
-from .errors import PlanError, TensorParallelError, UnsupportedError, describe
+from .errors import PlanError, TensorParallelError
 from .flow import Flow, flow_of, fold
 from .plan import Plan, base_prefix, fold_layers
 from .resolve import Resolution, resolve
-from .shrink import generating_class, shrink
+from .shrink import generating_class, shrink, supported
 from .verify import Verdict, verify
 
 TRIES = 4
@@ -223,37 +223,16 @@ def _observe(config: PretrainedConfig) -> tuple[PreTrainedModel, Flow]:
             owner.use_cache = False
     small._attn_implementation = "eager"
     small._experts_implementation = "eager"
-    try:
-        with torch.random.fork_rng(devices=[]):
-            model = probe.make(generating_class(small), small)
-            question, *_ = probe.questions(model)
-            return model, flow_of(model, lambda: model(**question))
-    except Exception as error:  # whatever a forward raises that wants something else
-        raise UnsupportedError(
-            describe(
-                f"a small {config.model_type}",
-                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                expected="a model that runs on random tokens, to see which features reach which",
-                fix="Write its plan by hand: see CONTRIBUTING.md, Add an architecture in five steps.",
-            )
-        ) from error
+    with supported(f"a small {config.model_type}"), torch.random.fork_rng(devices=[]):
+        model = probe.make(generating_class(small), small)
+        question, *_ = probe.questions(model)
+        return model, flow_of(model, lambda: model(**question))
 
 
 def _outline(config: PretrainedConfig) -> PreTrainedModel:
     """The whole model of a config, without values. Raises UnsupportedError where the config makes none."""
-    cls = generating_class(config)
-    try:
-        with torch.device("meta"):
-            return cls._from_config(copy.deepcopy(config))
-    except Exception as error:  # whatever transformers raises where a config is no model
-        raise UnsupportedError(
-            describe(
-                f"{cls.__name__} of this config",
-                got=f"{type(error).__name__}: {error}",
-                expected="a model",
-                fix="Correct the config.",
-            )
-        ) from error
+    with supported(f"a {config.model_type} of this config"), torch.device("meta"):
+        return generating_class(config)._from_config(copy.deepcopy(config))
 
 
 def _comment(text: str, indent: int = 0) -> list[str]:

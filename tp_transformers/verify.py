@@ -136,13 +136,16 @@ class _Proof:
         self.folder, self.plan, self.grads, self.timeout = folder, plan, grads, timeout
         with supported(f"a small {config.model_type}"):
             with torch.random.fork_rng(devices=[]):
-                probe.make(cls, config).save_pretrained(folder / "checkpoint")
+                made = probe.make(cls, config)
+                made.save_pretrained(folder / "checkpoint")
             # Loaded, as ranks load it: what is converted while it loads has another form in a model that was made.
             model: PreTrainedModel = cls.from_pretrained(folder / "checkpoint", dtype=torch.float32)
             *questions, self.has_image = probe.questions(model)
             self.sees = hasattr(config, "vision_config")
             self.whole = probe.Observation()
             probe.observe(model, questions, self.whole)
+            for name, param in made.named_parameters():  # what a class freezes may thaw when one process loads it
+                model.get_parameter(name).requires_grad_(param.requires_grad)
             self.gradients = probe.gradients(model, questions[0]) if grads else {}
         torch.save((questions, self.gradients), folder / "questions.pt")
         built_in = ParallelInterface()
