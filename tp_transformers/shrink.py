@@ -53,7 +53,7 @@ HEAD_WIDTHS = (8, 16, 32, 64)
 PATCHES = 4
 """Patches along each side of an image."""
 
-_UNUSED = ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
+_UNUSED = ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version", "output_attentions")
 
 Level = dict[str, Any]
 """A config as a dict; configs within it, such as `text_config`, are levels of their own."""

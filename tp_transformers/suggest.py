@@ -88,6 +88,7 @@ class Suggestion:
             f"{transformers.__version__}, model_type {config.model_type}). {verdict}"
         )
         remarks = {name: why for block in self.blocks for name, why in block.remarks.items()}
+        remarks = {name: f"inferred: {why}" for name, why in remarks.items()}
         remarks |= {name: f"whole: {why}" for name, why in self.whole.items()}
         by_name = {self.relative(name) or name: why for name, why in remarks.items()}
         lines = [f"# {config.model_type}: https://huggingface.co/docs/transformers/model_doc/{page}", *_comment(header)]
