@@ -18,6 +18,10 @@ CONFIGS: dict[str, str] = {
     "whisper": "WhisperForConditionalGeneration",
 }
 """model_type -> the class of the model."""
+DBRX_RUNS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+"""Older releases of transformers build DBRX's router for another width than it is given."""
+if not DBRX_RUNS:
+    del CONFIGS["dbrx"]
 
 
 def unplanned(model_type: str, heads: int = 8, kv_heads: int = 4) -> PreTrainedConfig:

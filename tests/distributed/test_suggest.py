@@ -13,13 +13,13 @@ import tp_transformers
 from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
 from tests.models import relative
 from tests.pool import Pool
-from tests.unplanned import CONFIGS, unplanned
+from tests.unplanned import CONFIGS, DBRX_RUNS, unplanned
 from tp_transformers import probe
 from tp_transformers.suggest import suggest
 
 pytestmark = pytest.mark.distributed
 
-SHAPES = [(name, 8, 4, 2) for name in CONFIGS] + [("mpt", 7, 7, 3), ("dbrx", 9, 3, 2)]
+SHAPES = [(name, 8, 4, 2) for name in CONFIGS] + [("mpt", 7, 7, 3)] + [("dbrx", 9, 3, 2)] * DBRX_RUNS
 """(architecture, query heads, KV heads, ranks)."""
 
 

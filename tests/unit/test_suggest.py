@@ -10,8 +10,8 @@ import pytest
 import transformers
 
 from tests.architectures import ARCHITECTURES
-from tests.unplanned import unplanned
-from tp_transformers import cli
+from tests.unplanned import DBRX_RUNS, unplanned
+from tp_transformers import PlanError, cli
 from tp_transformers.fit import largest_share
 from tp_transformers.plan import Plan
 from tp_transformers.resolve import resolve
@@ -44,7 +44,7 @@ def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
     [
         ("gptj", 0.51, {}),
         ("mpt", 0.51, {}),
-        ("dbrx", 0.52, {}),
+        *[("dbrx", 0.52, {})] * DBRX_RUNS,
         ("falcon_h1", 0.60, {"mamba.in_proj": "conv1d", "mamba.out_proj": "conv1d"}),
         ("whisper", 0.56, {}),
         ("codegen", 0.71, {"attn.qkv_proj": "query 0-1, value 0-1, key 0-1, query 2-3", "attn.out_proj": "no role"}),
@@ -60,15 +60,20 @@ def test_what_is_whole_has_a_reason(name: str, share: float, whole: dict[str, st
 
 
 def test_a_true_config_is_seen_in_small() -> None:
-    config = transformers.DbrxConfig(
-        attn_config={"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 1e4}, ffn_config={"moe_num_experts": 16}
-    )
-    suggestion = suggest(config)
-    assert sum(param.numel() for param in suggestion.model.parameters()) > 1e9
+    suggestion = suggest(transformers.Phi3Config(pad_token_id=0))
+    assert sum(param.numel() for param in suggestion.model.parameters()) > 3e9
     rules = suggestion.data()["base_model"]
-    assert rules["blocks.*.ffn.experts"] == {"strategy": "moe_tp_experts", "widths": ["ffn_hidden_size"]}
-    assert rules["blocks.*.ffn.experts.mlp.w2"] == {"strategy": "local_packed_colwise", "parts": 16}
-    assert rules["blocks.*.norm_attn_norm.attn.Wqkv"]["parts"] == ["query", "key", "value"]
+    assert rules["layers.*.self_attn.qkv_proj"] == {"strategy": "packed_colwise", "parts": ["query", "key", "value"]}
+    assert rules["layers.*.mlp.gate_up_proj"] == {"strategy": "packed_colwise", "parts": 2}
+    assert largest_share(suggestion.model, suggestion.resolve(3).layouts, 3) < 0.35
+
+
+def test_widths_have_to_be_there() -> None:
+    suggestion = suggest(unplanned("mpt"))
+    data = suggestion.data()
+    data["base_model"]["norm_f"] = {"strategy": "replicate", "widths": "no_such"}
+    with pytest.raises(PlanError, match="norm_f: its LayerNorm has no width no_such"):
+        resolve(Plan.parse(data, source="a plan"), suggestion.model, 2)
 
 
 def test_a_block_that_is_found_wrong_stays_whole() -> None:
