@@ -22,6 +22,9 @@ from .strategies import features
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""What configs of latent attention call the widths of the latent, and of its heads' keys and values."""
+
 
 @dataclass(frozen=True)
 class CachedAttention:
@@ -37,9 +40,8 @@ class CachedAttention:
 
     def widths(self, heads: AttentionHeads | None, size: int) -> tuple[int, ...]:
         """How many heads each of `size` ranks keeps, its attention being cut as `heads`; None: not at all."""
-        if heads is None:
-            return (self.heads,) * size
-        return (heads.kv if heads.kv.length == self.heads else heads.query).widths
+        cuts = (heads.kv, heads.query) if heads is not None else ()
+        return next((cut.widths for cut in cuts if cut.length == self.heads), (self.heads,) * size)
 
 
 def cached_attention(
@@ -84,9 +86,11 @@ def _is_around(module: nn.Module) -> bool:
 def _widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
     """(cached heads, features of a key, features of a value) of an attention module."""
     query, kv = head_counts(module, config)
-    latent = [first_of((name,), module, config) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
-    if all(latent):  # keys and values are made from latents, a pair for every query head, and kept as such
-        return query, latent[0] + latent[1], latent[2]
+    rank, nope, rope, value = (first_of((name,), module, config) or 0 for name in LATENT_WIDTHS)
+    if rank and hasattr(module, "expand_kv"):  # it keeps the latent and the rotary key, which all heads share
+        return 1, rank, rope
+    if rank and nope:  # it keeps the key and value of every query head, made from the latent
+        return query, nope + rope, value
     width = first_of(HEAD_SIZES, module, config) or config.hidden_size // query
     made = features(module.k_proj) if isinstance(getattr(module, "k_proj", None), nn.Module) else None
     if made is not None and made[1] % width == 0:
