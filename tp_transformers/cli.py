@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .commands import run, shard, verify
+from .commands import plan, plans, run, shard, verify
 from .errors import TensorParallelError
 
-COMMANDS: dict[str, Any] = {"run": run, "shard": shard, "verify": verify}
+COMMANDS: dict[str, Any] = {"run": run, "shard": shard, "verify": verify, "plan": plan, "plans": plans}
 """Name -> module; see `commands`."""
 
 
