@@ -1,4 +1,4 @@
-"""What the keys and values of every attention cost in memory, a head: transformers' own cache, filled on the meta device.
+"""What keys and values of every attention cost in memory, a head: transformers' own cache, filled on the meta device.
 
 The cache of transformers decides which layer keeps what (all tokens, a window, nothing since another layer's are used);
 here it is filled with tensors that have no data, of one head, and measured.

@@ -43,6 +43,8 @@ class Parameter:
     """Why every rank holds all of it; None where it is cut."""
     tied: tuple[str, ...] = ()
     """Other names of it."""
+    heads: int | None = None
+    """Heads, all parts together, along the dim that is cut by whole heads; None where it is not."""
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +119,9 @@ class Outline:
         )
 
 
-def outline(survey: Survey, size: int, *, batch: int = 1, context: int = 0, encoder_context: int | None = None) -> Outline:
+def outline(
+    survey: Survey, size: int, *, batch: int = 1, context: int = 0, encoder_context: int | None = None
+) -> Outline:
     """Say what each of `size` ranks would hold; `batch`, `context`, `encoder_context`: see `cached_attention`.
 
     Raises PlanError where a load would: the plan does not fit, or cuts no layer.
@@ -208,6 +212,7 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
             resolution.rule_names.get(name),
             _whole_because(name, resolution, size) if layout is None or size == 1 else None,
             tuple(tied.get(name, ())),
+            split.length if layout is not None and (split := resolution.param_strategies[name].split) else None,
         )
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from .checkpoint.conversion import dtype_policy
-from .errors import CheckpointError, TensorParallelError, UsageError, describe
+from .errors import CheckpointError, TensorParallelError, UnsupportedError, UsageError, describe
 from .hook import enable
 from .loader import LoadRequest, convert_checkpoint, open_checkpoint, take_mismatched
 from .mesh import ALONE
@@ -87,6 +87,9 @@ def survey(
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         fix = "Name the folder of a model, or a model on the Hub (org/name)."
         raise UsageError(describe(name, got="a folder without config.json", expected="one with it", fix=fix))
+    if not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        fix = "Correct the path, or name a model on the Hub (org/name)."
+        raise UsageError(describe(name, got="no such folder", expected="one with config.json", fix=fix))
     where: dict[str, Any] = {"revision": revision}
     with _told_plainly(name):
         stream = settle_stream(ALONE, name, True, where)
@@ -99,7 +102,9 @@ def survey(
         if not has_weights:
             kwargs |= {"state_dict": {}, "dtype": config.dtype or torch.float32 if dtype == "auto" else dtype}
         with enable():
-            model, plan, request = look(cls.from_pretrained, name if has_weights else None, tp_plan, stream=stream, **kwargs)
+            model, plan, request = look(
+                cls.from_pretrained, name if has_weights else None, tp_plan, stream=stream, **kwargs
+            )
         policy = dtype_policy(request.dtype_plan)
         if not has_weights:
             names = model.state_dict()
@@ -133,12 +138,17 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
 
 
 def _model_class(config: Any) -> Any:
-    """The class that the config names, else the one that an Auto class takes."""
+    """The class that the config names; where it names none of transformers', the one that generates, if any does."""
     for name in config.architectures or ():
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             return cls
-    return AutoModelForCausalLM if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModel
+    for task in ("FOR_CAUSAL_LM_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", ""):
+        mapping = getattr(modeling_auto, f"MODEL_{task}MAPPING")
+        if type(config) in mapping.keys():  # noqa: SIM118 - a lazy mapping, whose `in` says no more than this
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise UnsupportedError(f"{config.model_type} is a model type for which transformers has no model")
 
 
 def _method(quantization: Any) -> Any:

@@ -72,7 +72,10 @@ def cache_lines(outline: Outline) -> list[str]:
     for cached in outline.cached:
         pattern, number = _numbered(cached.name)
         by_tokens.setdefault((pattern, cached.tokens), []).append(number)
-    return [f"{pattern.replace('*', spans(numbers), 1)}: {tokens} tokens" for (pattern, tokens), numbers in by_tokens.items()]
+    return [
+        f"{pattern.replace('*', spans(numbers), 1)}: {tokens} tokens"
+        for (pattern, tokens), numbers in by_tokens.items()
+    ]
 
 
 def whole_lines(outline: Outline) -> list[str]:
@@ -94,7 +97,7 @@ def shape(lengths: Sequence[int]) -> str:
 def size(nbytes: int) -> str:
     """A number of bytes in words, in units of 1000."""
     for unit, scale, digits in (("GB", 10**9, 2), ("MB", 10**6, 1)):
-        if nbytes >= scale / 10:
+        if nbytes >= scale:
             return f"{nbytes / scale:.{digits}f} {unit}"
     return f"{nbytes / 1000:.1f} kB" if nbytes else "0"
 

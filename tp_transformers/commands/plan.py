@@ -14,6 +14,7 @@ import torch
 
 from ..errors import UsageError, describe
 from ..outline import MOST_RANKS, Outline, outline, smallest_size
+from ..picture import draw
 from ..survey import Survey, survey
 from ..tree import cache_lines, size, table, tree, whole_lines
 
@@ -47,15 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
     _check("--batch", arguments.batch, 1)
     _check("--context", arguments.context or 0, 0)
     memory = _bytes(arguments.gpu_memory) if arguments.gpu_memory is not None else None
-    found = survey(
-        arguments.model, tp_plan=arguments.plan, dtype=_dtype(arguments.dtype), revision=arguments.revision
-    )
+    found = survey(arguments.model, tp_plan=arguments.plan, dtype=_dtype(arguments.dtype), revision=arguments.revision)
     longest = getattr(found.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or CONTEXT
     context = min(CONTEXT, longest) if arguments.context is None else arguments.context
     cache = {"batch": arguments.batch, "context": context}
     planned = outline(found, arguments.tp_size, **cache)
     fits = memory is None or max(planned.total_bytes) <= memory
     smallest = smallest_size(found, memory, **cache) if memory is not None else None
+    if arguments.png is not None:
+        draw(planned, arguments.png)
     if arguments.json:
         print(json.dumps(as_json(planned, memory, smallest)))
     else:
@@ -170,7 +171,8 @@ def _report(planned: Outline, memory: int | None, smallest: int | None) -> Itera
         fullest = max(planned.total_bytes)
         verdict = "it fits" if fullest <= memory else "it does not fit"
         yield ""
-        yield f"{bold}{verdict}{plain}: the fullest rank holds {size(fullest)} of {size(memory)} ({fullest / memory:.0%})"
+        share = f"{size(fullest)} of {size(memory)} ({fullest / memory:.0%})"
+        yield f"{bold}{verdict}{plain}: the fullest rank holds {share}"
         answer = _counted(smallest, "rank") if smallest else f"none up to {MOST_RANKS} ranks"
         yield f"the smallest number of ranks that fits: {answer}"
 
@@ -189,7 +191,10 @@ def _checkpoint(found: Survey) -> Iterator[str]:
     for said, names in (
         ("it lacks, and a load would initialise anew", stock.missing),
         ("it also holds, and a load would leave out", stock.unexpected),
-        ("it holds both of a tied pair, counted once; a load keeps both if they differ", [" = ".join(pair) for pair in stock.twice]),
+        (
+            "it holds both of a tied pair, counted once; a load keeps both if they differ",
+            [" = ".join(pair) for pair in stock.twice],
+        ),
         ("every rank reads all of these to convert them", stock.read_whole),
     ):
         if names:
