@@ -92,7 +92,8 @@ def _widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
     if rank and nope:  # it keeps the key and value of every query head, made from the latent
         return query, nope + rope, value
     width = first_of(HEAD_SIZES, module, config) or config.hidden_size // query
-    made = features(module.k_proj) if isinstance(getattr(module, "k_proj", None), nn.Module) else None
+    projection = getattr(module, "k_proj", None)
+    made = features(projection) if isinstance(projection, nn.Module) else None
     if made is not None and made[1] % width == 0:
         kv = made[1] // width
     if getattr(module, "new_decoder_architecture", False):  # Falcon keeps a copy of its group's for every query head
@@ -105,4 +106,4 @@ def _fill(layer: DynamicLayer, batch: int, steps: Sequence[int], widths: Sequenc
     layer = copy.copy(layer)
     for step in filter(None, steps):
         layer.update(*(torch.empty(batch, 1, step, width, dtype=dtype, device="meta") for width in widths))
-    return layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
+    return sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))

@@ -194,25 +194,28 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
     """Every parameter of the model once, as ranks would hold it."""
     named = dict(survey.model.named_parameters(remove_duplicate=False))
     ties = getattr(survey.model, "all_tied_weights_keys", None) or {}
+    homes = {param: name for name, param in reversed(named.items())}
     tied: dict[str, list[str]] = {}
-    for target, source in ties.items():
-        if target in named and source in named:
-            tied.setdefault(source, []).append(target)
+    for name, param in named.items():
+        home = ties[name] if ties.get(name) in named else homes[param]
+        if home != name:
+            tied.setdefault(home, []).append(name)
     others = {name for names in tied.values() for name in names}
     for name, param in named.items():
         if name in others:
             continue
         layout = resolution.layouts.get(name)
-        dtypes = (survey.dtypes.get(one) for one in (name, *tied.get(name, ())))
+        names = (name, *tied.get(name, ()))
+        split = resolution.param_strategies[name].split if layout is not None else None
         yield Parameter(
             name,
             tuple(param.shape),
-            next(filter(None, dtypes), param.dtype),
+            next(filter(None, map(survey.dtypes.get, names)), param.dtype),
             layout,
             resolution.rule_names.get(name),
             _whole_because(name, resolution, size) if layout is None or size == 1 else None,
-            tuple(tied.get(name, ())),
-            split.length if layout is not None and (split := resolution.param_strategies[name].split) else None,
+            names[1:],
+            split.length if split is not None else None,
         )
 
 
@@ -266,17 +269,19 @@ def _one_of_each(survey: Survey) -> Iterator[Mapping[str, str]]:
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     kept_apart = {*ties, *ties.values()}
     kinds = {"": ""}
-    taken: list[tuple[nn.ModuleList, dict[str, nn.Module | None]]] = []
+    taken: list[tuple[nn.ModuleList, dict[str, nn.Module]]] = []
     for path, stack in list(model.named_modules()):
         if not isinstance(stack, nn.ModuleList) or _layer(path, kinds):
             continue
         first: dict[object, str] = {}
-        for number, layer in list(stack._modules.items()):
-            own = f"{path}.{number}"
+        for step, layer in stack.named_children():
+            own = f"{path}.{step}"
             kind = _kind(survey, own, layer, rules) if not any(n.startswith(f"{own}.") for n in kept_apart) else own
             kinds[own] = first.setdefault(kind, own)
-        taken.append((stack, dict(stack._modules)))
-        stack._modules = {n: layer for n, layer in stack._modules.items() if kinds[f"{path}.{n}"] == f"{path}.{n}"}
+        taken.append((stack, stack._modules))
+        stack._modules = {
+            step: layer for step, layer in stack.named_children() if kinds[f"{path}.{step}"] == f"{path}.{step}"
+        }
     try:
         yield kinds
     finally:

@@ -128,7 +128,7 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
         stock = Stock(
             files=len(checkpoint.sources),
             nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-            bytes_read=checkpoint.bytes_read,
+            bytes_read=sum(source.bytes_read + len(getattr(source, "head", b"")) for source in checkpoint.sources),
             missing=tuple(sorted(keys.missing_keys)),
             unexpected=tuple(sorted(keys.unexpected_keys)),
             twice=tuple(sorted(pair for pair in ties.items() if found.issuperset(pair))),
@@ -137,17 +137,16 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
     return stock, found
 
 
-def _model_class(config: Any) -> Any:
+def _model_class(config: Any) -> type[PreTrainedModel]:
     """The class that the config names; where it names none of transformers', the one that generates, if any does."""
-    for name in config.architectures or ():
+    names = list(config.architectures or ())
+    for task in ("FOR_CAUSAL_LM_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", ""):
+        found = getattr(modeling_auto, f"MODEL_{task}MAPPING_NAMES").get(config.model_type, ())
+        names.extend((found,) if isinstance(found, str) else found)
+    for name in names:
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             return cls
-    for task in ("FOR_CAUSAL_LM_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", ""):
-        mapping = getattr(modeling_auto, f"MODEL_{task}MAPPING")
-        if type(config) in mapping.keys():  # noqa: SIM118 - a lazy mapping, whose `in` says no more than this
-            found = mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
     raise UnsupportedError(f"{config.model_type} is a model type for which transformers has no model")
 
 

@@ -81,6 +81,7 @@ ROOMS = [
     "kv_cache",
     "outline",
     "tree",
+    "brush",
     "picture",
     "catalogue",
     "",
