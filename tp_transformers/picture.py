@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from statistics import median
+from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -23,7 +24,20 @@ INCHES = 1.05
 
 
 def draw(outline: Outline, path: str) -> None:
-    """Draw the picture to `path`, whose ending says the format. Raises UsageError without matplotlib."""
+    """Draw the picture to `path`, whose ending says the format.
+
+    Raises UsageError without matplotlib, and where the file cannot be written.
+    """
+    picture = compose(outline)
+    try:
+        picture.savefig(path, dpi=200)
+    except (OSError, ValueError) as error:
+        fix = "Name a file that can be written, ending in .png, .svg or .pdf."
+        raise UsageError(describe(f"--png {path}", got=str(error), expected="a picture's name", fix=fix)) from error
+
+
+def compose(outline: Outline) -> Any:
+    """The picture, a Figure of matplotlib. Raises UsageError without it, and of a model that has no layers."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -63,7 +77,7 @@ def draw(outline: Outline, path: str) -> None:
     _head(brush, outline, layer)
     for block in blocks:
         brush.panel(block)
-    figure.savefig(path, dpi=200)
+    return figure
 
 
 def _head(brush: Brush, outline: Outline, layer: str) -> None:
