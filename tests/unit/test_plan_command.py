@@ -50,6 +50,7 @@ def test_text_folds_layers_and_ranks(folder: str, capsys: pytest.CaptureFixture[
     assert code == 0
     assert "\033" not in out  # no terminal, no colour
     assert "there is only a config" in out
+    assert lines["plan"] == "model_plans/llama.yaml"
     assert "layers.0-3" in lines
     assert lines["self_attn"] == "9/3 heads 6/2 heads (rank 0), 3/1 heads (rank 1)"
     assert lines["q_proj.weight"] == "72 x 72 48 x 72 (rank 0), 24 x 72 (rank 1) colwise"

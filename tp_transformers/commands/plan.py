@@ -15,6 +15,7 @@ import torch
 from ..errors import UsageError, describe
 from ..outline import MOST_RANKS, Outline, outline, smallest_size
 from ..picture import draw
+from ..plan import available_plans
 from ..survey import Survey, survey
 from ..tree import cache_lines, size, table, tree, whole_lines
 
@@ -142,7 +143,8 @@ def _report(planned: Outline, memory: int | None, smallest: int | None) -> Itera
     bold, faint, plain = ("\033[1m", "\033[2m", "\033[0m") if _in_colour() else ("", "", "")
     what = f"{type(found.model).__name__} ({found.model.config.model_type}) in {_name(found.model.dtype)}"
     yield f"{bold}{found.name}: {what} on {_counted(planned.size, 'rank')}{plain}"
-    yield f"plan        {found.plan.source}"
+    shipped = found.plan.source in map(str, available_plans().values())
+    yield f"plan        {'model_plans/' + os.path.basename(found.plan.source) if shipped else found.plan.source}"
     yield from _checkpoint(found)
     yield from (f"note        {note}" for note in planned.notes)
     yield ""
