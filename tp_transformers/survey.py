@@ -126,7 +126,7 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
         keys = SimpleNamespace(missing_keys=set(whole) - filled, unexpected_keys=conversion.unexpected)
         model._adjust_missing_and_unexpected_keys(keys)  # leaves out what transformers never reports
         stock = Stock(
-            files=len(checkpoint.sources),
+            files=len(request.files or checkpoint.sources),
             nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
             bytes_read=sum(source.bytes_read + len(getattr(source, "head", b"")) for source in checkpoint.sources),
             missing=tuple(sorted(keys.missing_keys)),
