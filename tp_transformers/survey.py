@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -21,13 +21,9 @@ from transformers.models.auto import modeling_auto
 from .checkpoint.conversion import dtype_policy
 from .errors import CheckpointError, TensorParallelError, UnsupportedError, UsageError, describe
 from .hook import enable
-from .loader import LoadRequest, convert_checkpoint, open_checkpoint, take_mismatched
-from .mesh import ALONE
 from .plan import Plan
-from .pretrained import look, quantised, settle_stream
-
-if TYPE_CHECKING:
-    from .checkpoint.conversion import Conversion
+from .pretrained import from_pretrained_with
+from .request import LoadRequest, express, open_checkpoint
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 """Endings of the files by which a folder has weights, of any format."""
@@ -90,36 +86,40 @@ def survey(
     if not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         fix = "Correct the path, or name a model on the Hub (org/name)."
         raise UsageError(describe(name, got="no such folder", expected="one with config.json", fix=fix))
-    where: dict[str, Any] = {"revision": revision}
+    kwargs: dict[str, Any] = {"revision": revision, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
     with _told_plainly(name):
-        stream = settle_stream(ALONE, name, True, where)
-        config = AutoConfig.from_pretrained(name, **where)
-        cls = _model_class(config)
-        if getattr(config, "quantization_config", None) is not None:
-            raise quantised(_method(config.quantization_config))
+        config = AutoConfig.from_pretrained(name, revision=revision)
         has_weights = not os.path.isdir(name) or any(file.endswith(WEIGHTS) for file in os.listdir(name))
-        kwargs = {**where, "dtype": dtype, "config": config}
         if not has_weights:
-            kwargs |= {"state_dict": {}, "dtype": config.dtype or torch.float32 if dtype == "auto" else dtype}
-        with enable():
-            model, plan, request = look(
-                cls.from_pretrained, name if has_weights else None, tp_plan, stream=stream, **kwargs
-            )
+            kwargs |= {"config": config, "state_dict": {}}
+            kwargs["dtype"] = config.dtype or torch.float32 if dtype == "auto" else dtype
+        try:
+            with enable():
+                from_pretrained_with(_stop, _model_class(config), name if has_weights else None, **kwargs)
+        except _FoundError as found:
+            model, plan, request = found.args
         policy = dtype_policy(request.dtype_plan)
         if not has_weights:
             names = model.state_dict()
             return Survey(name, model, plan, {name: kept for name in names if (kept := policy(name))}, None)
-        stock, found = _take_stock(model, request)
-        return Survey(name, model, plan, {name: kept for name in found if (kept := policy(name))}, stock)
+        stock, filled = _take_stock(model, request)
+        return Survey(name, model, plan, {name: kept for name in filled if (kept := policy(name))}, stock)
+
+
+class _FoundError(Exception):
+    """The end of a load that only looks."""
+
+
+def _stop(model: PreTrainedModel, plan: Plan, request: LoadRequest) -> NoReturn:
+    """In place of a load."""
+    raise _FoundError(model, plan, request)
 
 
 def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, set[str]]:
     """Hold the headers against the model; returns what there is, and the names that a load would fill."""
     whole = model.state_dict(keep_vars=True)
-    with open_checkpoint(request, ALONE) as checkpoint:
-        shapes = {name: tensor.shape for name, tensor in whole.items()}
-        conversion: Conversion = convert_checkpoint(model, checkpoint.tensors, shapes, request)
-        take_mismatched(conversion, whole, request)
+    with open_checkpoint(request, rank=0) as checkpoint:
+        conversion, _ = express(model, checkpoint, whole, request)
         found = set(conversion.expressions)
         ties = getattr(model, "all_tied_weights_keys", None) or {}
         filled = found | {one for pair in ties.items() if found.intersection(pair) for one in pair}
@@ -148,11 +148,6 @@ def _model_class(config: Any) -> type[PreTrainedModel]:
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             return cls
     raise UnsupportedError(f"{config.model_type} is a model type for which transformers has no model")
-
-
-def _method(quantization: Any) -> Any:
-    """What a quantisation is called."""
-    return quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization.quant_method
 
 
 @contextmanager
