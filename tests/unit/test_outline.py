@@ -12,7 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
+import tp_transformers
 from tests.architectures import ARCHITECTURES
+from tests.float8 import quantize_folder
 from tests.models import VOCAB, headers, llama_config
 from tp_transformers import CheckpointError, PlanError
 from tp_transformers import outline as outline_room
@@ -127,6 +129,17 @@ def test_dtypes_are_those_of_a_load(tmp_path: Path, dtype: Any) -> None:
     planned = outline(survey(str(tmp_path), dtype=dtype), 1)
     assert {one.name: one.dtype for one in planned.parameters} == {n: p.dtype for n, p in model.named_parameters()}
     assert planned.parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
+
+
+def test_what_is_quantised_counts_as_it_is_held(tmp_path: Path) -> None:
+    llama(tmp_path / "plain", dtype="bfloat16")
+    quantize_folder(tmp_path / "plain", tmp_path / "fp8", (16, 16))
+    found = survey(str(tmp_path / "fp8"))
+    with tp_transformers.enable():
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "fp8", tp_plan="auto")
+    assert outline(found, 1).parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
+    assert found.stock is not None
+    assert (found.stock.missing, found.stock.unexpected) == ((), ())
 
 
 def test_every_whole_parameter_has_its_reason(tmp_path: Path) -> None:
