@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
 
 from .models import HEAD_DIM, MASK, PAD, PROMPTS, VOCAB, Case
 
@@ -360,14 +361,28 @@ def observe(model: Any) -> dict[str, Any]:
     inputs, generated = inputs_of(model)
     with torch.no_grad():
         logits = model(**inputs).logits
-    tokens = model.generate(**generated, max_new_tokens=6, do_sample=False)
+    made = model.generate(**generated, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
     model.zero_grad()
     labels = inputs.get("decoder_input_ids", inputs["input_ids"])
     given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
     loss = model(**given, labels=labels).loss
     loss.backward()
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    return {"logits": logits, "tokens": tokens, "loss": loss.detach(), "grads": grads}
+    lengths = {"context": made.past_key_values.get_seq_length(), "encoder_context": generated["input_ids"].shape[1]}
+    return {
+        "logits": logits,
+        "tokens": made.sequences,
+        "loss": loss.detach(),
+        "grads": grads,
+        "cache": (lengths, cache_bytes(made.past_key_values)),
+    }
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of memory that a transformers cache keeps alive."""
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_bytes(cache.self_attention_cache) + cache_bytes(cache.cross_attention_cache)
+    return sum(tensor.untyped_storage().nbytes() for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
 def inputs_of(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_transformers.plan import Plan, available_plans
+from tp_transformers.catalogue import catalogue
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- architectures -->\n", "<!-- /architectures -->\n"
@@ -44,15 +44,11 @@ def table() -> str:
         "| architecture | `model_type` | plan | beside columns, rows and whole norms |",
         "| --- | --- | --- | --- |",
     ]
-    for path in sorted(set(available_plans().values())):
-        plan = Plan.from_yaml(path)
-        first = path.read_text().splitlines()[0]
-        found = re.fullmatch(r"# (.+?): (https://\S+)", first)
-        assert found is not None, f"{path.name} does not begin with `# Title: https://...`"
-        types = ", ".join(f"`{model_type}`" for model_type in plan.model_types)
-        special = sorted({rule.strategy_name for rule in plan.rules} - COMMON)
-        marks = ", ".join(f"`{name}`" for name in special) or "-"
-        rows.append(f"| [{found[1]}]({found[2]}) | {types} | [{path.name}](model_plans/{path.name}) | {marks} |")
+    for entry in catalogue():
+        types = ", ".join(f"`{model_type}`" for model_type in entry.model_types)
+        marks = ", ".join(f"`{name}`" for name in entry.strategies if name not in COMMON) or "-"
+        plan = f"[{entry.path.name}](model_plans/{entry.path.name})"
+        rows.append(f"| [{entry.title}]({entry.url}) | {types} | {plan} | {marks} |")
     return "\n".join(rows) + "\n"
 
 

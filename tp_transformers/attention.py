@@ -196,7 +196,7 @@ def _refuse_unrecognised(
         name = child.rpartition(".")[0]
         if "Attention" not in type(modules[name]).__name__ or child in known or not _is_sharded("query", rule):
             continue
-        common = math.gcd(*_head_counts(modules[name], _config(modules[name], model)))
+        common = math.gcd(*head_counts(modules[name], _config(modules[name], model)))
         if common % size:
             valid = [str(count) for count in range(1, common + 1) if common % count == 0]
             faults.append(
@@ -258,8 +258,8 @@ def _count_heads(
     """(query heads, KV heads, head size) of one attention module; None, and a fault, where they do not add up."""
     module = modules[name]
     config = _config(module, model)
-    head_dim = _first(HEAD_SIZES, module, config)
-    query, kv = _head_counts(module, config)
+    head_dim = first_of(HEAD_SIZES, module, config)
+    query, kv = head_counts(module, config)
     if "key_value" in roles:  # latent attention: every query head has a key and a value of its own
         kv = query
     if head_dim is not None and "key" in roles:
@@ -270,7 +270,7 @@ def _count_heads(
                 faults.append(f"{child}: its {width} features are not whole heads of {head_dim}")
                 return None
             query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
-        stated = _head_counts(module, config)[0]
+        stated = head_counts(module, config)[0]
         attended = _inputs(modules[roles["output"][0]]) if "output" in roles else 0
         if stated and query > stated and query % stated == 0 and attended == stated * head_dim:
             query = stated  # a projection that makes more than queries (a gate beside each)
@@ -295,13 +295,13 @@ def _config(module: nn.Module, model: PreTrainedModel) -> Any:
     return getattr(module, "config", None) or model.config.get_text_config()
 
 
-def _head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
+def head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
     """(query heads, KV heads) by a module's attributes or its config; 0 where neither says."""
-    query = _first(QUERY_COUNTS, module, config) or 0
-    return query, _first(KV_COUNTS, module, config) or query
+    query = first_of(QUERY_COUNTS, module, config) or 0
+    return query, first_of(KV_COUNTS, module, config) or query
 
 
-def _first(names: tuple[str, ...], *owners: Any) -> int | None:
+def first_of(names: tuple[str, ...], *owners: Any) -> int | None:
     """The first of `names` that is an integer in the first of `owners` that has one."""
     values = (_get(owner, name) for owner in owners for name in names)
     return next((value for value in values if isinstance(value, int) and value), None)

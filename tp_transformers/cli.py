@@ -12,10 +12,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .commands import run, shard, suggest, verify
+from .commands import plan, plans, run, shard, suggest, verify
 from .errors import TensorParallelError
 
-COMMANDS: dict[str, Any] = {"run": run, "shard": shard, "verify": verify, "suggest": suggest}
+COMMANDS: dict[str, Any] = {
+    "plan": plan,
+    "plans": plans,
+    "verify": verify,
+    "suggest": suggest,
+    "shard": shard,
+    "run": run,
+}
 """Name -> module; see `commands`."""
 
 

@@ -85,7 +85,7 @@ def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwarg
     return _load_tensor_parallel(partial(original, cls), args, kwargs)
 
 
-def from_pretrained_with(instead: Instead, cls: Any, name: str, **kwargs: Any) -> Any:
+def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs: Any) -> Any:
     """`cls.from_pretrained(name, tp_plan=..., ...)`, but `instead` runs in place of the load; in this process alone.
 
     The hook has to be on. Returns the model, with what `instead` has made of its parameters.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,10 @@ class Resolution:
     """Parameters that no rule covers: every rank holds them whole."""
     notes: tuple[str, ...] = ()
     """What the user should know, worth a warning each."""
+    rule_names: Mapping[str, str] = field(default_factory=dict)
+    """Parameter name -> what the plan calls its strategy, where a rule says one."""
+    whole_attention: frozenset[str] = frozenset()
+    """Attention that every rank holds whole, whatever the rules say: it has fewer query heads than there are ranks."""
 
     def shard(self, name: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
         """What this rank holds of the parameter `name` of `shape`."""
@@ -90,13 +94,15 @@ class _Resolver:
         cut = cut_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, self.faults)
         module_strategies = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
         param_strategies: dict[str, TensorParallelLayer] = {}
-        uncovered = []
+        uncovered, rule_names = [], {}
         for name in self.parameters:
             owner = name.rpartition(".")[0]
             if name in param_rules:
                 param_strategies[name] = self._bind(owner, param_rules[name], cut, name)
+                rule_names[name] = param_rules[name].strategy_name
             elif owner in module_strategies:
                 param_strategies[name] = module_strategies[owner]
+                rule_names[name] = module_rules[owner].strategy_name
             else:
                 uncovered.append(name)
         self._check_modules(module_strategies, param_rules)
@@ -110,7 +116,16 @@ class _Resolver:
         if self.faults:
             source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
             raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
-        return Resolution(module_strategies, param_strategies, cut.heads, layouts, tuple(uncovered), self._notes(cut))
+        return Resolution(
+            module_strategies,
+            param_strategies,
+            cut.heads,
+            layouts,
+            tuple(uncovered),
+            self._notes(cut),
+            rule_names,
+            frozenset(cut.whole.values()),
+        )
 
     def _check_architecture(self) -> None:
         model_type = self.model.config.model_type

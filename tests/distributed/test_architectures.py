@@ -20,7 +20,9 @@ import tp_transformers
 from tests.architectures import ARCHITECTURES, Variant, make_case, observe
 from tests.models import Case, assert_same_files, headers, held, read_folder, relative
 from tests.pool import Pool
+from tp_transformers.outline import outline
 from tp_transformers.plan import available_plans
+from tp_transformers.survey import survey
 
 pytestmark = pytest.mark.distributed
 
@@ -67,6 +69,9 @@ def compare(name: str, folder: str, reference_file: str, saved: str) -> dict[str
     dist.all_gather_object(everyone, (seen["logits"], seen["tokens"]))
     params = list(model.parameters())
     whole = sum(tp_transformers.full_tensor(param).nbytes for param in params)
+    local = sum(tp_transformers.local_tensor(param).nbytes for param in params)
+    stored = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    stored_buffers = sum(buffer.nbytes for buffer in model.buffers() if id(buffer) in stored)
     return {
         "names": sorted(grads) == sorted(reference["grads"]),
         "logits": relative(seen["logits"], reference["logits"]),
@@ -77,7 +82,10 @@ def compare(name: str, folder: str, reference_file: str, saved: str) -> dict[str
             torch.equal(logits, seen["logits"]) and torch.equal(tokens, seen["tokens"]) for logits, tokens in everyone
         ),
         "read": model.tp_report.bytes_read - held(model) - headers(folder),
-        "share": sum(tp_transformers.local_tensor(param).nbytes for param in params) / whole,
+        "share": local / whole,
+        "held": (local, sum(buffer.nbytes for buffer in model.buffers())),
+        "reported": [share - stored_buffers for share in model.tp_report.shares],
+        "cache": seen["cache"],
     }
 
 
@@ -118,9 +126,20 @@ def test_architecture_matches_one_process(
             assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
         if size == 2 and variant == ARCHITECTURES[name].variants[0]:
             assert worst["share"] <= ARCHITECTURES[name].share
+        assert_as_outlined(case, size, results)
         assert_same_files(case.folder, saved)
         assert read_folder(case.folder)  # the comparison was of something
         assert Path(saved, "config.json").is_file()
+
+
+def assert_as_outlined(case: Case, size: int, results: list[dict[str, Any]]) -> None:
+    """What the ranks hold, keys and values too, is what an outline says without a rank, to the byte."""
+    lengths, _ = results[0]["cache"]
+    planned = outline(survey(case.folder), size, batch=2, **lengths)
+    for rank, result in enumerate(results):
+        assert result["held"] == (planned.parameter_bytes[rank], planned.buffer_bytes)
+        assert tuple(result["reported"]) == planned.parameter_bytes
+        assert result["cache"] == (lengths, planned.cache_bytes[rank])
 
 
 # Few heads, and much that stands among them: norms within heads, over all heads, sinks, a shared rotary key, biases.
@@ -130,7 +149,9 @@ def test_architecture_matches_one_process(
 def test_more_ranks_than_heads_replicate_attention(pool: Pool, made: Any, tmp_path: Path, name: str) -> None:
     heads, kv_heads = ARCHITECTURES[name].variants[0]
     case = made(name, (2, 2 * kv_heads // heads))
-    for result in pool.run(3, compare, name, case.folder, case.reference, str(tmp_path / "saved")):
+    results = pool.run(3, compare, name, case.folder, case.reference, str(tmp_path / "saved"))
+    assert_as_outlined(case, 3, results)
+    for result in results:
         assert result["logits"] < LOGITS_TOLERANCE
         assert result["tokens"]
         assert result["agree"]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import io
+import json
 import os
 import secrets
 import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,13 @@ import tp_transformers
 from tests.architectures import ARCHITECTURES
 from tests.float8 import quantize_folder
 from tests.hub_server import HubServer, commit_of
+from tests.models import headers
 from tests.pool import Pool, WorkerError
-from tp_transformers import loader, mesh
+from tp_transformers import cli, loader, mesh
 from tp_transformers.checkpoint import exchange, http, shares
 from tp_transformers.offline import shard_checkpoint
+from tp_transformers.outline import outline
+from tp_transformers.survey import survey
 
 pytestmark = pytest.mark.distributed
 
@@ -583,3 +588,25 @@ def test_ranks_wait_longer_than_a_collective_may(
     served.faults.error_every, served.faults.retry_after = 3, "4"
     served.faults.error_status = 429
     assert all(not r["different"] for r in hub_pool.run(3, _in_a_hurry, folder, str(tmp_path), tp_stream, timeout=120))
+
+
+def plan_alone(name: str, cache: str, *arguments: str) -> dict[str, Any]:
+    """Run `tp-transformers plan` as one process that torchrun might have started, and starts no group."""
+    said = io.StringIO()
+    with mock.patch("huggingface_hub.constants.HF_HUB_CACHE", cache), redirect_stdout(said):
+        code = cli.main(["plan", name, "--json", *arguments])
+    assert not dist.is_initialized()
+    return {"code": code, **(json.loads(said.getvalue()) if not code else {})}
+
+
+def test_a_plan_of_what_is_on_the_hub_reads_headers_alone(
+    hub_pool: Pool, served: HubServer, mixtral: str, tmp_path: Path
+) -> None:
+    served.add("org/moe", mixtral, revision="old")
+    (said,) = hub_pool.run(1, plan_alone, "org/moe", str(tmp_path), "--tp-size", "3", "--revision", "old")
+    here = outline(survey(mixtral), 3, context=64)  # as long as it can be
+    assert [rank["total_bytes"] for rank in said["ranks"]] == list(here.total_bytes)
+    assert here.survey.stock is not None
+    assert said["checkpoint"]["bytes_read"] == here.survey.stock.bytes_read == served.weights_sent() == headers(mixtral)
+    assert not stored_weights(tmp_path)
+    assert hub_pool.run(1, plan_alone, "org/moe", str(tmp_path), "--tp-size", "3")[0]["code"] == 2  # no such revision
