@@ -28,6 +28,12 @@ class Block:
     """"python", "sh", "yaml", or "text" for what the block before it prints."""
     code: str
 
+    @property
+    def file(self) -> str:
+        """The name of a script, which its first line says; else ""."""
+        named = re.match(r"# (\w+\.\w+)\n", self.code)
+        return named[1] if named else ""
+
 
 def blocks() -> list[Block]:
     """All of them, in order."""

@@ -204,6 +204,14 @@ def test_ranks_that_are_lost_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "Signal 9" in verdict.faults[0]
 
 
+@pytest.mark.usefixtures("in_pool")
+def test_what_all_ranks_have_reported_counts_however_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = verify.torchrun
+    monkeypatch.setattr(verify, "torchrun", lambda *args, **keywords: run(*args, **keywords) or 134)
+    (verdict,) = verify.verify(CONFIGS["llama"])
+    assert verdict.ok
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
