@@ -1,12 +1,14 @@
 """Collectives with the backward that tensor parallelism needs.
 
-The four pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3): each function's backward is the
-other collective of its pair.
+The pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3; Korthikanti et al. 2022 for the last): each
+function's backward is the other collective of its pair.
 
-    copy_to_region         forward: nothing       backward: all-reduce       (f, before a column-parallel layer)
-    reduce_from_region     forward: all-reduce    backward: nothing          (g, after a row-parallel layer)
-    gather_from_region     forward: all-gather    backward: own slice
-    scatter_to_region      forward: own slice     backward: all-gather
+    copy_to_region               forward: nothing          backward: all-reduce       (f, before a column-parallel layer)
+    reduce_from_region           forward: all-reduce       backward: nothing          (g, after a row-parallel layer)
+    gather_from_region           forward: all-gather       backward: own slice
+    scatter_to_region            forward: own slice        backward: all-gather
+    gather_to_region             forward: all-gather       backward: reduce-scatter   (f, where the sequence is cut)
+    reduce_scatter_from_region   forward: reduce-scatter   backward: all-gather       (g, where the sequence is cut)
 
 Sharded dims need not divide: `widths` gives the length of every rank's slice.
 """
@@ -23,8 +25,9 @@ from torch.autograd.function import FunctionCtx
 
 Group = dist.ProcessGroup
 
-# Its name until torch 2.12; the old one warns from then on.
+# Their names until torch 2.12; the old ones warn from then on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
@@ -50,6 +53,20 @@ def scatter_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: in
     return _apply(_ScatterToRegion, x, tuple(widths), group, dim)
 
 
+def gather_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """Join the slices of all ranks along `dim` (all-gather); backward sums the gradients of all ranks, and keeps this
+    rank's slice (reduce-scatter).
+    """
+    return _apply(_GatherToRegion, x, tuple(widths), group, dim)
+
+
+def reduce_scatter_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """This rank's slice along `dim` of the sum over the ranks (reduce-scatter); backward joins the gradients of all
+    ranks (all-gather).
+    """
+    return _apply(_ReduceScatterFromRegion, x, tuple(widths), group, dim)
+
+
 def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """All-gather slices of different lengths along `dim`, without autograd: shorter ones travel padded."""
     longest = max(widths)
@@ -61,6 +78,17 @@ def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: in
     _all_gather(gathered, x.contiguous(), group=group)
     slices = gathered.view(len(widths), *x.shape)
     return torch.cat([piece.narrow(dim, 0, width) for piece, width in zip(slices, widths, strict=True)], dim)
+
+
+def reduce_scatter_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """Sum over the ranks and keep this rank's slice along `dim`, without autograd: shorter slices travel padded."""
+    dim, longest = dim % x.ndim, max(widths)
+    parts = x.new_zeros((len(widths), *x.shape[:dim], longest, *x.shape[dim + 1 :]))
+    for part, piece in zip(parts, x.split(list(widths), dim), strict=True):
+        part.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+    own = torch.empty_like(parts[0])
+    _reduce_scatter(own, parts.flatten(0, 1), group=group)
+    return own.narrow(dim, 0, widths[dist.get_rank(group)])
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -110,6 +138,28 @@ class _ScatterToRegion(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
         return _own_slice(x, widths, group, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_gather_uneven(grads[0], ctx.widths, ctx.group, dim=ctx.dim), None, None, None
+
+
+class _GatherToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
+        ctx.widths, ctx.group, ctx.dim = widths, group, dim
+        return all_gather_uneven(x, widths, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_scatter_uneven(grads[0], ctx.widths, ctx.group, dim=ctx.dim), None, None, None
+
+
+class _ReduceScatterFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
+        ctx.widths, ctx.group, ctx.dim = widths, group, dim
+        return reduce_scatter_uneven(x, widths, group, dim=dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

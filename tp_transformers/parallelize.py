@@ -176,6 +176,7 @@ def parallelize(
         if plan.declared and not allow_replicated:
             warning = check_layers_are_cut(model, plan, resolution, group.size)
     whole = {name: (tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()}
+    plan = resolution.plan
     group.check_same("the plan", plan.as_dict())
     group.check_same("the model's config", whole)
     if group.rank == 0:
@@ -205,7 +206,7 @@ def parallelize(
     if group.device_mesh is not None:
         for name, strategy in _owners(resolution).items():
             module = model.get_submodule(name)
-            own = {param: shards[f"{name}.{param}"] for param, _ in module.named_parameters(recurse=False)}
+            own = {param: shards[f"{name}.{param}".lstrip(".")] for param, _ in module.named_parameters(recurse=False)}
             for shard in own.values():
                 shard.connect()
             attach(module, strategy, own, group.device_mesh)

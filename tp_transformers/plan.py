@@ -13,6 +13,8 @@ The YAML format, by example (`model_plans/llama.yaml` is a real one):
     heads:                              # names in the full model; skipped by classes that lack them
       lm_head: colwise_rep
     rules: {...}                        # names in the full model, all of which must match
+    sequence_parallel: true             # cut activations between blocks along the sequence
+    loss_parallel: true                 # leave logits cut where there are labels
     attention:                          # modules, named as in base_model, whose projections are cut by whole heads
       layers.*.self_attn: {fused: qkv_proj, output: o_proj}   # or query, key, value and output
 
@@ -59,7 +61,7 @@ class Pattern:
 
     def full(self, base_model_prefix: str) -> str:
         """The pattern, counted from the full model."""
-        return f"{base_model_prefix}.{self.pattern}" if self.in_base_model and base_model_prefix else self.pattern
+        return ".".join(filter(None, (base_model_prefix if self.in_base_model else "", self.pattern)))
 
     def match(self, names: Iterable[str], base_model_prefix: str) -> Iterator[str]:
         """The names that match as a whole."""
@@ -114,6 +116,10 @@ class Plan:
     """Empty: attention is recognised by the names of its projections."""
     model_types: tuple[str, ...] = ()
     """The values of `config.model_type` that it is for; empty for any."""
+    sequence_parallel: bool = False
+    """Whether activations between blocks are cut along the sequence."""
+    loss_parallel: bool = False
+    """Whether logits stay cut along the vocabulary where a model is given labels."""
     declared: bool = field(default=False, compare=False)
     """Whether it is the plan that a transformers class declares, rather than one that was written for us."""
 
@@ -169,6 +175,10 @@ class Plan:
         for pattern, children in _mapping(data, "attention", faults).items():
             entry = None if children is None else _parse_attention(str(pattern), children, faults)
             attention[str(pattern)] = entry
+        options = {option: data.get(option, getattr(base, option)) for option in _OPTIONS}
+        faults.extend(
+            f"{name} is {value!r}, not true or false" for name, value in options.items() if not isinstance(value, bool)
+        )
         model_types = data.get("model_type") or ()
         if not isinstance(model_types, str | list | tuple):
             faults.append(f"model_type is {model_types!r}, neither a name nor a list of names")
@@ -179,6 +189,7 @@ class Plan:
             tuple(rule for rule in rules.values() if rule is not None),
             tuple(entry for entry in attention.values() if entry is not None),
             (model_types,) if isinstance(model_types, str) else tuple(map(str, model_types)),
+            **options,
         )
 
     @classmethod
@@ -246,7 +257,8 @@ class _UniqueKeyLoader(_SafeLoader):
         return dict(super().construct_mapping(node, deep))
 
 
-_SECTIONS = ("model_type", "extends", "base_model", "optional", "heads", "rules", "attention")
+_OPTIONS = ("sequence_parallel", "loss_parallel")
+_SECTIONS = ("model_type", "extends", "base_model", "optional", "heads", "rules", "attention", *_OPTIONS)
 _IN_BASE_MODEL = ("base_model", "optional")
 
 _extending: ContextVar[tuple[Path, ...]] = ContextVar("tp_transformers_extending", default=())

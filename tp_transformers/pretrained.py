@@ -54,6 +54,8 @@ class _Load:
     tp_plan: Plan | str
     group: TensorParallelGroup
     allow_replicated: bool = False
+    options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    """Options of the plan that the caller gives, in place of the plan's own."""
     map: bool = False
     prefetch: bool | None = None
     sharded: Manifest | None = None
@@ -103,6 +105,8 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     allow_replicated = bool(kwargs.pop("allow_replicated", False))
     prefetch, map_weights = kwargs.pop("tp_prefetch", None), bool(kwargs.pop("tp_map", False))
     stream = kwargs.pop("tp_stream", None)
+    asked = {option: kwargs.pop(f"tp_{option}", None) for option in ("sequence_parallel", "loss_parallel")}
+    options = {option: bool(value) for option, value in asked.items() if value is not None}
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     # 1. Find the ranks.
     instead = _instead.get()
@@ -133,7 +137,8 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         if folder is not None:
             refuse_distributed(folder)
         sharded = Manifest.find(folder) if folder is not None else None
-        current = _Load(read_plan(tp_plan), group, allow_replicated, map_weights, prefetch, sharded, instead=instead)
+        current = _Load(read_plan(tp_plan), group, allow_replicated, options, map_weights, prefetch, sharded)
+        current.instead = instead
         if sharded is not None:
             kwargs["variant"] = VARIANT
         # 3. If weights stay on the Hub, settle on one commit of everything.
@@ -219,6 +224,7 @@ def load_pretrained_model(
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     plan = current.tp_plan if isinstance(current.tp_plan, Plan) else auto_plan(model, quietly=current.group.rank > 0)
+    plan = dataclasses.replace(plan, **current.options)
     request = LoadRequest(
         name=str(load_config.pretrained_model_name_or_path),
         files=[current.remote.get(file, file) for file in checkpoint_files or ()],

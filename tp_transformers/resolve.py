@@ -15,12 +15,15 @@ from .fit import largest_share, misfits, whole_layers
 from .layout import Layout
 from .mesh import TensorParallelGroup
 from .plan import Plan, Rule, base_prefix, fold_layers
+from .sequence import cut_sequence
 from .strategies import (
     STRATEGIES,
     MoEExpertsParallel,
     ParamShard,
     ReplicateParallel,
     ReplicateSumGradParallel,
+    SequenceGatherParallel,
+    SequenceWholeParallel,
     TensorParallelLayer,
 )
 from .sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
@@ -49,6 +52,8 @@ class Resolution:
     """Parameter name -> what the plan calls its strategy, where a rule says one."""
     whole_attention: frozenset[str] = frozenset()
     """Attention that every rank holds whole, whatever the rules say: it has fewer query heads than there are ranks."""
+    plan: Plan = Plan("nothing", ())  # noqa: RUF009 - frozen
+    """The plan itself, rewritten by its options."""
 
     def shard(self, name: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
         """What this rank holds of the parameter `name` of `shape`."""
@@ -69,6 +74,8 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     Raises:
         PlanError: naming every rule that does not fit.
     """
+    if plan.sequence_parallel:
+        plan = cut_sequence(plan, model)
     return _Resolver(plan, model, size).resolve()
 
 
@@ -125,6 +132,7 @@ class _Resolver:
             self._notes(cut),
             rule_names,
             frozenset(cut.whole.values()),
+            self.plan,
         )
 
     def _check_architecture(self) -> None:
@@ -194,7 +202,8 @@ class _Resolver:
         """A copy of the rule's strategy for the module `owner`, or for the parameter `name` of it."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
         if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in set(cut.whole.values())):
-            return ReplicateParallel().bind(module, self.size)
+            around = isinstance(strategy, SequenceGatherParallel)  # its heads are whole, but the sequence is cut
+            return (SequenceWholeParallel() if around else ReplicateParallel()).bind(module, self.size, name=name)
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
         absent = [width for width in rule.widths if not isinstance(vars(module).get(width), int)]
@@ -226,7 +235,12 @@ class _Resolver:
                 strategy.check(self.modules[name])
             except ValueError as error:
                 self.faults.append(f"{fold_layers(name) or 'the model'}: {error}")
-            if self.prefix and not f"{name}.".startswith(f"{self.prefix}.") and strategy.leaves_sharded_output:
+            if (
+                self.prefix
+                and not f"{name}.".startswith(f"{self.prefix}.")
+                and strategy.leaves_sharded_output
+                and strategy.use_local_output
+            ):
                 self.faults.append(f"{name}: each rank would return its own part of the output; use colwise_rep")
             # Gemma 3n keeps those features that stand out among all of a token's.
             sparse = any(getattr(strategy.config, "activation_sparsity_pattern", None) or ())

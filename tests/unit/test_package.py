@@ -64,6 +64,7 @@ ROOMS = [
     "attention",
     "fit",
     "sums",
+    "sequence",
     "resolve",
     "state",
     "adapter_files",

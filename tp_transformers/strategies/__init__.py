@@ -23,7 +23,14 @@ from .local import (
     LocalRowwiseParallel,
 )
 from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
-from .sequence import SequenceParallel
+from .sequence import (
+    SequenceGatherParallel,
+    SequenceParallel,
+    SequenceParallelRep,
+    SequenceScatterParallel,
+    SequenceStatesParallel,
+    SequenceWholeParallel,
+)
 from .shard import (
     ParamShard,
     full_tensor,
@@ -51,7 +58,9 @@ __all__ = [
     "ReplicateParallel",
     "ReplicateSumGradParallel",
     "RowwiseParallel",
+    "SequenceGatherParallel",
     "SequenceParallel",
+    "SequenceWholeParallel",
     "ShardedNormParallel",
     "TensorParallelLayer",
     "attach",
@@ -82,7 +91,12 @@ _BUILT_IN: dict[str, TensorParallelLayer] = {
     "local_packed_colwise": LocalPackedColwiseParallel(use_dtensor=False),
     "local_packed_rowwise": LocalPackedRowwiseParallel(use_dtensor=False),
     "gather": GatherParallel(),
+    "sequence_scatter": SequenceScatterParallel(),
     "sequence_parallel": SequenceParallel(),
+    "sequence_parallel_rep": SequenceParallelRep(),
+    "sequence_gather": SequenceGatherParallel(),
+    "sequence_whole": SequenceWholeParallel(),
+    "sequence_states": SequenceStatesParallel(),
     "sharded_norm": ShardedNormParallel(),
     "alibi": AlibiParallel(),
     "replicate": ReplicateParallel(),

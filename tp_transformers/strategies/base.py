@@ -45,6 +45,8 @@ class TensorParallelLayer:
     """Whether outputs are summed over the ranks, so that a parameter that all of them hold whole would count twice."""
     leaves_partial_output: bool = False
     """Whether outputs are parts of a sum over the ranks, which something around the module has to add up."""
+    cuts_sequence = False
+    """Whether what follows computes on this rank's part of the sequence."""
     parts: int | Sequence[int | str] | None = None
     """Of a fused projection: how many equal parts, or their lengths; each is cut by itself."""
 

@@ -1,17 +1,45 @@
-"""Norms and dropouts on activations that are cut along the sequence."""
+"""Sequence parallelism (Korthikanti et al. 2022): between blocks, activations are cut along the sequence.
+
+    embedding ── sequence_scatter ─┬─ sequence_parallel ── sequence_gather ─+─ ... ── sequence_parallel_rep ── head
+      whole            parts       │       norm             attention, MLP  │ parts        last norm          whole
+                                   └────────────────────────────────────────┘
+
+What stands between blocks (norms, dropouts, sums) computes on a part; what mixes tokens or is cut along features
+computes on the whole.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..collectives import all_gather_uneven
-from ..layout import chunked
+from ..collectives import (
+    Group,
+    all_gather_uneven,
+    copy_to_region,
+    gather_from_region,
+    gather_to_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    scatter_to_region,
+)
+from ..errors import PlanError, describe
+from ..layout import chunked, even
 from .base import Placements, TensorParallelLayer, as_sharded
+from .local import to_local
+
+Widths = tuple[int, ...]
+
+SEQUENCE = 1
+"""The sequence dim of a model's activations: (batch, sequence, hidden)."""
+
+_current: WeakKeyDictionary[Group, Widths | None] = WeakKeyDictionary()
+"""How the sequence of the forward that is under way over some ranks is cut; None where every rank has the whole."""
 
 
 class SequenceParallel(TensorParallelLayer):
@@ -80,3 +108,189 @@ class SequenceParallel(TensorParallelLayer):
                     f"no DTensor placement describes a sequence cut into {parts}; use use_local_output=True"
                 )
         return as_sharded(outputs, dim, length, device_mesh)
+
+
+class SequenceParallelRep(SequenceParallel):
+    """Apply the whole module to this rank's part of the sequence, and join the parts (all-gather; backward: own slice).
+
+    [x / y] ── n ── [n(x) / n(y)] ── whole
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        mod.__dict__.pop("_tp_length")
+        widths, group = _widths(device_mesh), device_mesh.get_group()
+        return outputs if widths is None else gather_from_region(outputs, widths, group, dim=SEQUENCE)
+
+
+class SequenceScatterParallel(TensorParallelLayer):
+    """Before the first of the modules that compute on parts: keep this rank's part of the sequence (backward:
+    all-gather), which is cut as evenly as it can be; ranks beyond its length get an empty part.
+
+    What is shorter than the ranks, and is no training, stays whole on all of them: a token that is generated costs one
+    all-reduce a block then, rather than two collectives.
+
+        whole ── [x / y]
+    """
+
+    cuts_sequence = True
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        x, *others = inputs
+        length = x.shape[SEQUENCE]
+        # Re-entrant checkpointing runs forwards that are trained without gradients.
+        trains = torch.is_grad_enabled() or x.requires_grad
+        widths = even(length, device_mesh.size()).widths if trains or length >= device_mesh.size() else None
+        _current[device_mesh.get_group()] = widths
+        return (x if widths is None else scatter_to_region(x, widths, device_mesh.get_group(), dim=SEQUENCE), *others)
+
+
+class _SequenceBlock(TensorParallelLayer):
+    """A block that computes on the whole sequence, between modules that compute on parts."""
+
+    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
+        """See `TensorParallelLayer.prepare_keywords`; from here is known how long the sequence is.
+
+        A block that is computed again in a backward (gradient checkpointing) may follow other forwards.
+        """
+        positions, rotations = keywords.get("position_ids"), keywords.get("position_embeddings")
+        if positions is not None:
+            self.length = positions.shape[-1]
+        elif isinstance(rotations, tuple):
+            self.length = rotations[0].shape[-2]
+        return keywords
+
+    length: int | None = None
+    """Of the sequence, where the module is told."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        (x, *others), strategy = to_local(inputs), mod.tp_strategy
+        assert isinstance(strategy, _SequenceBlock)
+        if torch.is_grad_enabled() and strategy.length is not None:
+            _current[device_mesh.get_group()] = even(strategy.length, device_mesh.size()).widths
+        widths = _widths(device_mesh)
+        if widths is not None and x.shape[SEQUENCE] != widths[device_mesh.get_local_rank()]:
+            raise strategy.misfit("an input", x, widths[device_mesh.get_local_rank()])
+        return (strategy.enter(x, widths, device_mesh.get_group()), *others)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        strategy, widths = mod.tp_strategy, _widths(device_mesh)
+        assert isinstance(strategy, _SequenceBlock)
+        x, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
+        if widths is not None and (x.ndim <= SEQUENCE + 1 or x.shape[SEQUENCE] != sum(widths)):
+            raise strategy.misfit("an output", x, sum(widths))
+        x = strategy.leave(x, widths, device_mesh.get_group())
+        return x if isinstance(outputs, Tensor) else (x, *others)
+
+    def enter(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+        """The whole of this rank's part `x`, or of `x` if it is whole already (`widths` is None)."""
+        raise NotImplementedError
+
+    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+        """This rank's part of the block's output, or the whole of it where `widths` is None."""
+        raise NotImplementedError
+
+    def misfit(self, what: str, x: Tensor, length: int) -> PlanError:
+        """That `what` is not `length` tokens long."""
+        return PlanError(
+            describe(
+                self.name,
+                got=f"{what} of shape {tuple(x.shape)}",
+                expected=f"(batch, {length}, features), as the sequence is cut",
+                fix="Sequence parallelism does not fit this model; load it without.",
+            )
+        )
+
+
+class SequenceGatherParallel(_SequenceBlock):
+    """Around a block that computes locally on the whole sequence: join the parts of the input (all-gather; backward:
+    reduce-scatter), sum the output and keep this rank's part (reduce-scatter; backward: all-gather).
+
+        [x / y] ── whole ── [ local_colwise ── local_rowwise ] ── [x' / y']
+    """
+
+    sums_output = True
+
+    def enter(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+        """See `_SequenceBlock.enter`."""
+        return copy_to_region(x, group) if widths is None else gather_to_region(x, widths, group, dim=SEQUENCE)
+
+    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+        """See `_SequenceBlock.leave`."""
+        if widths is None:
+            return reduce_from_region(x, group)
+        return reduce_scatter_from_region(x, widths, group, dim=SEQUENCE)
+
+
+class SequenceWholeParallel(_SequenceBlock):
+    """Around a block that makes a whole output of a whole input: join the parts of the input (all-gather; backward: own
+    slice), keep this rank's part of the output (backward: all-gather).
+
+        [x / y] ── whole ── [ any strategies ] ── whole ── [x' / y']
+    """
+
+    def enter(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+        """See `_SequenceBlock.enter`."""
+        return x if widths is None else gather_from_region(x, widths, group, dim=SEQUENCE)
+
+    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+        """See `_SequenceBlock.leave`."""
+        return x if widths is None else scatter_to_region(x, widths, group, dim=SEQUENCE)
+
+
+class SequenceStatesParallel(TensorParallelLayer):
+    """Around a model whose layers compute on parts: join the `hidden_states` that it returns (all-gather; backward: own
+    slice). Its last one is that of `sequence_parallel_rep`, and whole.
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        widths, group = _widths(device_mesh), device_mesh.get_group()
+        if widths is None:
+            return outputs
+        last = outputs[0]
+
+        def whole(state: Tensor | None) -> Tensor | None:
+            return state if state is None or state is last else gather_from_region(state, widths, group, dim=SEQUENCE)
+
+        if isinstance(outputs, tuple):  # return_dict=False
+            return tuple(tuple(map(whole, value)) if _are_states(value, last) else value for value in outputs)
+        if outputs.get("hidden_states") is not None:
+            outputs["hidden_states"] = tuple(map(whole, outputs["hidden_states"]))
+        return outputs
+
+
+def _are_states(value: Any, last: Tensor) -> bool:
+    """Whether a value of a model's output is its hidden states: a tuple of tensors as wide as the last, and of its
+    number of dims.
+    """
+    return isinstance(value, tuple) and all(
+        state is None or (isinstance(state, Tensor) and state.ndim == last.ndim and state.shape[-1] == last.shape[-1])
+        for state in value
+    )
+
+
+def _widths(mesh: DeviceMesh) -> Widths | None:
+    """How the sequence of the forward that is under way is cut; None where every rank has the whole."""
+    return _current.get(mesh.get_group())

@@ -1,0 +1,167 @@
+"""A plan of tensor parallelism -> the same plan with sequence parallelism (Korthikanti et al. 2022).
+
+It takes a decoder: a base model with one stack of layers and a norm after it, whose layers are made up of norms and of
+blocks that give back what they take, summed with it. Layers do not say so; their modules and rules do, or the plan is
+refused:
+
+    layers.0                        sequence_scatter
+    layers.*.<norm>                 replicate           -> sequence_parallel
+    layers.*.<block>                                    -> sequence_gather, around rules that compute locally
+      colwise, rowwise                                  -> local_colwise, local_rowwise
+    layers.*.<any other block>                          -> sequence_whole, around the same rules (mixtures of experts)
+    <norm after the layers>         replicate           -> sequence_parallel_rep
+    the base model                                      -> sequence_states
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from .errors import PlanError, list_faults
+from .plan import Pattern, Plan, Rule, base_prefix, fold_layers
+from .strategies import features
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_LOCAL = {
+    "colwise": "local_colwise",
+    "rowwise": "local_rowwise",
+    "packed_colwise": "local_packed_colwise",
+    "packed_rowwise": "local_packed_rowwise",
+}
+"""What a rule becomes where the block around it communicates."""
+_LOCAL_ALREADY = {*_LOCAL.values(), "replicated_with_grad_allreduce", "sharded_norm"}
+"""Rules that stay in such a block."""
+_WHOLE = ("replicate", "sequence_parallel")
+"""Rules of norms."""
+
+
+def cut_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
+    """`plan` with activations cut along the sequence between the blocks of `model`, whose names it is given in.
+
+    Raises PlanError, naming everything that it cannot tell the meaning of, where the model is no such decoder.
+    """
+    return _Rewriter(plan, model).rewrite()
+
+
+class _Rewriter:
+    """The state of one `cut_sequence`: the rules by the names that they match, and what is wrong."""
+
+    def __init__(self, plan: Plan, model: PreTrainedModel) -> None:
+        self.plan, self.model, self.prefix = plan, model, base_prefix(model)
+        self.modules = dict(model.named_modules())
+        self.names = [*self.modules, *dict(model.named_parameters(remove_duplicate=False))]
+        self.rules = {name: rule for rule in plan.rules for name in rule.match(self.names, self.prefix)}
+        self.faults: list[str] = []
+
+    def rewrite(self) -> Plan:
+        """See `cut_sequence`."""
+        counts = Counter(name for rule in self.plan.rules for name in rule.match(self.names, self.prefix))
+        if any(rule.instance is None for rule in self.plan.rules) or any(count > 1 for count in counts.values()):
+            return replace(self.plan, sequence_parallel=False)  # a plan with such faults is refused as it is
+        base, stack = self.modules[self.prefix], self._stack()
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            self.faults.append("it has an encoder and a decoder")
+        if stack is not None:
+            for index, layer in self.modules[stack].named_children():
+                self._rewrite_layer(f"{stack}.{index}", layer)
+            self._rewrite_end(base, stack)
+            self._set(f"{stack}.0", "sequence_scatter")
+            self._set(self.prefix, "sequence_states")
+        if self.faults:
+            title = f"plan {self.plan.source} cannot be made sequence-parallel for {type(self.model).__name__}"
+            raise PlanError(list_faults(title, self.faults))
+        matched = {id(rule) for rule in self.plan.rules if any(rule.match(self.names, self.prefix))}
+        others = tuple(rule for rule in self.plan.rules if id(rule) not in matched)
+        return replace(self.plan, rules=(*self._folded(), *others), sequence_parallel=False)
+
+    def _stack(self) -> str | None:
+        """The one list of modules that rules cut."""
+        lists = [name for name, module in self.modules.items() if isinstance(module, nn.ModuleList)]
+        cut = [name for name in lists if any(_inside(rule, name) for rule in self.rules)]
+        outermost = [name for name in cut if not any(_inside(name, other) for other in cut if other != name)]
+        if len(outermost) == 1 and outermost[0].rpartition(".")[0] == self.prefix:
+            return outermost[0]
+        self.faults.append(f"it has {', '.join(outermost) or 'nothing'} where the base model's one stack of layers is")
+        return None
+
+    def _rewrite_layer(self, name: str, layer: nn.Module) -> None:
+        if any(True for _ in layer.parameters(recurse=False)):
+            self.faults.append(f"{fold_layers(name)}: it has parameters of its own")
+        for child, module in layer.named_children():
+            path = f"{name}.{child}"
+            if self._is_norm(path, module):
+                self._set(path, "sequence_parallel")
+            elif any(True for _ in module.parameters()):
+                self._rewrite_block(path, module)
+
+    def _rewrite_block(self, name: str, block: nn.Module) -> None:
+        inner = {rule: self.rules[rule] for rule in self.rules if _inside(rule, name)}
+        own = self.rules.get(name)
+        makes = [rule for rule in inner.values() if rule.instance and rule.instance.leaves_sharded_output]
+        sums = [rule for rule in inner.values() if rule.instance and rule.instance.takes_sharded_input]
+        if features(block) is not None or not (makes and sums):
+            self.faults.append(f"{fold_layers(name)}: it is neither a norm nor a block that cuts and sums features")
+        elif own is not None and own.strategy not in ("gather", "replicate"):
+            self.faults.append(f"{fold_layers(name)}: {own.strategy_name} is a rule for the block itself")
+        elif "residual" in inspect.signature(type(block).forward).parameters:
+            self.faults.append(f"{fold_layers(name)}: it adds a residual that it is given")
+        elif self._is_local(name, block, inner):
+            for path, rule in inner.items():
+                self.rules[path] = replace(rule, strategy=_LOCAL.get(str(rule.strategy), rule.strategy))
+            self._set(name, "sequence_gather")
+        elif own is not None and own.strategy == "gather":
+            self.faults.append(f"{fold_layers(name)}: gather stands around rules that do not all compute locally")
+        else:
+            self._set(name, "sequence_whole")
+
+    def _is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
+        """Whether all that the block has of parameters can compute locally, and give a part of a sum."""
+        parameters = {f"{name}.{param}" for param, _ in block.named_parameters()}
+        ruled = {param for param in parameters if param in inner or param.rpartition(".")[0] in inner}
+        return ruled == parameters and all(rule.strategy in {*_LOCAL, *_LOCAL_ALREADY} for rule in inner.values())
+
+    def _rewrite_end(self, base: nn.Module, stack: str) -> None:
+        """The norm after the layers gives back the whole."""
+        children = {f"{self.prefix}.{child}".lstrip("."): module for child, module in base.named_children()}
+        after = list(children)[list(children).index(stack) + 1 :]
+        norms = [name for name in after if self._is_norm(name, children[name])]
+        ends = norms + [name for name in after if name not in norms and any(True for _ in children[name].parameters())]
+        if norms and len(ends) == 1:
+            self._set(ends[0], "sequence_parallel_rep")
+        else:
+            self.faults.append(f"it has {', '.join(ends) or 'nothing'} after {stack}, where one norm is")
+
+    def _is_norm(self, name: str, module: nn.Module) -> bool:
+        """Whether a module computes token by token: only vectors, which no rule cuts."""
+        own = [rule.strategy for path, rule in self.rules.items() if path == name or _inside(path, name)]
+        is_norm = "Norm" in type(module).__name__
+        return is_norm and all(param.ndim == 1 for param in module.parameters()) and set(own) <= set(_WHOLE)
+
+    def _set(self, name: str, strategy: str) -> None:
+        if strategy in ("sequence_parallel", "sequence_parallel_rep"):  # for all that the norm has
+            self.rules = {path: rule for path, rule in self.rules.items() if not _inside(path, name)}
+        self.rules[name] = Rule(name, strategy)
+
+    def _folded(self) -> Iterator[Rule]:
+        """The rules, one for all layers where those of all layers are alike."""
+        folds: dict[str, dict[str, Rule]] = {}
+        for name, rule in self.rules.items():
+            folds.setdefault(fold_layers(name), {})[name] = rule
+        for pattern, rules in folds.items():
+            alike = {replace(rule, pattern=pattern, in_base_model=False) for rule in rules.values()}
+            if len(alike) == 1 and set(Pattern(pattern).match(self.names, "")) == rules.keys():
+                yield alike.pop()
+            else:
+                yield from (replace(rule, pattern=name, in_base_model=False) for name, rule in rules.items())
+
+
+def _inside(name: str, module: str) -> bool:
+    return name.startswith(f"{module}.")
