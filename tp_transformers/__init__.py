@@ -9,6 +9,7 @@ from .checkpoint.sharded import save_sharded, verify_sharded
 from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
 from .hook import disable, enable
 from .logs import read_environment
+from .loss import vocab_parallel_cross_entropy
 from .parallelize import is_tensor_parallel
 from .plan import Attention, Plan, Rule
 from .strategies import (
@@ -67,4 +68,5 @@ __all__ = [
     "optimizer_state_dict",
     "save_sharded",
     "verify_sharded",
+    "vocab_parallel_cross_entropy",
 ]

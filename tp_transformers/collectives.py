@@ -3,12 +3,12 @@
 The pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3; Korthikanti et al. 2022 for the last): each
 function's backward is the other collective of its pair.
 
-    copy_to_region               forward: nothing          backward: all-reduce       (f, before a column-parallel layer)
-    reduce_from_region           forward: all-reduce       backward: nothing          (g, after a row-parallel layer)
-    gather_from_region           forward: all-gather       backward: own slice
-    scatter_to_region            forward: own slice        backward: all-gather
-    gather_to_region             forward: all-gather       backward: reduce-scatter   (f, where the sequence is cut)
-    reduce_scatter_from_region   forward: reduce-scatter   backward: all-gather       (g, where the sequence is cut)
+    copy_to_region               forward: nothing         backward: all-reduce       (f, before a column-parallel layer)
+    reduce_from_region           forward: all-reduce      backward: nothing          (g, after a row-parallel layer)
+    gather_from_region           forward: all-gather      backward: own slice
+    scatter_to_region            forward: own slice       backward: all-gather
+    gather_to_region             forward: all-gather      backward: reduce-scatter   (f, where the sequence is cut)
+    reduce_scatter_from_region   forward: reduce-scatter  backward: all-gather       (g, where the sequence is cut)
 
 Sharded dims need not divide: `widths` gives the length of every rank's slice.
 """

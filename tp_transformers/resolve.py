@@ -15,7 +15,7 @@ from .fit import largest_share, misfits, whole_layers
 from .layout import Layout
 from .mesh import TensorParallelGroup
 from .plan import Plan, Rule, base_prefix, fold_layers
-from .sequence import cut_sequence
+from .rewrite import cut_loss, cut_sequence
 from .strategies import (
     STRATEGIES,
     MoEExpertsParallel,
@@ -76,6 +76,8 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     """
     if plan.sequence_parallel:
         plan = cut_sequence(plan, model)
+    if plan.loss_parallel:
+        plan = cut_loss(plan, model)
     return _Resolver(plan, model, size).resolve()
 
 

@@ -13,6 +13,7 @@ from ..errors import PlanError, describe
 from .attention import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
 from .base import LocalConfig, TensorParallelLayer, attach, holds_experts
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
+from .head import LossColwiseParallel, LossParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel, features
 from .local import (
     AllReduceParallel,
@@ -91,6 +92,8 @@ _BUILT_IN: dict[str, TensorParallelLayer] = {
     "local_packed_colwise": LocalPackedColwiseParallel(use_dtensor=False),
     "local_packed_rowwise": LocalPackedRowwiseParallel(use_dtensor=False),
     "gather": GatherParallel(),
+    "colwise_loss": LossColwiseParallel(),
+    "loss_parallel": LossParallel(),
     "sequence_scatter": SequenceScatterParallel(),
     "sequence_parallel": SequenceParallel(),
     "sequence_parallel_rep": SequenceParallelRep(),

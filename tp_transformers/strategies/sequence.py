@@ -196,6 +196,8 @@ class _SequenceBlock(TensorParallelLayer):
         strategy, widths = mod.tp_strategy, _widths(device_mesh)
         assert isinstance(strategy, _SequenceBlock)
         x, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
+        if widths is not None and x.ndim == 2 and x.shape[0] % sum(widths) == 0:  # all tokens of the batch in a row
+            x = x.unflatten(0, (-1, sum(widths)))
         if widths is not None and (x.ndim <= SEQUENCE + 1 or x.shape[SEQUENCE] != sum(widths)):
             raise strategy.misfit("an output", x, sum(widths))
         x = strategy.leave(x, widths, device_mesh.get_group())

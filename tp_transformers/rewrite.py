@@ -1,8 +1,8 @@
-"""A plan of tensor parallelism -> the same plan with sequence parallelism (Korthikanti et al. 2022).
+"""A plan of tensor parallelism -> the same plan with one of its options: sequence or loss parallelism.
 
-It takes a decoder: a base model with one stack of layers and a norm after it, whose layers are made up of norms and of
-blocks that give back what they take, summed with it. Layers do not say so; their modules and rules do, or the plan is
-refused:
+Sequence parallelism (Korthikanti et al. 2022) takes a decoder: a base model with one stack of layers and a norm after
+it, whose layers are made up of norms and of blocks that give back what they take, summed with it. Layers do not say so;
+their modules and rules do, or the plan is refused:
 
     layers.0                        sequence_scatter
     layers.*.<norm>                 replicate           -> sequence_parallel
@@ -11,19 +11,25 @@ refused:
     layers.*.<any other block>                          -> sequence_whole, around the same rules (mixtures of experts)
     <norm after the layers>         replicate           -> sequence_parallel_rep
     the base model                                      -> sequence_states
+
+Loss parallelism takes a language model with an output embedding that is cut along the vocabulary:
+
+    lm_head                         colwise_rep         -> colwise_loss
+    the model                                           -> loss_parallel
 """
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from inspect import signature, unwrap
 from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from .errors import PlanError, list_faults
+from .errors import PlanError, describe, list_faults
 from .plan import Pattern, Plan, Rule, base_prefix, fold_layers
 from .strategies import features
 
@@ -49,6 +55,32 @@ def cut_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
     Raises PlanError, naming everything that it cannot tell the meaning of, where the model is no such decoder.
     """
     return _Rewriter(plan, model).rewrite()
+
+
+def cut_loss(plan: Plan, model: PreTrainedModel) -> Plan:
+    """`plan` with the logits of `model` left cut where it is given labels.
+
+    Raises PlanError where the model has no output embedding that is cut, or no loss over its vocabulary.
+    """
+    heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+    rules = [rule for rule in plan.rules for _ in rule.match(heads, base_prefix(model))]
+    loss = model.loss_function if "loss_function" in unwrap(type(model).forward).__code__.co_names else None
+    if [rule.strategy for rule in rules] not in (
+        ["colwise_rep"],
+        ["colwise_gather_output"],
+    ) or loss is not ForCausalLMLoss:
+        found = [f"{rule.full(base_prefix(model))}: {rule.strategy_name}" for rule in rules] or ["no rule for one"]
+        raise PlanError(
+            describe(
+                f"plan {plan.source} with loss_parallel",
+                got=f"{type(model).__name__}, {found[0]}, {'another' if loss is not ForCausalLMLoss else 'its'} loss",
+                expected="a language model with an output embedding that is colwise_rep, and ForCausalLMLoss",
+                fix="Load it without tp_loss_parallel, or use vocab_parallel_cross_entropy.",
+            )
+        )
+    others = [rule for rule in plan.rules if rule is not rules[0]]
+    own = [replace(rules[0], strategy="colwise_loss"), Rule("", "loss_parallel")]
+    return replace(plan, rules=(*others, *own), loss_parallel=False)
 
 
 class _Rewriter:
@@ -111,7 +143,7 @@ class _Rewriter:
             self.faults.append(f"{fold_layers(name)}: it is neither a norm nor a block that cuts and sums features")
         elif own is not None and own.strategy not in ("gather", "replicate"):
             self.faults.append(f"{fold_layers(name)}: {own.strategy_name} is a rule for the block itself")
-        elif "residual" in inspect.signature(type(block).forward).parameters:
+        elif "residual" in signature(type(block).forward).parameters:
             self.faults.append(f"{fold_layers(name)}: it adds a residual that it is given")
         elif self._is_local(name, block, inner):
             for path, rule in inner.items():

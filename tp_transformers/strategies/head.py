@@ -1,0 +1,81 @@
+"""The output embedding of a language model whose loss is computed from logits that stay cut along the vocabulary."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from ..loss import CausalLMLoss
+from .base import Placements, TensorParallelLayer
+from .linear import ColwiseParallel
+
+
+class LossColwiseParallel(ColwiseParallel):
+    """Cut the output features; gather them, unless `loss_parallel` on the model has seen labels, whose loss needs only
+    this rank's part.
+
+        x ──f── [A | B] ── whole, or [xA | xB]
+    """
+
+    keeps_part = False
+    """Whether the output of the forward that is under way stays this rank's part."""
+
+    def __init__(self, *, use_dtensor: bool = True) -> None:
+        """`use_dtensor`: whether shards become DTensors where a placement describes them."""
+        super().__init__(output_layouts=Replicate(), use_dtensor=use_dtensor)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        strategy = mod.tp_strategy
+        assert isinstance(strategy, LossColwiseParallel)
+        if strategy.keeps_part:
+            return outputs
+        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+
+
+class LossParallel(TensorParallelLayer):
+    """On a language model: where it is given labels, its loss is computed from each rank's part of the logits.
+
+    A loss function that a user sets on the model gets whole logits.
+    """
+
+    def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
+        """See `TensorParallelLayer.bind`; where labels stand among the arguments is read here, once."""
+        bound = super().bind(module, size, **options)
+        assert isinstance(bound, LossParallel)
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        bound.position = names.index("labels") if "labels" in names else len(names)
+        return bound
+
+    position = 0
+    """Of the labels among the arguments of the forward."""
+    is_labelled = False
+    """Whether the forward that is under way is given labels by name."""
+
+    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
+        """See `TensorParallelLayer.prepare_keywords`; nothing is changed."""
+        self.is_labelled = keywords.get("labels") is not None
+        return keywords
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        strategy, head = mod.tp_strategy, mod.get_output_embeddings().tp_strategy  # type: ignore[operator]
+        assert isinstance(strategy, LossParallel)
+        assert isinstance(head, LossColwiseParallel)
+        labelled = strategy.is_labelled or any(value is not None for value in inputs[strategy.position :][:1])
+        if "_loss_function" not in mod.__dict__:
+            mod.loss_function = CausalLMLoss(device_mesh, head.output_split.widths)  # type: ignore[assignment]
+        head.keeps_part = labelled and isinstance(mod.__dict__["_loss_function"], CausalLMLoss)
+        return inputs
