@@ -14,6 +14,8 @@ from .strategies import (
     MlaKvAProjParallel,
     ReplicateSumGradParallel,
     RowwiseParallel,
+    SequenceBlock,
+    SequenceParallel,
     ShardedNormParallel,
     TensorParallelLayer,
     features,
@@ -52,6 +54,7 @@ def sum_faults(plan: BoundPlan) -> Iterator[str]:
         yield from _outputs(plan)
         yield from _heads(plan)
         yield from _other_gradients(plan)
+        yield from _sequences(plan)
 
 
 def scalars_between(plan: BoundPlan) -> Iterator[str]:
@@ -232,6 +235,24 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
                 f"{fold_layers(name)}: its input is whole on every rank, and so is its gradient, which would be "
                 f"counted {plan.size} times; use replicate"
             )
+
+
+def _sequences(plan: BoundPlan) -> Iterator[str]:
+    """What computes on parts of the sequence is given parts; a strategy of a user's own may cut, or return DTensors."""
+    strategies = plan.module_strategies
+    if any(each.cuts_sequence or not each.use_local_output or _is_own(each) for each in strategies.values()):
+        return
+    for name, strategy in strategies.items():
+        if isinstance(strategy, SequenceParallel | SequenceBlock):
+            yield (
+                f"{fold_layers(name)}: its input is whole on every rank, since no rule cuts the sequence before it; "
+                "use replicate, or load with tp_sequence_parallel=True"
+            )
+
+
+def _is_own(strategy: TensorParallelLayer) -> bool:
+    """Whether a user wrote the strategy."""
+    return not type(strategy).__module__.startswith(f"{__package__}.")
 
 
 def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:

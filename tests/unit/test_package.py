@@ -49,6 +49,7 @@ ROOMS = [
     "strategies.base",
     "strategies.linear",
     "strategies.head",
+    "strategies.regather",
     "strategies.local",
     "strategies.experts",
     "strategies.attention",

@@ -25,6 +25,7 @@ from .local import (
 )
 from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
 from .sequence import (
+    SequenceBlock,
     SequenceGatherParallel,
     SequenceParallel,
     SequenceParallelRep,
@@ -59,6 +60,7 @@ __all__ = [
     "ReplicateParallel",
     "ReplicateSumGradParallel",
     "RowwiseParallel",
+    "SequenceBlock",
     "SequenceGatherParallel",
     "SequenceParallel",
     "SequenceWholeParallel",

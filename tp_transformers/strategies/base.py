@@ -236,6 +236,9 @@ class TensorParallelLayer:
         """Attributes of the module that have another value while it computes with this rank's tensors."""
         return {}
 
+    def interrupted(self, module: nn.Module) -> None:
+        """Called in place of `_prepare_output_fn` where the module's forward raised."""
+
     def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
         """What the local forward sees in place of the hidden parameter `name`."""
         return None
@@ -339,6 +342,7 @@ def attach(
             mod._parameters.update(saved[0])
             mod.__dict__.update(saved[1])
         if output is None:  # the forward raised
+            strategy.interrupted(mod)
             return None
         return strategy._prepare_output_fn(strategy.output_layouts, strategy.use_local_output, mod, output, mesh)
 

@@ -32,6 +32,7 @@ from ..errors import PlanError, describe
 from ..layout import chunked, even
 from .base import Placements, TensorParallelLayer, as_sharded
 from .local import to_local
+from .regather import Regathered
 
 Widths = tuple[int, ...]
 
@@ -154,7 +155,7 @@ class SequenceScatterParallel(TensorParallelLayer):
         return (x if widths is None else scatter_to_region(x, widths, device_mesh.get_group(), dim=SEQUENCE), *others)
 
 
-class _SequenceBlock(TensorParallelLayer):
+class SequenceBlock(TensorParallelLayer):
     """A block that computes on the whole sequence, between modules that compute on parts."""
 
     def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -181,7 +182,7 @@ class _SequenceBlock(TensorParallelLayer):
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
         (x, *others), strategy = to_local(inputs), mod.tp_strategy
-        assert isinstance(strategy, _SequenceBlock)
+        assert isinstance(strategy, SequenceBlock)
         if torch.is_grad_enabled() and strategy.length is not None:
             _current[device_mesh.get_group()] = even(strategy.length, device_mesh.size()).widths
         widths = _widths(device_mesh)
@@ -194,7 +195,8 @@ class _SequenceBlock(TensorParallelLayer):
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
         strategy, widths = mod.tp_strategy, _widths(device_mesh)
-        assert isinstance(strategy, _SequenceBlock)
+        assert isinstance(strategy, SequenceBlock)
+        strategy.stop()
         x, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
         if widths is not None and x.ndim == 2 and x.shape[0] % sum(widths) == 0:  # all tokens of the batch in a row
             x = x.unflatten(0, (-1, sum(widths)))
@@ -211,6 +213,13 @@ class _SequenceBlock(TensorParallelLayer):
         """This rank's part of the block's output, or the whole of it where `widths` is None."""
         raise NotImplementedError
 
+    def interrupted(self, module: nn.Module) -> None:
+        """See `TensorParallelLayer.interrupted`."""
+        self.stop()
+
+    def stop(self) -> None:
+        """End what `enter` began."""
+
     def misfit(self, what: str, x: Tensor, length: int) -> PlanError:
         """That `what` is not `length` tokens long."""
         return PlanError(
@@ -223,7 +232,7 @@ class _SequenceBlock(TensorParallelLayer):
         )
 
 
-class SequenceGatherParallel(_SequenceBlock):
+class SequenceGatherParallel(SequenceBlock):
     """Around a block that computes locally on the whole sequence: join the parts of the input (all-gather; backward:
     reduce-scatter), sum the output and keep this rank's part (reduce-scatter; backward: all-gather).
 
@@ -231,19 +240,33 @@ class SequenceGatherParallel(_SequenceBlock):
     """
 
     sums_output = True
+    regathered: Regathered | None = None
+    """What is gathered again for the backward, while the block computes."""
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `_SequenceBlock.enter`."""
-        return copy_to_region(x, group) if widths is None else gather_to_region(x, widths, group, dim=SEQUENCE)
+        """See `SequenceBlock.enter`."""
+        if widths is None:
+            return copy_to_region(x, group)
+        whole = gather_to_region(x, widths, group, dim=SEQUENCE)
+        if Regathered.is_useful():
+            self.regathered = Regathered(x, whole, widths, group, dim=SEQUENCE)
+            self.regathered.__enter__()
+        return whole
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `_SequenceBlock.leave`."""
+        """See `SequenceBlock.leave`."""
         if widths is None:
             return reduce_from_region(x, group)
         return reduce_scatter_from_region(x, widths, group, dim=SEQUENCE)
 
+    def stop(self) -> None:
+        """See `SequenceBlock.stop`."""
+        if self.regathered is not None:
+            self.regathered.__exit__()
+            self.regathered = None
 
-class SequenceWholeParallel(_SequenceBlock):
+
+class SequenceWholeParallel(SequenceBlock):
     """Around a block that makes a whole output of a whole input: join the parts of the input (all-gather; backward: own
     slice), keep this rank's part of the output (backward: all-gather).
 
@@ -251,11 +274,11 @@ class SequenceWholeParallel(_SequenceBlock):
     """
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `_SequenceBlock.enter`."""
+        """See `SequenceBlock.enter`."""
         return x if widths is None else gather_from_region(x, widths, group, dim=SEQUENCE)
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `_SequenceBlock.leave`."""
+        """See `SequenceBlock.leave`."""
         return x if widths is None else scatter_to_region(x, widths, group, dim=SEQUENCE)
 
 

@@ -1,0 +1,142 @@
+"""Sequence parallelism, held against one process: numbers, memory, and what is communicated."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+import tp_transformers
+from tests.architectures import ARCHITECTURES, Variant, make_case, observe
+from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
+from tests.models import MASK, PROMPTS, relative
+from tests.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+WHOLE_MATRIX = os.environ.get("MATRIX") == "1"
+UNFIT = ("bloom", "falcon", "falcon with alibi", "opt", "t5", "t5 gated", "bart", "gemma3", "qwen2_vl", "qwen2_5_vl")
+"""Architectures that are refused."""
+TRAINED = ((7, "kept"), (1, "kept"), (2, "re-entrant"), (7, "checkpointed"))
+"""(length of a sequence, what becomes of its activations): lengths below the ranks', and none of their multiples."""
+
+
+class Memory(TorchDispatchMode):
+    """The bytes of the tensors that operations made and that still live; parameters not counted."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._known = WeakIdKeyDictionary()
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._known[tp_transformers.local_tensor(tensor).untyped_storage()] = True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._known:
+                storage = tensor.untyped_storage()
+                self._known[storage] = True
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._free, storage.nbytes())
+        return outputs
+
+    def _free(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+
+def peak_of(step: Callable[[], torch.Tensor], model: torch.nn.Module) -> tuple[int, int]:
+    """(bytes that a forward leaves, the most that there are until its backward has ended)."""
+    with Memory(model) as memory:
+        loss = step()
+        left = memory.live
+        loss.backward()
+    return left, memory.peak
+
+
+def load(folder: str, **options: Any) -> Any:
+    with tp_transformers.enable():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
+
+
+def train(model: Any, length: int, way: str) -> dict[str, Any]:
+    """Loss and gradients of sequences of `length`, to which everything that a forward returns adds."""
+    model.zero_grad()
+    model.train()
+    inputs = PROMPTS[:, -length:]
+    # Re-entrant checkpointing has no gradients for what is recorded within layers.
+    routes = hasattr(model, "router_aux_loss_coef") and way != "re-entrant"
+    extras = {"output_router_logits": True} if routes else {}
+    output = model(inputs, attention_mask=MASK[:, -length:], labels=inputs, output_hidden_states=True, **extras)
+    loss = sum((state.square().mean() for state in output.hidden_states), output.logits.square().mean())
+    if length > 1:  # of one token there is no loss
+        loss = loss + output.loss
+    loss.backward()
+    model.eval()
+    return {
+        "loss": loss.detach(),
+        "states": [state.detach() for state in (*output.hidden_states, *(output.get("router_logits") or ()))],
+        "grads": {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
+    }
+
+
+def compare(folder: str, reference_file: str) -> dict[str, Any]:
+    """Run on every rank: the worst difference of everything from one process."""
+    model = load(folder, tp_sequence_parallel=True)
+    reference = torch.load(reference_file)
+    seen = observe(model)
+    errors = {"logits": relative(seen["logits"], reference["logits"])}
+    grads = {"generate": gradient_errors(model, seen["grads"], reference["grads"])}
+    one_process = type(model).__mro__[2].from_pretrained(folder)
+    for length, way in TRAINED:
+        expected = train(one_process, length, way)
+        if way != "kept":
+            model.gradient_checkpointing_enable({"use_reentrant": way == "re-entrant"})
+            model.enable_input_require_grads()
+        mine = train(model, length, way)
+        model.gradient_checkpointing_disable()
+        errors[f"loss {length} {way}"] = relative(mine["loss"], expected["loss"])
+        states = zip(mine["states"], expected["states"], strict=True)
+        errors[f"states {length} {way}"] = max(relative(*pair) for pair in states)
+        grads[f"{length} {way}"] = gradient_errors(model, mine["grads"], expected["grads"])
+        assert sorted(mine["grads"]) == sorted(expected["grads"])
+    return {
+        "values": max(errors.items(), key=lambda item: item[1]),
+        "grads": max(((way, *worst) for way in grads for worst in grads[way].items()), key=lambda item: item[2]),
+        "tokens": torch.equal(seen["tokens"], reference["tokens"]),
+    }
+
+
+def shapes() -> Iterator[tuple[str, Variant, int]]:
+    """(architecture, variant, ranks)."""
+    if not WHOLE_MATRIX:
+        yield from (("llama", variant, size) for variant in ((8, 2), (9, 3)) for size in (2, 3, 4))
+        yield from (("mixtral", (9, 3), 2), ("mixtral", (8, 2), 4), ("qwen2", (9, 3), 2), ("qwen3", (8, 2), 3))
+        return
+    for name in ARCHITECTURES.keys() - set(UNFIT):
+        variants = ARCHITECTURES[name].variants
+        yield from ((name, variant, size) for variant in (variants[1], variants[-1]) for size in (2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "size"),
+    [pytest.param(*shape, id="-".join(map(str, (shape[0], *shape[1], shape[2])))) for shape in shapes()],
+)
+def test_architecture_matches_one_process(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory, name: str, variant: Variant, size: int
+) -> None:
+    case = make_case(tmp_path_factory.mktemp("case"), name, *variant)
+    for result in pool.run(size, compare, case.folder, case.reference):
+        print(result)
+        assert result["values"][1] < LOGITS_TOLERANCE, result["values"]
+        assert result["grads"][2] < GRADIENT_TOLERANCE, result["grads"]
+        assert result["tokens"]
