@@ -35,10 +35,10 @@ COLLECTIVES = (
 )
 
 
-def count(name: str, folder: str) -> tuple[Counter[str], Counter[str], list[int]]:
+def count(name: str, folder: str, **options: bool) -> tuple[Counter[str], Counter[str], list[int]]:
     """Collectives of one forward: of the whole model, inside its layers, and the elements of each all-reduce there."""
     with tp_transformers.enable():
-        model = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder, tp_plan="auto")
+        model = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder, tp_plan="auto", **options)
     from tp_transformers import collectives
 
     everywhere: Counter[str] = Counter()
@@ -46,7 +46,7 @@ def count(name: str, folder: str) -> tuple[Counter[str], Counter[str], list[int]
     reduced: list[int] = []
     depth = [0]
     originals = {call: getattr(dist, call) for call in COLLECTIVES if hasattr(dist, call)}
-    gather = collectives._all_gather
+    gather, scatter = collectives._all_gather, collectives._reduce_scatter
 
     def counting(call: str, original: Any) -> Any:
         def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,10 +66,11 @@ def count(name: str, folder: str) -> tuple[Counter[str], Counter[str], list[int]
         for call, original in originals.items():
             setattr(dist, call, counting(call, original))
         collectives._all_gather = counting("all_gather", gather)
+        collectives._reduce_scatter = counting("reduce_scatter", scatter)
         with torch.no_grad():
             model(PROMPTS)
     finally:
-        collectives._all_gather = gather
+        collectives._all_gather, collectives._reduce_scatter = gather, scatter
         for call, original in originals.items():
             setattr(dist, call, original)
     return everywhere, inside, reduced
@@ -88,3 +89,18 @@ def test_collectives_of_one_forward(pool: Pool, tmp_path: Path, name: str, per_l
         small = [size for size in reduced if size == PROMPTS.numel()]  # one number a token
         assert len(small) == (2 * LAYERS if name == "olmo2" else 0)
         assert set(reduced) - set(small) == {PROMPTS.numel() * model.config.hidden_size}
+
+
+def count_sequence_parallel(name: str, folder: str) -> tuple[Counter[str], Counter[str]]:
+    return count(name, folder, tp_sequence_parallel=True, tp_loss_parallel=True)[:2]
+
+
+@pytest.mark.parametrize(("name", "experts"), [("llama", 0), ("mixtral", 1)])
+def test_collectives_of_one_forward_whose_sequence_is_cut(pool: Pool, tmp_path: Path, name: str, experts: int) -> None:
+    ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
+    for everywhere, inside in pool.run(2, count_sequence_parallel, name, str(tmp_path)):
+        # What all-reduces were is halved: one at the start of a block, one at its end; experts sum theirs themselves.
+        halves = {"all_gather": 2 * LAYERS, "reduce_scatter": (2 - experts) * LAYERS}
+        assert inside == halves | ({"all_reduce": LAYERS} if experts else {})
+        # Outside the layers: the sum of the embedding, the last norm, and the logits.
+        assert everywhere == inside + Counter(all_reduce=1, all_gather=2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import tp_transformers
 from tests.architectures import ARCHITECTURES, Variant, make_case, observe
 from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
-from tests.models import MASK, PROMPTS, relative
+from tests.models import MASK, PROMPTS, VOCAB, llama_config, relative
 from tests.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -140,3 +142,50 @@ def test_architecture_matches_one_process(
         assert result["values"][1] < LOGITS_TOLERANCE, result["values"]
         assert result["grads"][2] < GRADIENT_TOLERANCE, result["grads"]
         assert result["tokens"]
+
+
+def count_memory(folder: str) -> dict[str, tuple[int, int]]:
+    """What `peak_of` says of the layers and of the whole model, without the options and with both."""
+    options, tokens, found = {"tp_sequence_parallel": True, "tp_loss_parallel": True}, torch.arange(256).view(1, -1), {}
+    for way, given in (("plain", {}), ("cut", options)):
+        model = load(folder, **given).train()
+        found[f"{way} layers"] = peak_of(lambda base=model.model: base(tokens)[0].square().mean(), model)
+        model.zero_grad()
+        found[f"{way} model"] = peak_of(lambda model=model: model(tokens, labels=tokens).loss, model)
+    return found
+
+
+def test_memory_of_activations(pool: Pool, tmp_path: Path) -> None:
+    """A Llama with the proportions of SmolLM2-135M, of whose logits each layer has its share."""
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 192, "vocab_size": 409, "max_position_embeddings": 256}
+    transformers.LlamaForCausalLM(llama_config(9, 3, **sizes)).save_pretrained(tmp_path)
+    for found in pool.run(2, count_memory, str(tmp_path)):
+        print(found)
+        assert found["cut layers"][0] < 0.8 * found["plain layers"][0]
+        assert found["cut model"][1] < 0.7 * found["plain model"][1]
+
+
+def fail_in_a_block(folder: str) -> tuple[bool, float]:
+    """Run on every rank: an error inside a block leaves nothing behind; the next step is as right as ever."""
+    model = load(folder, tp_sequence_parallel=True).train()
+    one_process = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+    expected = train(one_process, 7, "kept")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = model.model.layers[1].mlp.act_fn.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(PROMPTS)
+    handle.remove()
+    mine = train(model, 7, "kept")
+    copied = train(copy.deepcopy(model), 7, "kept")
+    worst = [gradient_errors(model, each["grads"], expected["grads"]) for each in (mine, copied)]
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None, max(max(each.values()) for each in worst)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
+    ARCHITECTURES["llama"].make(8, 2).save_pretrained(tmp_path)
+    for is_clean, worst in pool.run(2, fail_in_a_block, str(tmp_path)):
+        assert is_clean
+        assert worst < GRADIENT_TOLERANCE

@@ -204,6 +204,47 @@ class Block(nn.Module):
         return (y, x.detach().sum()) if self.returns_more else y
 
 
+class Decoder(nn.Module):
+    """A layer of a norm and a block, and a norm after it; returns all that stands between them, as a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.norm, self.end = nn.Identity(), nn.LayerNorm(6), nn.LayerNorm(6)
+        self.block = Block(nn.Linear(6, 11), nn.Linear(11, 6), returns_more=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        first = self.entry(x)
+        second = first + self.block(self.norm(first))[0]
+        last = self.end(second)
+        return last, (first, second, last)
+
+
+class States(nn.Module):
+    """Everything that a decoder returns, as one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Decoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        last, states = self.decoder(x)
+        return torch.cat([last, *states], -1)
+
+
+class LanguageModel(nn.Module):
+    """An output embedding alone."""
+
+    def __init__(self, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(hidden, vocabulary)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.head(x)
+
+
 class Scale(nn.Module):
     """x * weight + bias, feature by feature."""
 
@@ -462,6 +503,21 @@ def on_local_experts(count: int, implementation: str = "eager") -> Callable[[int
     )
 
 
+def on_a_decoder(lengths: tuple[int, ...] = (1, 2, 5, 6, 7), block: Rules | None = None) -> Iterator[tuple[str, Any]]:
+    """Sequences of any length, down to none on some ranks, through a whole decoder."""
+    local = {"block": "sequence_gather", "block.up": "local_colwise", "block.down": "local_rowwise"}
+    rules = {
+        "": "sequence_states",
+        "entry": "sequence_scatter",
+        "norm": "sequence_parallel",
+        "end": "sequence_parallel_rep",
+        **(block or local),
+    }
+    rules = {f"decoder.{name}".rstrip("."): strategy for name, strategy in rules.items()}
+    for length in lengths:
+        yield f"{length} tokens", lambda size, length=length: Case(randomized(States()), rules, (randn(2, length, 6),))
+
+
 CASES: dict[str, Cases] = {
     "colwise": on_linears("colwise", leaves=lambda size: (-1, even(14, size))),
     "colwise_rep": on_linears("colwise_rep"),
@@ -567,6 +623,20 @@ CASES: dict[str, Cases] = {
             ("RMS norm", lambda: nn.RMSNorm(6, eps=1e-6)),
         )
         for length in (5, 6, 7)
+    },
+    **{name: dict(on_a_decoder((5,))) for name in ("sequence_scatter", "sequence_parallel_rep", "sequence_states")},
+    "sequence_gather": dict(on_a_decoder()),
+    "sequence_whole": dict(
+        on_a_decoder(block={"block": "sequence_whole", "block.up": "colwise", "block.down": "rowwise"})
+    ),
+    "colwise_loss": {
+        label: lambda size, make=make: Case(make(), {"": "colwise_loss"}, (randn(3, 10),))
+        for label, make in LINEARS.items()
+    },
+    "loss_parallel": {
+        "without labels": lambda size: Case(
+            LanguageModel(10, 7), {"": "loss_parallel", "head": "colwise_loss"}, (randn(3, 10),)
+        ),
     },
     "sharded_norm": {
         # Transformers' norms compute in float32.

@@ -75,7 +75,18 @@ class LossParallel(TensorParallelLayer):
         assert isinstance(strategy, LossParallel)
         assert isinstance(head, LossColwiseParallel)
         labelled = strategy.is_labelled or any(value is not None for value in inputs[strategy.position :][:1])
-        if "_loss_function" not in mod.__dict__:
+        if labelled and "_loss_function" not in mod.__dict__:
             mod.loss_function = CausalLMLoss(device_mesh, head.output_split.widths)  # type: ignore[assignment]
         head.keeps_part = labelled and isinstance(mod.__dict__["_loss_function"], CausalLMLoss)
         return inputs
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        mod.tp_strategy.interrupted(mod)  # type: ignore[operator,union-attr]
+        return outputs
+
+    def interrupted(self, module: nn.Module) -> None:
+        """See `TensorParallelLayer.interrupted`; called by itself, the head gives whole logits."""
+        module.get_output_embeddings().tp_strategy.keeps_part = False  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,40 +17,43 @@ View = tuple[torch.Size, tuple[int, ...], int]
 _active_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
-class Regathered(saved_tensors_hooks):
-    """A context in which autograd saves, of a gathered tensor and its views, this rank's part alone.
+def saving_part(
+    part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, *, dim: int
+) -> AbstractContextManager[None] | None:
+    """A context in which autograd saves of `whole`, which was gathered, and of its views this rank's `part` alone.
+
+    None where that is of no use: where autograd does not record, or where something else decides what it saves, as
+    gradient checkpointing and offloading do. Of several such contexts only the innermost counts.
+    """
+    is_free = _active_hooks is not None and _active_hooks(True) is None
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_free:
+        return None
+    regathered = _Regathered(part, whole, widths, group, dim)
+    return saved_tensors_hooks(regathered.pack, regathered.unpack)
+
+
+class _Regathered:
+    """What is saved of a gathered tensor.
 
     The first operation of a backward that needs the whole gathers it (all-gather), the last lets it go. The ranks do so
     in the same order, since they run the same operations.
     """
 
-    def __init__(self, part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, *, dim: int) -> None:
-        super().__init__(self._pack, self._unpack)
+    def __init__(self, part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> None:
         self._part, self._widths, self._group, self._dim = part.detach(), widths, group, dim
         self._address = whole.untyped_storage().data_ptr()
         self._whole: Tensor | None = None
         self._uses, self._left = 0, 0
 
-    @staticmethod
-    def is_useful() -> bool:
-        """Whether autograd would keep what is gathered: it records, and nothing else decides what it saves.
-
-        Gradient checkpointing and offloading do; of several such contexts only the innermost counts.
-        """
-        return (
-            torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and _active_hooks is not None
-            and _active_hooks(True) is None
-        )
-
-    def _pack(self, x: Tensor) -> Tensor | View:
+    def pack(self, x: Tensor) -> Tensor | View:
+        """What autograd keeps in place of `x`."""
         if x.numel() and x.untyped_storage().data_ptr() == self._address:
             self._uses += 1
             return x.shape, x.stride(), int(x.storage_offset())
         return x.detach()
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
+        """What `pack` was given."""
         if isinstance(packed, Tensor):
             return packed
         if self._whole is None:

@@ -10,6 +10,7 @@ computes on the whole.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,7 @@ from ..errors import PlanError, describe
 from ..layout import chunked, even
 from .base import Placements, TensorParallelLayer, as_sharded
 from .local import to_local
-from .regather import Regathered
+from .regather import saving_part
 
 Widths = tuple[int, ...]
 
@@ -240,17 +241,17 @@ class SequenceGatherParallel(SequenceBlock):
     """
 
     sums_output = True
-    regathered: Regathered | None = None
-    """What is gathered again for the backward, while the block computes."""
+    saving: AbstractContextManager[None] | None = None
+    """What decides, while the block computes, that its input is gathered again for the backward rather than kept."""
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
         """See `SequenceBlock.enter`."""
         if widths is None:
             return copy_to_region(x, group)
         whole = gather_to_region(x, widths, group, dim=SEQUENCE)
-        if Regathered.is_useful():
-            self.regathered = Regathered(x, whole, widths, group, dim=SEQUENCE)
-            self.regathered.__enter__()
+        self.saving = saving_part(x, whole, widths, group, dim=SEQUENCE)
+        if self.saving is not None:
+            self.saving.__enter__()
         return whole
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
@@ -261,9 +262,9 @@ class SequenceGatherParallel(SequenceBlock):
 
     def stop(self) -> None:
         """See `SequenceBlock.stop`."""
-        if self.regathered is not None:
-            self.regathered.__exit__()
-            self.regathered = None
+        if self.saving is not None:
+            self.saving.__exit__(None, None, None)
+            self.saving = None
 
 
 class SequenceWholeParallel(SequenceBlock):

@@ -1,0 +1,153 @@
+"""The options of a plan: what they make of its rules, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM, PreTrainedModel
+
+from tests.architectures import ARCHITECTURES
+from tests.distributed.test_sequence_parallel import UNFIT
+from tests.models import llama_config
+from tp_transformers import Plan, PlanError
+from tp_transformers.resolve import resolve
+
+LAYER = "model.layers.*."
+
+
+def llama(heads: int = 8, kv_heads: int = 4) -> PreTrainedModel:
+    with torch.device("meta"):
+        return LlamaForCausalLM(llama_config(heads, kv_heads))
+
+
+def rules_of(model: PreTrainedModel, plan: Plan | None = None, **options: bool) -> dict[str, str]:
+    plan = plan or Plan.for_model(model)
+    assert plan is not None
+    return resolve(replace(plan, **options), model, 2).plan.as_dict("model")
+
+
+def test_llama_with_both_options() -> None:
+    plain = rules_of(llama())
+    cut = rules_of(llama(), sequence_parallel=True, loss_parallel=True)
+    changed = {name: strategy for name, strategy in cut.items() if plain.get(name) != strategy}
+    assert changed == {
+        "": "loss_parallel",
+        "model": "sequence_states",
+        "model.layers.0": "sequence_scatter",
+        LAYER + "input_layernorm": "sequence_parallel",
+        LAYER + "self_attn": "sequence_gather",
+        **dict.fromkeys((LAYER + f"self_attn.{name}_proj" for name in "qkv"), "local_colwise"),
+        LAYER + "self_attn.o_proj": "local_rowwise",
+        LAYER + "post_attention_layernorm": "sequence_parallel",
+        LAYER + "mlp": "sequence_gather",
+        LAYER + "mlp.gate_proj": "local_colwise",
+        LAYER + "mlp.up_proj": "local_colwise",
+        LAYER + "mlp.down_proj": "local_rowwise",
+        "model.norm": "sequence_parallel_rep",
+        "lm_head": "colwise_loss",
+    }
+    assert plain.keys() <= cut.keys()
+
+
+def test_layers_of_one_stack_may_differ() -> None:
+    rules = rules_of(ARCHITECTURES["qwen3_moe"].make(8, 4), sequence_parallel=True)
+    assert rules["model.layers.0.mlp"] == "sequence_gather"  # dense
+    assert rules["model.layers.1.mlp"] == "sequence_whole"  # a router, and experts that sum by themselves
+    assert rules[LAYER + "mlp.experts"] == "moe_tp_experts"
+
+
+def test_options_stand_in_yaml_and_are_inherited(tmp_path: Any) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: llama\nsequence_parallel: true\n")
+    (tmp_path / "other.yaml").write_text("extends: mine\nloss_parallel: true\n")
+    plan = Plan.from_yaml(tmp_path / "other.yaml")
+    assert plan.sequence_parallel
+    assert plan.loss_parallel
+    assert rules_of(llama(), plan)["lm_head"] == "colwise_loss"
+    with pytest.raises(PlanError, match="sequence_parallel is 'perhaps', not true or false"):
+        Plan.parse({"extends": "llama", "sequence_parallel": "perhaps"}, source="mine")
+
+
+def test_a_dict_is_rewritten_by_what_its_rules_do() -> None:
+    mlp = LAYER + "mlp."
+    local = {mlp + "gate_proj": "local_colwise", mlp + "up_proj": "local_colwise", mlp + "down_proj": "local_rowwise"}
+    heads = {LAYER + f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {LAYER + "self_attn.o_proj": "rowwise"}
+    plan = Plan.from_dict({**heads, LAYER + "mlp": "gather", **local})
+    rules = rules_of(llama(), plan, sequence_parallel=True)
+    assert rules[LAYER + "mlp"] == rules[LAYER + "self_attn"] == "sequence_gather"
+    assert rules["model.norm"] == "sequence_parallel_rep"
+
+
+def test_attention_with_fewer_heads_than_ranks_computes_the_whole() -> None:
+    plan = replace(Plan.for_model(llama(2, 1)), sequence_parallel=True)
+    strategies = resolve(plan, llama(2, 1), 3).module_strategies
+    assert type(strategies["model.layers.0.self_attn"]).__name__ == "SequenceWholeParallel"
+    assert type(strategies["model.layers.0.mlp"]).__name__ == "SequenceGatherParallel"
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_is_no_such_decoder_is_refused(name: str) -> None:
+    model = ARCHITECTURES[name].make(*ARCHITECTURES[name].variants[0])
+    with pytest.raises(PlanError, match="cannot be made sequence-parallel") as caught:
+        resolve(replace(Plan.for_model(model), sequence_parallel=True), model, 2)
+    assert str(caught.value).count("\n") <= 2
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(64, 1, 3, device="meta"))
+
+
+def with_a_convolution() -> PreTrainedModel:
+    model = llama()
+    model.model.layers[1].mixer = Convolution()
+    return model
+
+
+def with_a_scale() -> PreTrainedModel:
+    model = llama()
+    model.model.layers[0].scale = nn.Parameter(torch.empty(64, device="meta"))
+    return model
+
+
+def with_two_ends() -> PreTrainedModel:
+    model = llama()
+    model.model.projection = nn.Linear(64, 64, device="meta")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (with_a_convolution, r"layers.\*.mixer: it is neither a norm nor a block"),
+        (with_a_scale, r"layers.\*: it has parameters of its own"),
+        (with_two_ends, "it has model.norm, model.projection after model.layers, where one norm is"),
+    ],
+)
+def test_modules_that_may_mix_tokens_are_refused(make: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        rules_of(make(), sequence_parallel=True)
+
+
+def test_a_model_without_a_causal_loss_is_refused() -> None:
+    settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    with torch.device("meta"):
+        model = BertForMaskedLM(BertConfig(**settings, vocab_size=20))
+    with pytest.raises(PlanError, match=r"loss_parallel: got BertForMaskedLM, no rule .*, another loss"):
+        rules_of(model, Plan.from_dict({"bert.encoder.layer.*.intermediate.dense": "colwise_rep"}), loss_parallel=True)
+    with pytest.raises(PlanError, match="lm_head: replicate, its loss"):
+        rules_of(
+            llama(), Plan.parse({"extends": "llama", "heads": {"lm_head": "replicate"}}, source="x"), loss_parallel=True
+        )
+
+
+@pytest.mark.parametrize("name", ["sequence_parallel", "sequence_parallel_rep"])
+def test_a_norm_on_parts_that_nothing_cuts_is_refused(name: str) -> None:
+    plan = Plan.from_dict({LAYER + "input_layernorm": name})
+    with pytest.raises(PlanError, match=r"input_layernorm: its input is whole on every rank, since no rule cuts"):
+        resolve(plan, llama(), 2)
+    resolve(plan, llama(), 1)
