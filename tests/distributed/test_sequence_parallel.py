@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import tp_transformers
 from tests.architectures import ARCHITECTURES, Variant, make_case, observe
 from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
-from tests.models import MASK, PROMPTS, VOCAB, llama_config, relative
+from tests.models import MASK, PROMPTS, llama_config, relative
 from tests.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -75,11 +75,12 @@ def train(model: Any, length: int, way: str) -> dict[str, Any]:
     model.zero_grad()
     model.train()
     inputs = PROMPTS[:, -length:]
-    # Re-entrant checkpointing has no gradients for what is recorded within layers.
-    routes = hasattr(model, "router_aux_loss_coef") and way != "re-entrant"
-    extras = {"output_router_logits": True} if routes else {}
+    records = way != "re-entrant"  # which has no gradients for what is recorded within layers
+    extras = {"output_router_logits": True} if hasattr(model, "router_aux_loss_coef") and records else {}
     output = model(inputs, attention_mask=MASK[:, -length:], labels=inputs, output_hidden_states=True, **extras)
-    loss = sum((state.square().mean() for state in output.hidden_states), output.logits.square().mean())
+    loss = output.logits.square().mean()
+    if records:
+        loss = sum((state.square().mean() for state in output.hidden_states), loss)
     if length > 1:  # of one token there is no loss
         loss = loss + output.loss
     loss.backward()

@@ -139,10 +139,9 @@ def test_a_model_without_a_causal_loss_is_refused() -> None:
         model = BertForMaskedLM(BertConfig(**settings, vocab_size=20))
     with pytest.raises(PlanError, match=r"loss_parallel: got BertForMaskedLM, no rule .*, another loss"):
         rules_of(model, Plan.from_dict({"bert.encoder.layer.*.intermediate.dense": "colwise_rep"}), loss_parallel=True)
+    plan = Plan.parse({"extends": "llama", "heads": {"lm_head": "replicate"}}, source="mine")
     with pytest.raises(PlanError, match="lm_head: replicate, its loss"):
-        rules_of(
-            llama(), Plan.parse({"extends": "llama", "heads": {"lm_head": "replicate"}}, source="x"), loss_parallel=True
-        )
+        rules_of(llama(), plan, loss_parallel=True)
 
 
 @pytest.mark.parametrize("name", ["sequence_parallel", "sequence_parallel_rep"])
