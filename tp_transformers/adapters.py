@@ -27,6 +27,7 @@ from .mesh import TensorParallelGroup
 from .state import keep_shards, keep_state, split_module
 from .strategies import (
     ColwiseParallel,
+    LossColwiseParallel,
     MlaKvAProjParallel,
     ParamShard,
     ReplicateParallel,
@@ -215,6 +216,8 @@ def _strategies(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLay
         of_a, of_b = ReplicateSumGradParallel(), ReplicateSumGradParallel()
     elif isinstance(strategy, MlaKvAProjParallel):
         of_b = copy.copy(strategy)
+    elif isinstance(strategy, LossColwiseParallel):
+        of_b = LossColwiseParallel()
     elif isinstance(strategy, ColwiseParallel) and local:
         of_a, of_b = ReplicateSumGradParallel(), LocalColwiseParallel()
     elif isinstance(strategy, ColwiseParallel) and not strategy.takes_sharded_input and strategy.use_local_output:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
@@ -192,3 +193,43 @@ def test_a_target_outside_the_vocabulary_is_one_error_on_all_ranks(pool: Pool, t
     with pytest.raises(WorkerError) as caught:
         pool.run(2, refused_targets, str(tmp_path))
     assert caught.value.errors == dict.fromkeys(range(2), f"IndexError: Target {VOCAB} is out of bounds.")
+
+
+def adapt_and_resize(folder: str) -> dict[str, float]:
+    """Run on every rank, with both options: LoRA everywhere, and embeddings of another size."""
+    options = {"tp_loss_parallel": True, "tp_sequence_parallel": True}
+    with tp_transformers.enable():
+        ours = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
+    theirs, errors = AutoModelForCausalLM.from_pretrained(folder), {}
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj", "down_proj", "lm_head"], init_lora_weights=False)
+    adapted = []
+    for model in (ours, theirs):
+        torch.manual_seed(1)
+        adapted.append(get_peft_model(model, config).train())
+    mine, expected = (model(PROMPTS, labels=PROMPTS).loss for model in adapted)
+    errors["loss of adapters"] = relative(mine.detach(), expected.detach())
+    mine.backward()
+    expected.backward()
+    grads = [
+        {name: param.grad for name, param in model.named_parameters() if param.grad is not None} for model in adapted
+    ]
+    assert len(grads[0]) == 2 * (3 * 2 + 1)
+    errors["gradients of adapters"] = max(gradient_errors(adapted[0], *grads).values())
+    with tp_transformers.enable():
+        ours = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    losses = []
+    for model in (ours, theirs):
+        model(PROMPTS, labels=PROMPTS)
+        torch.manual_seed(1)
+        model.resize_token_embeddings(VOCAB + 4, mean_resizing=False)
+        losses.append(model(PROMPTS + 4, labels=PROMPTS + 4).loss.detach())
+    errors["loss of a larger vocabulary"] = relative(*losses)
+    return errors
+
+
+def test_adapters_and_embeddings_of_another_size(pool: Pool, tmp_path: Path) -> None:
+    ARCHITECTURES["llama"].make(9, 3).save_pretrained(tmp_path)
+    for errors in pool.run(2, adapt_and_resize, str(tmp_path)):
+        print(errors)
+        assert max(errors.values()) < LOGITS_TOLERANCE

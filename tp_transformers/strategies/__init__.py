@@ -51,6 +51,7 @@ __all__ = [
     "GatherParallel",
     "IsolatedParallel",
     "LocalConfig",
+    "LossColwiseParallel",
     "MlaKvAProjParallel",
     "MoEExpertsParallel",
     "PackedColwiseParallel",

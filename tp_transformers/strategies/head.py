@@ -71,13 +71,14 @@ class LossParallel(TensorParallelLayer):
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
-        strategy, head = mod.tp_strategy, mod.get_output_embeddings().tp_strategy  # type: ignore[operator]
+        strategy, heads = mod.tp_strategy, _heads(mod)
         assert isinstance(strategy, LossParallel)
-        assert isinstance(head, LossColwiseParallel)
         labelled = strategy.is_labelled or any(value is not None for value in inputs[strategy.position :][:1])
-        if labelled and "_loss_function" not in mod.__dict__:
-            mod.loss_function = CausalLMLoss(device_mesh, head.output_split.widths)  # type: ignore[assignment]
-        head.keeps_part = labelled and isinstance(mod.__dict__["_loss_function"], CausalLMLoss)
+        if labelled and isinstance(mod.__dict__.get("_loss_function"), CausalLMLoss | None):
+            # Anew, since embeddings may have been resized.
+            mod.loss_function = CausalLMLoss(device_mesh, heads[0].output_split.widths)  # type: ignore[assignment]
+            for head in heads:
+                head.keeps_part = True
         return inputs
 
     @staticmethod
@@ -89,4 +90,12 @@ class LossParallel(TensorParallelLayer):
 
     def interrupted(self, module: nn.Module) -> None:
         """See `TensorParallelLayer.interrupted`; called by itself, the head gives whole logits."""
-        module.get_output_embeddings().tp_strategy.keeps_part = False  # type: ignore[operator]
+        for head in _heads(module):
+            head.keeps_part = False
+
+
+def _heads(model: nn.Module) -> list[LossColwiseParallel]:
+    """The strategies of the output embedding, and of an adapter's part of it."""
+    modules = model.get_output_embeddings().modules()  # type: ignore[operator]
+    strategies = [getattr(module, "tp_strategy", None) for module in modules]
+    return [strategy for strategy in strategies if isinstance(strategy, LossColwiseParallel)]
