@@ -54,7 +54,7 @@ class _Load:
     tp_plan: Plan | str
     group: TensorParallelGroup
     allow_replicated: bool = False
-    options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Options of the plan that the caller gives, in place of the plan's own."""
     map: bool = False
     prefetch: bool | None = None

@@ -88,7 +88,7 @@ class _Rewriter:
 
     def __init__(self, plan: Plan, model: PreTrainedModel) -> None:
         self.plan, self.model, self.prefix = plan, model, base_prefix(model)
-        self.modules = dict(model.named_modules())
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
         self.names = [*self.modules, *dict(model.named_parameters(remove_duplicate=False))]
         self.rules = {name: rule for rule in plan.rules for name in rule.match(self.names, self.prefix)}
         self.faults: list[str] = []
@@ -155,7 +155,12 @@ class _Rewriter:
             self._set(name, "sequence_whole")
 
     def _is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
-        """Whether all that the block has of parameters can compute locally, and give a part of a sum."""
+        """Whether all that the block has of parameters can compute locally, and give a part of a sum.
+
+        What drops some of its output has to see the sum.
+        """
+        if any(isinstance(child, nn.Dropout) and child.p for child in block.modules()):
+            return False
         parameters = {f"{name}.{param}" for param, _ in block.named_parameters()}
         ruled = {param for param in parameters if param in inner or param.rpartition(".")[0] in inner}
         return ruled == parameters and all(rule.strategy in {*_LOCAL, *_LOCAL_ALREADY} for rule in inner.values())
