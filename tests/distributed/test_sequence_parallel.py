@@ -21,6 +21,7 @@ from tests.architectures import ARCHITECTURES, Variant, make_case, observe
 from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
 from tests.models import MASK, PROMPTS, llama_config, relative
 from tests.pool import Pool
+from tp_transformers import local_tensor
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +40,7 @@ class Memory(TorchDispatchMode):
         self.live, self.peak = 0, 0
         self._known = WeakIdKeyDictionary()
         for tensor in (*model.parameters(), *model.buffers()):
-            self._known[tp_transformers.local_tensor(tensor).untyped_storage()] = True
+            self._known[local_tensor(tensor).untyped_storage()] = True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = function(*args, **(kwargs or {}))
@@ -162,12 +163,12 @@ def test_memory_of_activations(pool: Pool, tmp_path: Path) -> None:
     transformers.LlamaForCausalLM(llama_config(9, 3, **sizes)).save_pretrained(tmp_path)
     for found in pool.run(2, count_memory, str(tmp_path)):
         print(found)
-        assert found["cut layers"][0] < 0.8 * found["plain layers"][0]
-        assert found["cut model"][1] < 0.7 * found["plain model"][1]
+        assert max(mine / whole for mine, whole in zip(found["cut layers"], found["plain layers"], strict=True)) < 0.75
+        assert found["cut model"][1] < 0.6 * found["plain model"][1]
 
 
 def fail_in_a_block(folder: str) -> tuple[bool, float]:
-    """Run on every rank: an error inside a block leaves nothing behind; the next step is as right as ever."""
+    """Run on every rank: an error inside a block leaves nothing behind; the next steps are as right as ever."""
     model = load(folder, tp_sequence_parallel=True).train()
     one_process = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
     expected = train(one_process, 7, "kept")
@@ -181,6 +182,13 @@ def fail_in_a_block(folder: str) -> tuple[bool, float]:
     handle.remove()
     mine = train(model, 7, "kept")
     copied = train(copy.deepcopy(model), 7, "kept")
+    model.zero_grad()
+    loss = model(PROMPTS, labels=PROMPTS).loss
+    loss.backward(retain_graph=True)
+    once = {name: param.grad.clone() for name, param in model.named_parameters()}
+    loss.backward()  # gathers as often again
+    twice = {name: param.grad / 2 for name, param in model.named_parameters()}
+    assert all(torch.equal(local_tensor(twice[name]), local_tensor(grad)) for name, grad in once.items())
     worst = [gradient_errors(model, each["grads"], expected["grads"]) for each in (mine, copied)]
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None, max(max(each.values()) for each in worst)
 

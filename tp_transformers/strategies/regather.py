@@ -1,4 +1,7 @@
-"""What every rank gathers for its forward, and gathers again for its backward rather than keep (Korthikanti et al.)."""
+"""What every rank gathers for its forward, and gathers again for its backward rather than keep (Korthikanti et al.).
+
+This rank's part of it is not kept either, where a norm made it: that is applied again to its input, which it keeps.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..collectives import Group, all_gather_uneven
@@ -15,6 +18,12 @@ View = tuple[torch.Size, tuple[int, ...], int]
 """(shape, strides, offset) of a view of a gathered tensor."""
 
 _active_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def remember(output: Tensor, module: nn.Module, x: Tensor) -> None:
+    """Note that `output` is what `module`, which draws no random numbers, made of `x`."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type):
+        output._tp_made = (module, x.detach(), x._version)  # type: ignore[attr-defined]
 
 
 def saving_part(
@@ -40,7 +49,9 @@ class _Regathered:
     """
 
     def __init__(self, part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> None:
-        self._part, self._widths, self._group, self._dim = part.detach(), widths, group, dim
+        self._widths, self._group, self._dim = widths, group, dim
+        self._made: tuple[nn.Module, Tensor, int] | None = getattr(part, "_tp_made", None)
+        self._part = part.detach() if self._made is None else None
         self._address = whole.untyped_storage().data_ptr()
         self._whole: Tensor | None = None
         self._uses, self._left = 0, 0
@@ -57,10 +68,21 @@ class _Regathered:
         if isinstance(packed, Tensor):
             return packed
         if self._whole is None:
-            self._whole = all_gather_uneven(self._part, self._widths, self._group, dim=self._dim)
+            self._whole = all_gather_uneven(self._make_part(), self._widths, self._group, dim=self._dim)
             self._left = self._uses
         view = self._whole.as_strided(*packed)
         self._left -= 1
         if not self._left:
             self._whole = None
         return view
+
+    def _make_part(self) -> Tensor:
+        if self._part is not None:
+            return self._part
+        assert self._made is not None
+        module, x, version = self._made
+        if x._version != version:
+            raise RuntimeError("the input of a norm was modified by an inplace operation, and is needed in a backward")
+        with torch.no_grad():
+            part: Tensor = module(x)
+        return part

@@ -33,7 +33,7 @@ from ..errors import PlanError, describe
 from ..layout import chunked, even
 from .base import Placements, TensorParallelLayer, as_sharded
 from .local import to_local
-from .regather import saving_part
+from .regather import remember, saving_part
 
 Widths = tuple[int, ...]
 
@@ -66,6 +66,10 @@ class SequenceParallel(TensorParallelLayer):
             use_dtensor=use_dtensor,
         )
 
+    def interrupted(self, module: nn.Module) -> None:
+        """See `TensorParallelLayer.interrupted`."""
+        module.__dict__.pop("_tp_sequence", None)
+
     @property
     def takes_sharded_input(self) -> bool:
         """Its features are whole; the sequence is cut."""
@@ -89,16 +93,17 @@ class SequenceParallel(TensorParallelLayer):
         if isinstance(x, DTensor):
             length = x.shape[strategy.sequence_dim]
             x = x.redistribute(device_mesh, desired_input_layouts).to_local()  # type: ignore[arg-type]
-        mod.__dict__["_tp_length"] = length
+        mod.__dict__["_tp_sequence"] = (length, x)
         return (x, *inputs[1:])
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        length, strategy = mod.__dict__.pop("_tp_length"), mod.tp_strategy
+        (length, x), strategy = mod.__dict__.pop("_tp_sequence"), mod.tp_strategy
         assert isinstance(strategy, SequenceParallel)
         if use_local_output:
+            remember(outputs, mod, x)
             return outputs
         dim = strategy.sequence_dim % outputs.ndim
         if length is None:
@@ -122,7 +127,7 @@ class SequenceParallelRep(SequenceParallel):
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        mod.__dict__.pop("_tp_length")
+        del mod.__dict__["_tp_sequence"]
         widths, group = _widths(device_mesh), device_mesh.get_group()
         return outputs if widths is None else gather_from_region(outputs, widths, group, dim=SEQUENCE)
 
