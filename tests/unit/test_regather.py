@@ -39,6 +39,10 @@ def test_a_part_that_could_come_out_otherwise_is_kept() -> None:
         part, regathered = normed(torch.randn(2, 3, 4))
     assert regathered._made is None
     assert regathered._make_part().data_ptr() == part.data_ptr()
+    dropout, x = nn.Dropout(0.5), torch.randn(2, 3, 4)
+    part = dropout(x)
+    remember(part, dropout, x)
+    assert not hasattr(part, "_tp_made")
 
 
 def test_views_of_what_is_gathered_are_told_from_other_tensors() -> None:

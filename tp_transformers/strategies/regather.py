@@ -21,8 +21,9 @@ _active_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", 
 
 
 def remember(output: Tensor, module: nn.Module, x: Tensor) -> None:
-    """Note that `output` is what `module`, which draws no random numbers, made of `x`."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(x.device.type):
+    """Note that `output` is what `module` made of `x`, if that is a norm, which would make the same again."""
+    is_repeatable = "Norm" in type(module).__name__ and not torch.is_autocast_enabled(x.device.type)
+    if is_repeatable and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         output._tp_made = (module, x.detach(), x._version)  # type: ignore[attr-defined]
 
 
