@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.hooks import RemovableHandle
 
 from .errors import MeshError, UnsupportedError, describe
 from .mesh import TP_AXIS, TensorParallelGroup
@@ -90,6 +91,7 @@ def data_parallel(
         _shard(model, mesh[axis], options)
     else:
         average = _Average(list(model.parameters()), process_group)
+        model.tp_average = average  # type: ignore[assignment]
         model.set_requires_gradient_sync = average.set_requires_gradient_sync  # type: ignore[assignment]
     return model
 
@@ -161,16 +163,23 @@ class _Average:
     """
 
     def __init__(self, params: list[nn.Parameter], process_group: dist.ProcessGroup) -> None:
-        self.params = [param for param in params if param.requires_grad]
+        self.params = params
         self.process_group = process_group
         self.enabled = True
         self.touched: set[nn.Parameter] = set()
         self.is_queued = False
-        for param in self.params:
-            param.register_post_accumulate_grad_hook(self.touch)
+        self.handles: list[RemovableHandle] = []
+        self.watch()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies of the model have no hooks, and average nothing."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Average:
+        return _Average([], self.process_group)  # gradients of a copy of the model are its own
+
+    def watch(self) -> None:
+        """Hear of every gradient; called once more where a parameter may have lost its hooks."""
+        for handle in self.handles:
+            handle.remove()
+        trained = [param for param in self.params if param.requires_grad]
+        self.handles = [param.register_post_accumulate_grad_hook(self.touch) for param in trained]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether a backward averages the gradients, those included that added up without."""
