@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.hooks import RemovableHandle
+from torch.utils._pytree import tree_leaves
 
 from .errors import MeshError, UnsupportedError, describe
 from .mesh import TP_AXIS, TensorParallelGroup
@@ -47,9 +48,9 @@ def data_parallel(
     All copies start as the first of them is (one broadcast a tensor). After a backward every gradient is the mean of
     those of all copies, as the gradient of the mean of their losses is.
 
-    With `replicate`, the gradients that a backward has touched are averaged at its end, 32 MiB an all-reduce, DTensors
-    and plain tensors alike; a parameter that only some copies used counts as zero on the others. Nothing overlaps with
-    the backward. Optimizers and checkpoints see the parameters that were there before.
+    With `replicate`, gradients are averaged at the end of a backward from the model's outputs, 32 MiB an all-reduce,
+    DTensors and plain tensors alike; a parameter that only some copies used counts as zero on the others. Nothing
+    overlaps with the backward. Optimizers and checkpoints see the parameters that were there before.
 
     With `shard`, FSDP2's `fully_shard` is applied to every decoder layer, then to the model. A DTensor parameter
     becomes a DTensor over both axes. A plain one (uneven heads, replicated KV heads, experts), which no placement
@@ -90,8 +91,8 @@ def data_parallel(
     if mode == "shard":
         _shard(model, mesh[axis], options)
     else:
-        average = _Average(list(model.parameters()), process_group)
-        model.tp_average = average  # type: ignore[assignment]
+        average = _Average(process_group)
+        model.register_forward_hook(average.watch)
         model.set_requires_gradient_sync = average.set_requires_gradient_sync  # type: ignore[assignment]
     return model
 
@@ -154,55 +155,49 @@ def _check(
 
 
 class _Average:
-    """Averages gradients over copies of a model, once a backward, in its end.
+    """Averages the gradients of a model over its copies, once at the end of every backward from its outputs.
 
-    Which gradients a backward has touched is agreed on first (one all-reduce of a number a parameter). So a backward
-    within a backward, such as that of reentrant checkpointing, costs no more than it adds, and experts that got no
-    token on some copies keep the ranks together. To average once more what is average changes nothing: gradients may
-    add up over several backwards.
+    Which parameters have a gradient is agreed on first (one all-reduce of a number a parameter), so that experts which
+    got no token on some copies keep the ranks together. To average once more what is average changes nothing, so
+    gradients may add up over several backwards.
     """
 
-    def __init__(self, params: list[nn.Parameter], process_group: dist.ProcessGroup) -> None:
-        self.params = params
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
         self.enabled = True
-        self.touched: set[nn.Parameter] = set()
         self.is_queued = False
-        self.handles: list[RemovableHandle] = []
-        self.watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Average:
-        return _Average([], self.process_group)  # gradients of a copy of the model are its own
-
-    def watch(self) -> None:
-        """Hear of every gradient; called once more where a parameter may have lost its hooks."""
-        for handle in self.handles:
-            handle.remove()
-        trained = [param for param in self.params if param.requires_grad]
-        self.handles = [param.register_post_accumulate_grad_hook(self.touch) for param in trained]
+        return _Average(self.process_group)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether a backward averages the gradients, those included that added up without."""
         self.enabled = requires_gradient_sync
 
-    def touch(self, param: Tensor) -> None:
-        """Called once the gradient of `param` has been added to."""
-        self.touched.add(param)  # type: ignore[arg-type]
-        if self.enabled and not self.is_queued:
-            self.is_queued = True
-            Variable._execution_engine.queue_callback(self.average)
+    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After a forward: hear of the backward that begins at any of its outputs."""
+        if not torch.is_grad_enabled():
+            return
+
+        def begun(grad: Tensor) -> None:
+            if self.enabled and not self.is_queued:
+                self.is_queued = True
+                Variable._execution_engine.queue_callback(partial(self.average, module))
+
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(begun)
 
     @torch.no_grad()
-    def average(self) -> None:
-        """Average what any copy has touched since the last time."""
+    def average(self, module: nn.Module) -> None:
+        """Average what any copy has a gradient of."""
         self.is_queued = False
-        device = local_tensor(self.params[0]).device
-        touched = torch.tensor([float(param in self.touched) for param in self.params], device=device)
-        dist.all_reduce(touched, dist.ReduceOp.MAX, group=self.process_group)
-        self.touched.clear()
+        params = [param for param in module.parameters() if param.requires_grad]
+        has_grad = torch.tensor([float(param.grad is not None) for param in params], device=params[0].device)
+        dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=self.process_group)
         grads: dict[torch.dtype, list[Tensor]] = {}
-        for param, is_touched in zip(self.params, touched.tolist(), strict=True):
-            if not is_touched:
+        for param, anywhere in zip(params, has_grad.tolist(), strict=True):
+            if not anywhere:
                 continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
