@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm_type = float(norm_type)
     rank, process_group, device = shards[0].group.rank, shards[0].group.process_group, shards[0].group.device
+    dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
     copies = next((shard.data_parallel for shard in shards if shard.data_parallel is not None), None)
     # 1. What counts on this rank: what is cut over the copies too, and what each copy has the whole of.
     counted: dict[bool, list[Tensor]] = {False: [], True: []}
@@ -60,7 +62,7 @@ def clip_grad_norm_(
     # 2. Their norms, to the power in which norms add up.
     is_max = norm_type == float("inf")
     reduction = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-    whole, cut = (_power(counted[is_cut], norm_type, device, foreach) for is_cut in (False, True))
+    whole, cut = (_power(counted[is_cut], norm_type, device, dtype, foreach) for is_cut in (False, True))
     if copies is not None:
         dist.all_reduce(cut, reduction, group=copies)
     total = torch.maximum(whole, cut) if is_max else whole + cut
@@ -145,15 +147,16 @@ def _between(tensor: Tensor, dim: int, start: int, stop: int) -> Tensor:
     return tensor.narrow(dim, start, max(stop - start, 0))
 
 
-def _power(tensors: list[Tensor], norm_type: float, device: torch.device, foreach: bool | None) -> Tensor:
-    """The p-th power of the norm of `tensors`; the norm itself for infinity."""
-    norms: list[Tensor] = [torch.zeros((), dtype=torch.float32, device=device)]
+def _power(
+    tensors: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype, foreach: bool | None
+) -> Tensor:
+    """The p-th power of the norm of `tensors`, in `dtype`; the norm itself for infinity."""
+    norms: list[Tensor] = [torch.zeros((), dtype=dtype, device=device)]
     for alike in _alike(tensor for tensor in tensors if tensor.numel()):
-        wide = torch.promote_types(alike[0].dtype, torch.float32)
         if foreach is False:
-            found = [torch.linalg.vector_norm(tensor, norm_type, dtype=wide) for tensor in alike]
+            found = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in alike]
         else:
-            found = list(torch._foreach_norm(alike, norm_type, dtype=wide))
+            found = list(torch._foreach_norm(alike, norm_type, dtype=dtype))
         norms += [norm.to(device) for norm in found]
     norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm if norm_type == float("inf") else norm**norm_type
