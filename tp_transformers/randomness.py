@@ -60,6 +60,8 @@ class OwnRandomness:
                 child.register_forward_hook(self.leave)
             elif strategy.leaves_sharded_output:
                 child.register_forward_hook(self.enter)
+                if "tp_strategy" not in child.__dict__:  # an adapter, which may drop some of its own, whole, input
+                    child.register_forward_pre_hook(self.leave)
 
     def enter(self, *_: Any) -> None:
         """Draw as this rank alone; the shared state goes on by one number, on every rank."""
