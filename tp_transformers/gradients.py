@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from .layout import chunked
 from .strategies import ParamShard, local_tensor
 
 
@@ -130,10 +129,7 @@ def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
             yield grad
         return
     dim, position = shard.layout.dim, 0
-    start, stop = 0, shard.local_shape[dim]
-    if shard.data_parallel is not None and dim == 0:  # of which FSDP leaves this rank a part
-        copies = shard.data_parallel
-        ((start, stop),) = chunked(stop, copies.size()).ranges[dist.get_rank(copies)]
+    start, stop = shard.rows if dim == 0 else (0, shard.local_shape[dim])
     for part in shard.layout.split.shared(rank):
         if rank != part.ranks[0]:
             yield _between(grad, dim, position - start, part.local - start)

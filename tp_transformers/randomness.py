@@ -40,7 +40,7 @@ class OwnRandomness:
         return type(self)(self.rank, self.device)
 
     def attach(self, module: nn.Module) -> None:
-        """Draw as this rank from the end of a column-parallel layer of `module` to that of a row-parallel one.
+        """Draw as this rank from the end of a column-parallel layer of `module` to the start of a row-parallel one.
 
         If there is none, or a forward raises, it is the end of `module` (recomputation stops by raising).
         """
@@ -57,7 +57,7 @@ class OwnRandomness:
                 continue
             self.hooked.add(child)
             if strategy.takes_sharded_input:
-                child.register_forward_hook(self.leave)
+                child.register_forward_pre_hook(self.leave)
             elif strategy.leaves_sharded_output:
                 child.register_forward_hook(self.enter)
                 if "tp_strategy" not in child.__dict__:  # an adapter, which may drop some of its own, whole, input

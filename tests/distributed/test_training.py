@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -147,6 +148,7 @@ def both_axes(folder: str, mode: str, saved: str) -> dict[str, Any]:
     result["names"] = model.state_dict().keys() == trained.state_dict().keys()
     result["share"] = sum(tp_transformers.local_tensor(param).numel() for param in model.parameters()) / held
     result["shapes"] = whole == [tuple(param.tp_shard.shape) for param in model.parameters()]
+    result |= states(model, trained, f"{saved}-state")
     with torch.no_grad():  # what an evaluation leaves behind can still be gathered
         model.eval()(mine)
     result["gathers"] = all(
@@ -164,6 +166,30 @@ def both_axes(folder: str, mode: str, saved: str) -> dict[str, Any]:
         for name, param in model.named_parameters()
     )
     return result
+
+
+def states(model: Any, trained: Any, folder: str) -> dict[str, bool]:
+    """Whether what torch.distributed.checkpoint saves is the model, and what it and one process give back is."""
+    expected = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+
+    def is_same(values: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(values[name], value) for name, value in expected.items())
+
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    whole = {name: torch.empty_like(value) for name, value in expected.items()}
+    checkpoint.load(whole, checkpoint_id=folder)
+    found = {"checkpoint": is_same(whole)}
+    for name, state in (("reloaded", None), ("whole", expected)):
+        with torch.no_grad():
+            for param in model.parameters():
+                tp_transformers.local_tensor(param).fill_(7)
+        if state is None:
+            state = model.state_dict()
+            checkpoint.load(state, checkpoint_id=folder)
+        # Strict where one process is: tied parameters stand there under two names.
+        model.load_state_dict(state, strict=len(state) == len(trained.state_dict()))
+        found[name] = is_same({name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()})
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +216,9 @@ def test_copies_train_as_one_process(
         assert result["names"]
         assert result["shapes"]
         assert result["gathers"]
+        assert result["checkpoint"]
+        assert result["reloaded"]
+        assert result["whole"]
         assert result["share"] < 0.6 if mode == "shard" else result["share"] == 1
     config = (tmp_path / "saved" / "config.json").read_text()
     assert '"MixtralForCausalLM"' in config if kind == "mixtral" else '"LlamaForCausalLM"' in config

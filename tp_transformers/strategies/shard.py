@@ -144,6 +144,14 @@ class ParamShard:
         return all_gather_uneven(local, widths, self.data_parallel, dim=0)
 
     @property
+    def rows(self) -> Range:
+        """Which indices of dim 0 of this rank's shard FSDP leaves on this rank; all of them without FSDP."""
+        if self.data_parallel is None:
+            return 0, self.local_shape[0]
+        length, copies = self.local_shape[0], self.data_parallel
+        return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
+
+    @property
     def _shared(self) -> tuple[Shared, ...]:
         return self.layout.split.shared(self.group.rank) if self.layout is not None else ()
 
