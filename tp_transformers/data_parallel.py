@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
 from .errors import MeshError, UnsupportedError, describe
@@ -237,10 +237,9 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
-    if mesh.device_type == "cpu":
-        for module in model.modules():
-            if hasattr(module, "set_force_sum_reduction_for_comms"):
-                module.set_force_sum_reduction_for_comms(True)  # gloo knows no mean
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":  # gloo knows no mean
+            getattr(module, "set_force_sum_reduction_for_comms", lambda _: None)(True)
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in shards:
             param.tp_shard = shards[name]  # type: ignore[attr-defined]

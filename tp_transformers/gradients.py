@@ -100,11 +100,11 @@ def parameter_groups(
         parameters = list(parameters.parameters())
     given = list(parameters)
     groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    result = []
+    result: list[dict[str, Any]] = []
     for group in groups:
         assert isinstance(group, Mapping)
         held = group["params"]
-        kinds: dict[Any, list[Tensor]] = {}
+        kinds: dict[Any, list[Any]] = {}
         for param in [held] if isinstance(held, Tensor) else held:
             kinds.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
         result += [{**group, "params": params} for params in kinds.values()]
@@ -154,8 +154,8 @@ def _power(
         else:
             found = list(torch._foreach_norm(alike, norm_type, dtype=dtype))
         norms += [norm.to(device) for norm in found]
-    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return norm if norm_type == float("inf") else norm**norm_type
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm if norm_type == float("inf") else norm.pow(norm_type)
 
 
 def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:

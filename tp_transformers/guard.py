@@ -49,7 +49,8 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
             digests["the random state"] = hashlib.blake2b(_random_state(group), digest_size=7).hexdigest()
         _compare(group, digests)
 
-    return model.register_forward_pre_hook(check, with_kwargs=True)
+    handle: RemovableHandle = model.register_forward_pre_hook(check, with_kwargs=True)
+    return handle
 
 
 def guard_if_asked(model: PreTrainedModel) -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import ParallelismConfig
-from accelerate.utils import DistributedType
+from accelerate import ParallelismConfig  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from .errors import MeshError, UnsupportedError, describe
