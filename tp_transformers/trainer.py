@@ -65,6 +65,23 @@ class Trainer(transformers.Trainer):
             arguments = super()._build_accelerator_args(**kwargs)
         return {**arguments, "parallelism_config": parallelism}
 
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """See `transformers.Trainer`, of which older ones scale a loss by the ranks that share it, too."""
+        if not is_tensor_parallel(self.model):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        averages = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        finally:
+            self.args.average_tokens_across_devices = averages
+        counts_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func
+        if averages and counts_tokens and num_items_in_batch is not None:
+            loss = loss * (self.args.world_size // self.model.tp_size)
+        return (loss, outputs) if return_outputs else loss
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """See `transformers.Trainer`."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)

@@ -441,22 +441,27 @@ class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": BATCH[index], "labels": BATCH[index]}
 
 
-def with_trainer(folder: str, saved: str, alone: bool) -> dict[str, Any]:
+def with_trainer(folder: str, saved: str, copies: int) -> dict[str, Any]:
+    """Train on batches of two in all; `copies`: of the model, which has two ranks each; 0 for one process."""
     from accelerate.state import AcceleratorState
     from transformers import TrainingArguments
 
     from tp_transformers.trainer import Trainer
 
-    if alone:  # for accelerate, torchrun's environment makes one process a distributed one
+    if not copies:  # for accelerate, torchrun's environment makes one process a distributed one
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name)
     logging.disable(logging.INFO)
     try:
+        mesh = mesh_of(copies) if copies else None
+        model = load(folder, device_mesh=mesh) if copies else AutoModelForCausalLM.from_pretrained(folder)
+        if copies > 1:
+            tp_transformers.data_parallel(model, mesh, mode="shard")
         trainer = Trainer(
-            model=load(folder, tp_plan=None if alone else "auto"),
+            model=model,
             args=TrainingArguments(
                 saved,
-                per_device_train_batch_size=2,
+                per_device_train_batch_size=2 // max(copies, 1),
                 max_steps=3,
                 learning_rate=1e-2,
                 adam_epsilon=1e-2,
@@ -472,7 +477,6 @@ def with_trainer(folder: str, saved: str, alone: bool) -> dict[str, Any]:
         trainer.train()
         trainer.save_model()
         history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        assert not hasattr(trainer.model.config, "distributed_config") or alone
         return {
             "losses": torch.tensor([entry["loss"] for entry in history]),
             "norms": torch.tensor([float(entry["grad_norm"]) for entry in history]),
@@ -484,11 +488,14 @@ def with_trainer(folder: str, saved: str, alone: bool) -> dict[str, Any]:
 
 def test_trainer_trains_as_one_process(pool: Pool, cases: Any, tmp_path: Path) -> None:
     folder = cases(9, 3).folder
-    (expected,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), True)
-    for result in pool.run(2, with_trainer, folder, str(tmp_path / "two"), False):
-        assert len(result["losses"]) == 3
-        assert relative(result["losses"], expected["losses"]) < LOSS_TOLERANCE
-        assert relative(result["norms"], expected["norms"]) < NORM_TOLERANCE
-    one, two = read_folder(tmp_path / "one"), read_folder(tmp_path / "two")
-    assert one.keys() == two.keys()
-    assert max(relative(two[name], value) for name, value in one.items()) < WEIGHT_TOLERANCE
+    (expected,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0)
+    one = read_folder(tmp_path / "one")
+    for copies in (1, 2):
+        saved = tmp_path / f"{copies} copies"
+        for result in pool.run(2 * copies, with_trainer, folder, str(saved), copies):
+            assert len(result["losses"]) == 3
+            assert relative(result["losses"], expected["losses"]) < LOSS_TOLERANCE
+            assert relative(result["norms"], expected["norms"]) < NORM_TOLERANCE
+        files = read_folder(saved)
+        assert one.keys() == files.keys()
+        assert max(relative(files[name], value) for name, value in one.items()) < WEIGHT_TOLERANCE
