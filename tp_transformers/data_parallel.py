@@ -45,18 +45,18 @@ def data_parallel(
 ) -> PreTrainedModel:
     """Train `model` on a batch of its own for every rank of the data-parallel axis; all ranks have to call it.
 
-    All copies start as the first of them is (one broadcast a tensor). After a backward every gradient is the mean of
-    those of all copies, as the gradient of the mean of their losses is.
+    All copies start with the parameters of the first (one broadcast each). After a backward every gradient is the mean
+    of those of all copies, as the gradient of the mean of their losses is.
 
     With `replicate`, gradients are averaged at the end of a backward from the model's outputs, 32 MiB an all-reduce,
     DTensors and plain tensors alike; a parameter that only some copies used counts as zero on the others. Nothing
     overlaps with the backward. Optimizers and checkpoints see the parameters that were there before.
 
     With `shard`, FSDP2's `fully_shard` is applied to every decoder layer, then to the model. A DTensor parameter
-    becomes a DTensor over both axes. A plain one (uneven heads, replicated KV heads, experts), which no placement
-    describes over the `tp` axis, becomes a `Shard(0)` DTensor of this rank's values over the data-parallel axis alone:
-    its own `full_tensor()` is then this rank's tensor-parallel shard, `tp_transformers.full_tensor` the whole of
-    either. Make optimizers after it, since the parameters are new.
+    becomes a DTensor over both axes. A plain one (uneven heads, replicated KV heads), which no placement describes over
+    the `tp` axis, becomes a `Shard(0)` DTensor of this rank's values over the data-parallel axis alone: its own
+    `full_tensor()` is then this rank's tensor-parallel shard, `tp_transformers.full_tensor` the whole of either. Make
+    optimizers after it, since the parameters are new.
 
     `model.set_requires_gradient_sync(False)` lets gradients add up without communication, in either mode, until it is
     set back to True and the next backward averages what has added up.
@@ -83,11 +83,14 @@ def data_parallel(
         _check(model, group, mesh, mode, axis, options)
     process_group = mesh[axis].get_group()
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(local_tensor(tensor), group=process_group, group_src=0)
-    model.tp_group = dataclasses.replace(  # type: ignore[assignment]
-        group, is_first_replica=mesh[axis].get_local_rank() == 0
-    )
+        for param in model.parameters():
+            local = local_tensor(param)
+            is_float8 = local.is_floating_point() and local.element_size() == 1  # which no backend sends
+            dist.broadcast(local.view(torch.uint8) if is_float8 else local, group=process_group, group_src=0)
+    copy = dataclasses.replace(group, is_first_replica=mesh[axis].get_local_rank() == 0)
+    for module in model.modules():
+        if "tp_group" in module.__dict__:
+            module.tp_group = copy  # type: ignore[assignment]
     if mode == "shard":
         _shard(model, mesh[axis], options)
     else:

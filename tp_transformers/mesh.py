@@ -42,6 +42,11 @@ class TensorParallelGroup:
     """Whether no copy of the model comes before this one on the other axes of the mesh: the one that is saved."""
 
     @property
+    def writes(self) -> bool:
+        """Whether this is the rank that writes what all ranks save together."""
+        return self.rank == 0 and self.is_first_replica
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The axis' process group; None for one process without one."""
         return self.device_mesh.get_group() if self.device_mesh is not None else None

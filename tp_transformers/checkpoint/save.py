@@ -72,7 +72,7 @@ def save_pretrained(
             "plain model that is loaded from it takes them all."
         )
     group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
-    writes = group.rank == 0 and group.is_first_replica and is_main_process
+    writes = group.writes and is_main_process
     folder = Path(save_directory)
     # 1. What will stand in which file: from shapes alone, the same on all ranks.
     tensors = saved_state(model)
