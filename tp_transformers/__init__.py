@@ -6,7 +6,10 @@ environment, it sets the level of the package's logger.
 
 from .checkpoint.distributed import load_optimizer_state_dict, optimizer_state_dict
 from .checkpoint.sharded import save_sharded, verify_sharded
+from .data_parallel import data_parallel
 from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
+from .gradients import clip_grad_norm_, parameter_groups
+from .guard import check_inputs
 from .hook import disable, enable
 from .logs import read_environment
 from .loss import vocab_parallel_cross_entropy
@@ -57,6 +60,9 @@ __all__ = [
     "TensorParallelError",
     "TensorParallelLayer",
     "UnsupportedError",
+    "check_inputs",
+    "clip_grad_norm_",
+    "data_parallel",
     "disable",
     "enable",
     "full_tensor",
@@ -66,6 +72,7 @@ __all__ = [
     "load_optimizer_state_dict",
     "local_tensor",
     "optimizer_state_dict",
+    "parameter_groups",
     "save_sharded",
     "verify_sharded",
     "vocab_parallel_cross_entropy",

@@ -37,7 +37,7 @@ def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
     wanted = {id(value) for name in names for value in _adapter(peft_model, state, name, **embeddings).values()}
     whole = {name: gather(value, group) if id(value) in wanted else torch.empty(0) for name, value in state.items()}
     with group.agree():
-        if group.rank == 0:
+        if group.writes:
             save(peft_model, **{"state_dict": whole, **options})
 
 
@@ -54,7 +54,7 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     adapter = _adapter(model, model.state_dict(keep_vars=True), name)
     whole = {f"base_model.model.{key}": gather(value, group) for key, value in adapter.items()}
     with group.agree():
-        if group.rank == 0:
+        if group.writes:
             folder.mkdir(parents=True, exist_ok=True)
             tensors = {key: value.detach().contiguous() for key, value in whole.items() if value is not None}
             save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})

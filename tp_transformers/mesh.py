@@ -38,6 +38,13 @@ class TensorParallelGroup:
     """Length of the axis."""
     device: torch.device
     """Where this rank keeps its shards."""
+    is_first_replica: bool = True
+    """Whether no copy of the model comes before this one on the other axes of the mesh: the one that is saved."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this is the rank that writes what all ranks save together."""
+        return self.rank == 0 and self.is_first_replica
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -178,6 +185,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
 
     Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D), or where a node has more ranks than GPUs.
     """
+    is_first = device_mesh is None or _is_first_replica(device_mesh)
     if device_mesh is None and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
         device_type = _start_process_group()
         device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
@@ -188,7 +196,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     device = _local_device(device_mesh.device_type)
     if device.type != "cpu":
         torch.get_device_module(device.type).set_device(device)
-    return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device)
+    return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, is_first)
 
 
 def _report(failure: Exception | None) -> tuple[type[TensorParallelError], str] | None:
@@ -228,6 +236,12 @@ def _tp_axis(device_mesh: DeviceMesh) -> DeviceMesh:
             fix='Build it with init_device_mesh(type, shape, mesh_dim_names=("dp", "tp")).',
         )
     )
+
+
+def _is_first_replica(device_mesh: DeviceMesh) -> bool:
+    names = device_mesh.mesh_dim_names or ()
+    position = device_mesh.get_coordinate() or ()
+    return device_mesh.ndim == 1 or not any(at for at, name in zip(position, names, strict=True) if name != TP_AXIS)
 
 
 def _default_device_type() -> str:

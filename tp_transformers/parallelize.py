@@ -22,6 +22,7 @@ from .logs import get_logger
 from .mesh import TensorParallelGroup
 from .outputs import return_whole_attentions
 from .plan import Plan, base_prefix, fold_layers
+from .randomness import OwnRandomness
 from .report import LoadReport
 from .resolve import Resolution, check_layers_are_cut, resolve
 from .state import (
@@ -212,6 +213,9 @@ def parallelize(
             attach(module, strategy, own, group.device_mesh)
             keep_state(module)
         return_whole_attentions(model, resolution.attention, group)
+        leaving = (name for name, strategy in resolution.module_strategies.items() if strategy.leaves_sharded_output)
+        for name in dict.fromkeys(name.rpartition(".")[0] for name in leaving):
+            OwnRandomness(group.rank, group.device).attach(model.get_submodule(name))
 
     # 5. The model knows what it is, and so does what is put around it.
     watch_adapters()

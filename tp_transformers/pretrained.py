@@ -32,6 +32,7 @@ from .checkpoint.hub import Weights, is_on_hub, open_weights, pin
 from .checkpoint.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
 from .checkpoint.quantization import Float8, take_quantization
 from .errors import CheckpointError, PlanError, UnsupportedError, describe
+from .guard import guard_if_asked
 from .loader import LoadResult, load, partition_initialized
 from .logs import get_logger
 from .mesh import TensorParallelGroup, check_size, join
@@ -156,6 +157,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
     # 5. Cut what transformers has initialised, because the checkpoint lacked it.
     partition_initialized(model, current.resolution, group)
+    guard_if_asked(model)
     return result
 
 

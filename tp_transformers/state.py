@@ -59,7 +59,7 @@ def _take_own(
         value = state.get(prefix + name)
         if param is None or shard is None or not isinstance(value, Tensor):
             continue
-        local = _own_part(value, shard)
+        local = _own_part(value, shard, param)
         if local is None:
             kind = f"a DTensor of {value.placements}" if isinstance(value, DTensor) else "a tensor"
             errors.append(
@@ -70,17 +70,24 @@ def _take_own(
             continue
         if metadata.get("assign_to_params_buffers"):
             local = local.contiguous() if local.shape == value.shape else local.clone()
-        state[prefix + name] = shard.wrap(local, requires_grad=param.requires_grad)
+        if isinstance(param, DTensor) and shard.data_parallel is not None:
+            layout = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+            own = DTensor.from_local(local, param.device_mesh, param.placements, **layout)  # type: ignore[arg-type]
+            state[prefix + name] = nn.Parameter(own, requires_grad=param.requires_grad)
+        else:
+            state[prefix + name] = shard.wrap(local, requires_grad=param.requires_grad)
 
 
-def _own_part(value: Tensor, shard: ParamShard) -> Tensor | None:
-    """This rank's part of a value that is whole, or already laid out like the shard; None if it is neither."""
+def _own_part(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
+    """This rank's part of a value that is whole, or already laid out like the parameter; None if it is neither."""
     if isinstance(value, DTensor):
-        return local_tensor(value) if list(value.placements) == [shard.placement] else None
+        placements = param.placements if isinstance(param, DTensor) else (shard.placement,)
+        return local_tensor(value) if value.placements == placements else None
     value = value.detach()
     if value.shape == shard.shape:
-        return take(value, shard.layout, shard.group.rank)  # type: ignore[return-value]
-    return value if value.shape == shard.local_shape else None
+        own: Tensor = take(value, shard.layout, shard.group.rank)  # type: ignore[assignment]
+        return own if shard.data_parallel is None else own[slice(*shard.rows)]
+    return value if value.shape == local_tensor(param).shape else None
 
 
 @contextmanager

@@ -6,7 +6,7 @@ held the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ..layout import Piece
-from ..strategies import ParamShard
+from ..strategies import ParamShard, local_tensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +65,7 @@ class LocalShard(Tensor):
                     size=self.tp_shard.shape,
                 ),
             )
-            for chunk in (self._chunk(piece) for piece in layout.split.pieces if piece.rank == rank)
+            for chunk in map(self._chunk, self._kept(piece for piece in layout.split.pieces if piece.rank == rank))
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -85,15 +85,25 @@ class LocalShard(Tensor):
     @property
     def _held(self) -> Iterator[Piece]:
         """What this rank holds, those indices included that others hold too."""
-        rank, local = self.tp_shard.group.rank, 0
+        rank, local, pieces = self.tp_shard.group.rank, 0, []
         for start, stop in self._layout.split.ranges[rank]:
-            if stop > start:
-                yield Piece(rank, local, start, stop - start)
+            pieces.append(Piece(rank, local, start, stop - start))
             local += stop - start
+        return self._kept(pieces)
+
+    def _kept(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """What FSDP leaves on this rank of the pieces of its shard, and where it stands in that."""
+        start, stop = self.tp_shard.rows if self._layout.dim == 0 else (0, self.tp_shard.local_shape[self._layout.dim])
+        for piece in pieces:
+            first, last = max(piece.local, start), min(piece.local + piece.length, stop)
+            if first < last:
+                yield Piece(piece.rank, first - start, piece.start + first - piece.local, last - first)
 
     def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
         dim, sizes = self._layout.dim, list(self.tp_shard.shape)
         offsets = [0] * len(sizes)
+        if dim != 0:
+            offsets[0], sizes[0] = self.tp_shard.rows[0], self.tp_shard.rows[1] - self.tp_shard.rows[0]
         offsets[dim], sizes[dim] = piece.start, piece.length
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
@@ -101,9 +111,13 @@ class LocalShard(Tensor):
 def placed(local: Tensor, param: Tensor) -> Tensor:
     """`local`, laid out like `param` (itself, an optimizer's state of it), in the form that can be saved as a shard."""
     shard: ParamShard | None = getattr(param, "tp_shard", None)
-    if shard is None or shard.layout is None or shard.placement is not None or local.shape != shard.local_shape:
+    if shard is None or shard.layout is None or local.shape != param.shape:
         return local
-    return LocalShard.of(local, shard)
+    # Torch takes what FSDP cuts of an uneven DTensor for something else than it is.
+    is_even = len(set(shard.layout.split.widths)) == 1
+    if shard.placement is not None and (shard.data_parallel is None or is_even):
+        return local
+    return LocalShard.of(local_tensor(local), shard)
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

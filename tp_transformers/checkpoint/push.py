@@ -74,7 +74,7 @@ def _upload(
     def upload() -> Any:
         return _Saved(files).push_to_hub(repo_id, tags=sorted(set(tags)) or None, **options)
 
-    return group.together(lambda: upload() if group.rank == 0 else None)
+    return group.together(lambda: upload() if group.writes else None)
 
 
 def _times(folder: Path) -> dict[Path, int]:

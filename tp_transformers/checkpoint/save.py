@@ -72,7 +72,7 @@ def save_pretrained(
             "plain model that is loaded from it takes them all."
         )
     group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
-    writes = group.rank == 0 and is_main_process
+    writes = group.writes and is_main_process
     folder = Path(save_directory)
     # 1. What will stand in which file: from shapes alone, the same on all ranks.
     tensors = saved_state(model)
@@ -167,7 +167,7 @@ def write_configs(model: PreTrainedModel, folder: Path) -> None:
         custom_object_save(model, folder, config=model.config)
     config = copy.deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__]
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

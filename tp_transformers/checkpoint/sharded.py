@@ -66,6 +66,10 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
                 fix='Load it with tp_plan="auto", also on one rank; or call model.save_pretrained(folder).',
             )
         )
+    if any(getattr(getattr(param, "tp_shard", None), "data_parallel", None) for param in model.parameters()):
+        raise UnsupportedError(
+            "save_sharded does not write what FSDP has cut once more. Call model.save_pretrained(folder) on all ranks."
+        )
     folder, state, save = Path(folder), saved_state(model), group.gather(secrets.token_hex(4))[0]
     path, temporary = rank_paths(folder, save, group.rank, group.size)
     try:

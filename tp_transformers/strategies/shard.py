@@ -31,6 +31,8 @@ class ParamShard:
     """Whether a parameter that every rank holds whole gets only a part of its gradient on each."""
     added_once: bool = False
     """Whether only rank 0 computes with it, since outputs are summed over the ranks; the others see zeros."""
+    data_parallel: dist.ProcessGroup | None = None
+    """The ranks over which FSDP cuts dim 0 of this rank's shard once more, as torch.chunk does; None without FSDP."""
     _sharing: list[tuple[Shared, dist.ProcessGroup]] = field(default_factory=list, init=False)
     """What this rank holds together with others, and the process group of those; filled by `connect`."""
 
@@ -108,6 +110,7 @@ class ParamShard:
     def full(self, local: Tensor) -> Tensor:
         """Gather the whole tensor on every rank (one all-gather) from each rank's `local` values."""
         process_group = self.group.process_group
+        local = self.joined(local)
         if self.layout is None or process_group is None:
             return local.clone()
         dim, widths = self.layout.dim, self.layout.split.widths
@@ -117,6 +120,7 @@ class ParamShard:
     def gather(self, local: Tensor) -> Tensor | None:
         """Gather the whole tensor on rank 0 alone, shard by shard; None on the others."""
         rank, process_group = self.group.rank, self.group.process_group
+        local = self.joined(local)
         if self.layout is None or process_group is None:
             return local if rank == 0 else None
         senders = sorted({piece.rank for piece in self.layout.split.pieces} - {0})
@@ -131,6 +135,21 @@ class ParamShard:
             dist.recv(shard, group=process_group, group_src=sender)
             _put(whole, shard, self.layout, sender)
         return whole
+
+    def joined(self, local: Tensor) -> Tensor:
+        """This rank's shard, from the part of it that FSDP leaves on this rank (all-gather over the copies)."""
+        if self.data_parallel is None or 0 in self.local_shape:
+            return local
+        widths = chunked(self.local_shape[0], self.data_parallel.size()).widths
+        return all_gather_uneven(local, widths, self.data_parallel, dim=0)
+
+    @property
+    def rows(self) -> Range:
+        """Which indices of dim 0 of this rank's shard FSDP leaves on this rank; all of them without FSDP."""
+        if self.data_parallel is None:
+            return 0, self.local_shape[0]
+        length, copies = self.local_shape[0], self.data_parallel
+        return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
 
     @property
     def _shared(self) -> tuple[Shared, ...]:

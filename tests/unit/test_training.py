@@ -1,0 +1,110 @@
+"""What training needs, as far as one process can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BartForConditionalGeneration, LlamaForCausalLM
+
+import tp_transformers
+from tests.architectures import ARCHITECTURES
+from tests.models import llama_config
+from tp_transformers.data_parallel import layers_of
+from tp_transformers.randomness import OwnRandomness
+from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
+
+
+def test_layers_are_those_that_transformers_does_not_split() -> None:
+    llama = LlamaForCausalLM(llama_config(8, 4))
+    assert layers_of(llama) == [*llama.model.layers][::-1]
+    bart = ARCHITECTURES["bart"].make(8, 8)
+    assert isinstance(bart, BartForConditionalGeneration)
+    assert set(layers_of(bart)) == {*bart.model.encoder.layers, *bart.model.decoder.layers}
+    block = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    assert layers_of(block) == [*block[0]][::-1]
+
+
+def test_groups_keep_their_settings_and_every_parameter() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    groups = tp_transformers.parameter_groups([{"params": weights[:2], "lr": 1.0}, {"params": weights[2], "lr": 2.0}])
+    assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 1.0), (1, 2.0)]
+    (group,) = tp_transformers.parameter_groups(iter(weights))
+    assert group["params"] == weights
+    assert tp_transformers.parameter_groups([]) == []
+
+
+def test_a_model_without_a_plan_is_refused_or_left_to_torch() -> None:
+    plain: Any = nn.Linear(3, 3)
+    plain(torch.ones(3)).sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 100.0)
+    assert tp_transformers.clip_grad_norm_(plain, 100.0) == expected
+    assert tp_transformers.clip_grad_norm_(plain.weight, 100.0) == plain.weight.grad.norm()
+    for function in (tp_transformers.check_inputs, lambda model: tp_transformers.data_parallel(model, None)):  # type: ignore[arg-type]
+        with pytest.raises(tp_transformers.UnsupportedError, match="loaded with tp_plan"):
+            function(plain)
+
+
+def test_clipping_on_one_rank_is_torchs(cases: Any) -> None:
+    grads = []
+    for plan in ("auto", None):
+        with tp_transformers.enable():
+            model = LlamaForCausalLM.from_pretrained(cases(9, 3).folder, tp_plan=plan)
+        model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+        clip = tp_transformers.clip_grad_norm_ if plan else torch.nn.utils.clip_grad_norm_
+        norm = clip(model.parameters(), 0.5, foreach=False)  # type: ignore[operator]
+        grads.append((norm, *(param.grad for param in model.parameters())))
+        next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match=r"norm of order 2\.0"):
+            clip(model.parameters(), 0.5, error_if_nonfinite=True)  # type: ignore[operator]
+    for mine, theirs in list(zip(*grads, strict=True))[2:]:
+        torch.testing.assert_close(mine, theirs)
+
+
+class Block(nn.Module):
+    """A layer that is cut, a dropout, and one that takes what is cut."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.column, self.row, self.p, self.dropout = nn.Identity(), nn.Identity(), 0.5, 0.5
+        self.column.tp_strategy, self.row.tp_strategy = ColwiseParallel(), RowwiseParallel()  # type: ignore[assignment]
+        OwnRandomness(rank, torch.device("cpu")).attach(self)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inside = nn.functional.dropout(self.column(x), 0.5, self.training)
+        if self.fails:
+            raise ValueError("stopped")
+        return inside, nn.functional.dropout(self.row(x), 0.5, self.training)
+
+
+def test_ranks_draw_alike_outside_and_not_inside() -> None:
+    x, states, seen = torch.ones(1000), [], []
+    for rank in range(3):
+        torch.manual_seed(3)
+        block = Block(rank)
+        seen.append([mask for _ in range(2) for mask in block(x)])
+        states.append(torch.get_rng_state())
+        start = torch.get_rng_state()
+        block.fails = True
+        with pytest.raises(ValueError, match="stopped"):
+            block(x)
+        block.fails = False
+        after = torch.get_rng_state()
+        torch.set_rng_state(start)
+        again = block(x)
+        torch.set_rng_state(start)
+        assert all(torch.equal(a, b) for a, b in zip(again, block(x), strict=True)), "nothing but the state counts"
+        assert not torch.equal(start, after)
+    assert all(torch.equal(state, states[0]) for state in states)
+    inside = [masks[0] for masks in seen]
+    assert not torch.equal(inside[0], inside[1])
+    assert not torch.equal(inside[1], inside[2])
+    assert abs((inside[0] * inside[1]).mean().item() - 1) < 0.2  # and independent: half of a half, scaled by four
+    assert all(torch.equal(masks[1], seen[0][1]) and torch.equal(masks[3], seen[0][3]) for masks in seen)
+    block = Block(0).eval()
+    start = torch.get_rng_state()
+    block(x)
+    assert torch.equal(torch.get_rng_state(), start), "nothing is drawn where nothing is dropped"

@@ -1,0 +1,248 @@
+"""Data parallelism beside tensor parallelism: copies of a tensor-parallel model that train on batches of their own.
+
+Two ways over the other axis of a mesh:
+
+    replicate    every copy holds the whole of its shards; gradients are averaged at the end of a backward
+    shard        FSDP2 cuts dim 0 of every rank's shards once more, gathers a layer while it computes, and scatters
+                 its averaged gradients
+
+Both take what a rank holds as it is, DTensor or plain, so that neither cares how a plan cuts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_leaves
+
+from .errors import MeshError, UnsupportedError, describe
+from .mesh import TP_AXIS, TensorParallelGroup
+from .strategies import local_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BUCKET = 32 << 20
+"""Bytes of gradients that travel together."""
+
+
+def data_parallel(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    mode: Literal["replicate", "shard"] = "replicate",
+    axis: str = "dp",
+    **options: Any,
+) -> PreTrainedModel:
+    """Train `model` on a batch of its own for every rank of the data-parallel axis; all ranks have to call it.
+
+    All copies start with the parameters of the first (one broadcast each). After a backward every gradient is the mean
+    of those of all copies, as the gradient of the mean of their losses is.
+
+    With `replicate`, gradients are averaged at the end of a backward from the model's outputs, 32 MiB an all-reduce,
+    DTensors and plain tensors alike; a parameter that only some copies used counts as zero on the others. Nothing
+    overlaps with the backward. Optimizers and checkpoints see the parameters that were there before.
+
+    With `shard`, FSDP2's `fully_shard` is applied to every decoder layer, then to the model. A DTensor parameter
+    becomes a DTensor over both axes. A plain one (uneven heads, replicated KV heads), which no placement describes over
+    the `tp` axis, becomes a `Shard(0)` DTensor of this rank's values over the data-parallel axis alone: its own
+    `full_tensor()` is then this rank's tensor-parallel shard, `tp_transformers.full_tensor` the whole of either. Make
+    optimizers after it, since the parameters are new.
+
+    `model.set_requires_gradient_sync(False)` lets gradients add up without communication, in either mode, until it is
+    set back to True and the next backward averages what has added up.
+
+    Args:
+        model: a model loaded with `tp_plan` and `device_mesh=mesh`.
+        mesh: a mesh with the axes `axis` and `tp`.
+        mode: "replicate" or "shard".
+        axis: name of the data-parallel axis.
+        **options: of `fully_shard` (`mp_policy`, `offload_policy`, `reshard_after_forward`). By default a layer's
+            parameters are freed after its forward, the root's too.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        MeshError: where the mesh has no such axis, or its `tp` axis is not the one that the model is split over.
+        UnsupportedError: for a model without a plan, one that is data-parallel already, or an unknown mode.
+    """
+    group: TensorParallelGroup | None = getattr(model, "tp_group", None)
+    if group is None:
+        raise UnsupportedError("data_parallel needs a model that was loaded with tp_plan")
+    with group.agree():
+        _check(model, group, mesh, mode, axis, options)
+    process_group = mesh[axis].get_group()
+    with torch.no_grad():
+        for param in model.parameters():
+            local = local_tensor(param)
+            is_float8 = local.is_floating_point() and local.element_size() == 1  # which no backend sends
+            dist.broadcast(local.view(torch.uint8) if is_float8 else local, group=process_group, group_src=0)
+    copy = dataclasses.replace(group, is_first_replica=mesh[axis].get_local_rank() == 0)
+    for module in model.modules():
+        if "tp_group" in module.__dict__:
+            module.tp_group = copy  # type: ignore[assignment]
+    if mode == "shard":
+        _shard(model, mesh[axis], options)
+    else:
+        average = _Average(process_group)
+        model.register_forward_hook(average.watch)
+        model.set_requires_gradient_sync = average.set_requires_gradient_sync  # type: ignore[assignment]
+    return model
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of which a model is a stack, inner ones first.
+
+    They are the modules that transformers would not spread over devices (`_no_split_modules`); where the class names
+    none, the members of its outermost lists.
+    """
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    named = [module for module in model.modules() if type(module).__name__ in kinds]
+    return (named or list(_listed(model)))[::-1]
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _listed(child)
+
+
+def _check(
+    model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, mode: str, axis: str, options: dict[str, Any]
+) -> None:
+    names = mesh.mesh_dim_names or ()
+    if axis not in names or TP_AXIS not in names:
+        raise MeshError(
+            describe(
+                "data_parallel",
+                got=f"a mesh with the axes {names or 'without names'}",
+                expected=f"the axes {axis!r} and {TP_AXIS!r}",
+                fix=f'Build it with init_device_mesh(type, shape, mesh_dim_names=("{axis}", "tp")).',
+            )
+        )
+    if mesh[TP_AXIS].mesh.tolist() != group.global_ranks:
+        raise MeshError(
+            describe(
+                "data_parallel",
+                got=f"a mesh whose tp axis is ranks {mesh[TP_AXIS].mesh.tolist()}",
+                expected=f"ranks {group.global_ranks}, over which the model is split",
+                fix="Load the model with device_mesh=mesh.",
+            )
+        )
+    if mode not in ("replicate", "shard") or (mode == "replicate" and options):
+        raise UnsupportedError(
+            describe(
+                "data_parallel",
+                got=f"mode={mode!r}" + (f" with {', '.join(sorted(options))}" if options else ""),
+                expected='"replicate", or "shard" with options of fully_shard',
+                fix="Leave them out, or pass the other mode.",
+            )
+        )
+    if hasattr(model, "set_requires_gradient_sync"):
+        raise UnsupportedError("data_parallel: the model is data-parallel already")
+
+
+# -- replicate
+
+
+class _Average:
+    """Averages the gradients of a model over its copies, once at the end of every backward from its outputs.
+
+    Which parameters have a gradient is agreed on first (one all-reduce of a number a parameter), so that experts which
+    got no token on some copies keep the ranks together. To average once more what is average changes nothing, so
+    gradients may add up over several backwards.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.enabled = True
+        self.is_queued = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Average:
+        return _Average(self.process_group)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether a backward averages the gradients, those included that added up without."""
+        self.enabled = requires_gradient_sync
+
+    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After a forward: hear of the backward that begins at any of its outputs."""
+        if not torch.is_grad_enabled():
+            return
+
+        def begun(grad: Tensor) -> None:
+            if self.enabled and not self.is_queued:
+                self.is_queued = True
+                Variable._execution_engine.queue_callback(partial(self.average, module))
+
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(begun)
+
+    @torch.no_grad()
+    def average(self, module: nn.Module) -> None:
+        """Average what any copy has a gradient of."""
+        self.is_queued = False
+        params = [param for param in module.parameters() if param.requires_grad]
+        has_grad = torch.tensor([float(param.grad is not None) for param in params], device=params[0].device)
+        dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=self.process_group)
+        grads: dict[torch.dtype, list[Tensor]] = {}
+        for param, anywhere in zip(params, has_grad.tolist(), strict=True):
+            if not anywhere:
+                continue
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            grad = local_tensor(param.grad)
+            grads.setdefault(grad.dtype, []).append(grad)
+        for bucket in _buckets(grads.values()):
+            flat = torch.cat([grad.reshape(-1) for grad in bucket])
+            dist.all_reduce(flat, group=self.process_group)
+            flat /= self.process_group.size()
+            for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+                grad.copy_(mean.view(grad.shape))
+
+
+def _buckets(groups: Any) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype, about BUCKET bytes at a time."""
+    for tensors in groups:
+        bucket: list[Tensor] = []
+        for tensor in tensors:
+            bucket.append(tensor)
+            if sum(held.nbytes for held in bucket) >= BUCKET:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
+
+
+# -- shard
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    shards = {
+        name: dataclasses.replace(param.tp_shard, data_parallel=mesh.get_group())
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if hasattr(param, "tp_shard")
+    }
+    options.setdefault("reshard_after_forward", True)
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":  # gloo knows no mean
+            getattr(module, "set_force_sum_reduction_for_comms", lambda _: None)(True)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in shards:
+            param.tp_shard = shards[name]  # type: ignore[attr-defined]
