@@ -185,7 +185,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
 
     Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D), or where a node has more ranks than GPUs.
     """
-    is_first = device_mesh is None or _is_first_replica(device_mesh)
+    given = device_mesh
     if device_mesh is None and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
         device_type = _start_process_group()
         device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
@@ -193,6 +193,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
         device_mesh = _tp_axis(device_mesh)
     if device_mesh is None:
         return TensorParallelGroup(None, 0, 1, _local_device(_default_device_type()))
+    is_first = given is None or _is_first_replica(given)
     device = _local_device(device_mesh.device_type)
     if device.type != "cpu":
         torch.get_device_module(device.type).set_device(device)

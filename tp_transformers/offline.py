@@ -30,6 +30,7 @@ from .checkpoint.manifest import Manifest, RankFile
 from .checkpoint.reader import read
 from .checkpoint.save import write_configs
 from .checkpoint.sharded import check_save, complete_save, open_writer, rank_paths, refuse_ordinary_weights
+from .checkpoint.writer import make_folder
 from .errors import CheckpointError, TensorParallelError, UsageError, describe, list_faults
 from .hook import enable
 from .layout import Layout
@@ -153,7 +154,7 @@ class _Work:
             kept = {name: value for name, value in values.items() if name not in (model._keys_to_ignore_on_save or ())}
             # 2. Every file's header, then all files from their first tensor to their last, side by side.
             with ExitStack() as stack:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder)
                 writers = [
                     stack.enter_context(closing(open_writer(path, _outlines(kept, rank), save=self.save, rank=rank)))
                     for rank, (_, path) in enumerate(self.paths)

@@ -36,6 +36,7 @@ from .guard import guard_if_asked
 from .loader import LoadResult, load, partition_initialized
 from .logs import get_logger
 from .mesh import TensorParallelGroup, check_size, join
+from .options import INSTEAD, Options, refuse_without_tp_plan
 from .parallelize import parallelize
 from .plan import Plan, available_plans
 from .request import LoadRequest
@@ -54,11 +55,7 @@ class _Load:
 
     tp_plan: Plan | str
     group: TensorParallelGroup
-    allow_replicated: bool = False
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Options of the plan that the caller gives, in place of the plan's own."""
-    map: bool = False
-    prefetch: bool | None = None
+    options: Options
     sharded: Manifest | None = None
     """What is loaded, where it is a pre-sharded checkpoint."""
     stream: str | None = None
@@ -82,6 +79,7 @@ def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwarg
     """`from_pretrained` of a model or Auto class: `original`, unless there is a `tp_plan`."""
     if kwargs.get("tp_plan") is None:
         folder = _sharded_folder(args, kwargs)
+        refuse_without_tp_plan(kwargs)
         if folder is not None and _current.get() is None:
             refuse_without_plan(folder)
         return original(cls, *args, **kwargs)
@@ -103,11 +101,7 @@ def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs:
 def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a `from_pretrained` that was given a `tp_plan`."""
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
-    allow_replicated = bool(kwargs.pop("allow_replicated", False))
-    prefetch, map_weights = kwargs.pop("tp_prefetch", None), bool(kwargs.pop("tp_map", False))
-    stream = kwargs.pop("tp_stream", None)
-    asked = {option: kwargs.pop(f"tp_{option}", None) for option in ("sequence_parallel", "loss_parallel")}
-    options = {option: bool(value) for option, value in asked.items() if value is not None}
+    options = Options.take(kwargs)
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     # 1. Find the ranks.
     instead = _instead.get()
@@ -115,35 +109,18 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     with group.agree():
         # 2. Refuse what does not go together.
         check_size(group, tp_size)
-        for other in ("device_map", "distributed_config"):
-            if kwargs.pop(other, None) is not None:
-                raise PlanError(
-                    describe(
-                        "from_pretrained",
-                        got=f"both tp_plan and {other}",
-                        expected="one of them",
-                        fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
-                    )
-                )
-        if kwargs.get("gguf_file") is not None:
-            raise UnsupportedError(
-                describe(
-                    "from_pretrained",
-                    got="both tp_plan and gguf_file",
-                    expected="weights in safetensors files",
-                    fix="Convert once, in one process: from_pretrained(name, gguf_file=...).save_pretrained(folder).",
-                )
-            )
+        options.check(name, kwargs)
+        for other in INSTEAD:
+            kwargs.pop(other, None)
         folder = _sharded_folder(args, kwargs)
         if folder is not None:
             refuse_distributed(folder)
         sharded = Manifest.find(folder) if folder is not None else None
-        current = _Load(read_plan(tp_plan), group, allow_replicated, options, map_weights, prefetch, sharded)
-        current.instead = instead
+        current = _Load(read_plan(tp_plan), group, options, sharded, instead=instead)
         if sharded is not None:
             kwargs["variant"] = VARIANT
         # 3. If weights stay on the Hub, settle on one commit of everything.
-        current.stream = _settle_stream(group, name, stream, kwargs)
+        current.stream = _settle_stream(group, name, options, kwargs)
         # 4. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
         token = _current.set(current)
         try:
@@ -161,11 +138,10 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     return result
 
 
-def _settle_stream(group: TensorParallelGroup, name: Any, stream: Any, kwargs: dict[str, Any]) -> str | None:
+def _settle_stream(group: TensorParallelGroup, name: Any, options: Options, kwargs: dict[str, Any]) -> str | None:
     """The commit of which weights are streamed from the Hub, if they are; then `kwargs` are of it, on all ranks."""
     with group.agree():
-        wanted = os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0") if stream is None else bool(stream)
-        wanted = wanted and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
+        wanted = options.streams and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
         asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
     group.check_same("tp_stream", asked)
     if not wanted:
@@ -226,7 +202,7 @@ def load_pretrained_model(
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     plan = current.tp_plan if isinstance(current.tp_plan, Plan) else auto_plan(model, quietly=current.group.rank > 0)
-    plan = dataclasses.replace(plan, **current.options)
+    plan = current.options.change(plan)
     request = LoadRequest(
         name=str(load_config.pretrained_model_name_or_path),
         files=[current.remote.get(file, file) for file in checkpoint_files or ()],
@@ -236,15 +212,17 @@ def load_pretrained_model(
         weight_mapping=load_config.weight_mapping,
         dtype_plan=load_config.dtype_plan or {},
         ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
-        map=current.map,
-        prefetch=current.prefetch,
+        map=bool(current.options.tp_map),
+        prefetch=current.options.tp_prefetch,
         sharded=current.sharded,
         quantization=current.quantization,
     )
     if current.instead is not None:
         current.resolution, result = current.instead(model, plan, request)
     else:
-        current.resolution = parallelize(model, plan, current.group, allow_replicated=current.allow_replicated)
+        current.resolution = parallelize(
+            model, plan, current.group, allow_replicated=bool(current.options.allow_replicated)
+        )
         result = load(model, current.resolution, current.group, request)
     model.tp_report = result.report  # type: ignore[assignment]
     if current.sharded is not None:

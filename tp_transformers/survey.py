@@ -69,7 +69,8 @@ def survey(
     """Look at a model as a load would, and read no weight.
 
     Args:
-        name: a folder with a config and perhaps weights, or a name on the Hub, of which only headers are fetched.
+        name: a folder with a config and perhaps weights, the config in it, or a name on the Hub, of which only headers
+            are fetched.
         tp_plan: as `from_pretrained` takes it.
         dtype: as `from_pretrained` takes it; where there is only a config that does not say, "auto" is float32.
         revision: of a name on the Hub.
@@ -80,6 +81,8 @@ def survey(
         PlanError: where there is no plan, or it is malformed.
         UnsupportedError: where a load would refuse the model.
     """
+    if os.path.isfile(name) and os.path.basename(name) == "config.json":
+        name = os.path.dirname(name) or "."
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         fix = "Name the folder of a model, or a model on the Hub (org/name)."
         raise UsageError(describe(name, got="a folder without config.json", expected="one with it", fix=fix))

@@ -80,6 +80,7 @@ ROOMS = [
     "request",
     "loader",
     "guard",
+    "options",
     "pretrained",
     "hook",
     "offline",

@@ -25,7 +25,7 @@ from ..errors import UnsupportedError
 from ..logs import get_logger
 from ..strategies import ParamShard, full_tensor, local_tensor, whole_like
 from .conversion import WholeModel
-from .writer import Writer
+from .writer import Writer, make_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +90,7 @@ def save_pretrained(
         # 2. The files that need no weights, and the headers of those that do.
         with group.agree():
             if writes:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
                 write_configs(model, folder)
                 _remove_old_weights(folder, weights_name, keep=cut.filename_to_tensors)
                 for file, names in cut.filename_to_tensors.items():

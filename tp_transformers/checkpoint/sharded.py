@@ -33,7 +33,7 @@ from .index import Checkpoint, read_header
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
 from .save import saved_state, write_configs
 from .source import LocalFile, Source
-from .writer import SummedWriter
+from .writer import SummedWriter, make_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,7 +75,7 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
     try:
         # 1. Every rank writes its file.
         with group.agree():
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             refuse_ordinary_weights(folder)
             local = {name: local_tensor(tensor) for name, tensor in state.items()}
             with closing(open_writer(temporary, local, save=save, rank=group.rank)) as writer:

@@ -12,8 +12,20 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
+from ..errors import CheckpointError, describe
 from ..stored import byte_view
 from .index import DTYPE_NAMES
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder to write to, unless it is there. Raises CheckpointError where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        got = "a file of that name" if isinstance(error, FileExistsError) else (error.strerror or str(error)).lower()
+        raise CheckpointError(
+            describe(f"folder {folder}", got=got, expected="a folder, or room for one", fix="Choose another.")
+        ) from error
 
 
 class Writer:
