@@ -81,6 +81,8 @@ def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args
     group, config = _group(model), tuner.peft_config[adapter_name]
     assert group is not None
     with group.agree():
+        if hasattr(model, "set_requires_gradient_sync"):
+            raise _unsupported("data_parallel", "adapters that come after it")
         _check_config(config, model)
     if config.lora_dropout:
         _check_random_state(group)

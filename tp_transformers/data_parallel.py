@@ -179,6 +179,7 @@ class _Average:
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """After a forward: hear of the backward that begins at any of its outputs."""
+        self.is_queued = False  # a backward that failed has not come to its end
         if not torch.is_grad_enabled():
             return
 

@@ -102,6 +102,9 @@ class CausalLMLoss:
                     fix="Load the model without tp_loss_parallel.",
                 )
             )
+        own, rank = logits.shape[-1], self.device_mesh.get_local_rank()
+        if own == vocab_size:  # whole, of a call without labels
+            logits = logits.narrow(-1, sum(self.widths[:rank]), self.widths[rank])
         if shift_labels is None:
             assert labels is not None
             shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -138,7 +138,8 @@ class _Work:
     def __call__(self, model: PreTrainedModel, plan: Plan, request: LoadRequest) -> tuple[Resolution, LoadResult]:
         """Cut and write all parameters; those of the model stay on the meta device."""
         began = perf_counter()
-        resolution = parallelize(model, plan, AbsentRanks(None, 0, self.size, self.one.device))
+        absent = AbsentRanks(None, 0, self.size, self.one.device)
+        resolution = parallelize(model, plan, absent, allow_replicated=request.allow_replicated)
         whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
         dtype_of = dtype_policy(request.dtype_plan)
         dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in whole.items()}

@@ -152,8 +152,8 @@ class TensorParallelModel:
 
 
 def is_tensor_parallel(model: object) -> bool:
-    """Whether `model` was loaded with a `tp_plan` by this package (also on one rank)."""
-    return isinstance(model, TensorParallelModel)
+    """Whether `model` was loaded with a `tp_plan` by this package (also on one rank), or is PEFT's around one."""
+    return isinstance(getattr(model, "tp_group", None), TensorParallelGroup)
 
 
 def parallelize(

@@ -212,6 +212,7 @@ def load_pretrained_model(
         weight_mapping=load_config.weight_mapping,
         dtype_plan=load_config.dtype_plan or {},
         ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+        allow_replicated=bool(current.options.allow_replicated),
         map=bool(current.options.tp_map),
         prefetch=current.options.tp_prefetch,
         sharded=current.sharded,
@@ -220,9 +221,7 @@ def load_pretrained_model(
     if current.instead is not None:
         current.resolution, result = current.instead(model, plan, request)
     else:
-        current.resolution = parallelize(
-            model, plan, current.group, allow_replicated=bool(current.options.allow_replicated)
-        )
+        current.resolution = parallelize(model, plan, current.group, allow_replicated=request.allow_replicated)
         result = load(model, current.resolution, current.group, request)
     model.tp_report = result.report  # type: ignore[assignment]
     if current.sharded is not None:
@@ -281,7 +280,8 @@ def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
                 'tp_plan="auto"',
                 got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
                 expected=f"one of {', '.join(sorted(available_plans()))}, or a class that declares a plan",
-                fix='Pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}, or a YAML file.',
+                fix="Let one be written and proven: tp-transformers suggest MODEL plan.yaml; then pass "
+                'tp_plan="plan.yaml". Or pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}.',
             )
         )
     if plan.declared and model_type not in _told and not quietly:

@@ -41,6 +41,8 @@ class LoadRequest:
     dtype_plan: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Parameters that are kept in another dtype than the model's."""
     ignore_mismatched_sizes: bool = False
+    allow_replicated: bool = False
+    """Whether a plan that a transformers class declares may leave whole layers on every rank."""
     map: bool = False
     """Whether what a rank holds as one run of a file stays there, mapped, on a CPU."""
     prefetch: bool | None = None

@@ -133,6 +133,11 @@ class _Rewriter:
                 self._set(path, "sequence_parallel")
             elif any(True for _ in module.parameters()):
                 self._rewrite_block(path, module)
+            elif isinstance(module, nn.Dropout) and module.p:
+                self.faults.append(
+                    f"{fold_layers(path)}: it would drop {module.p:g} of parts of the sequence, in numbers that differ "
+                    "from rank to rank; set it to 0 in the config"
+                )
 
     def _rewrite_block(self, name: str, block: nn.Module) -> None:
         inner = {rule: self.rules[rule] for rule in self.rules if _inside(rule, name)}

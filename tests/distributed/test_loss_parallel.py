@@ -102,6 +102,8 @@ def compare(name: str, folder: str, reference_file: str, sequence: bool) -> dict
     errors["logits"] = relative(seen["logits"], reference["logits"])
     start = sum(even(VOCAB, model.tp_size).widths[: model.tp_group.rank])
     whole = model(PROMPTS).logits
+    with torch.no_grad():  # the loss stays, and is given whole logits now
+        errors["of whole"] = relative(model.loss_function(whole, PROMPTS, VOCAB), model(PROMPTS, labels=PROMPTS).loss)
     errors["part"] = relative(part, whole[..., start : start + part.shape[-1]].detach())
     model.zero_grad()
     with Shapes() as shapes:

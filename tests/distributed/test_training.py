@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -154,6 +156,11 @@ def both_axes(folder: str, mode: str, saved: str) -> dict[str, Any]:
     result["gathers"] = all(
         tp_transformers.full_tensor(param).shape == param.tp_shard.shape for param in model.parameters()
     )
+    if mode == "replicate":  # a backward that fails is not the last
+        loss = model(mine, labels=mine).loss
+        loss.register_hook(lambda grad: 1 / 0)
+        with suppress(ZeroDivisionError):
+            loss.backward()
     # Two halves of a batch, averaged once.
     model.zero_grad()
     for row, synchronises in zip(mine, (False, True), strict=True):
@@ -165,6 +172,14 @@ def both_axes(folder: str, mode: str, saved: str) -> dict[str, Any]:
         relative(tp_transformers.full_tensor(param, param.grad), trained.get_parameter(name).grad)
         for name, param in model.named_parameters()
     )
+    # Copies that end at different lengths.
+    count = 2 + 3 * mesh["dp"].get_local_rank()
+    text = model.eval().generate(mine[:1], max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    result["generated"] = text.shape[1] - mine.shape[1] == count
+    try:
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    except tp_transformers.UnsupportedError as error:
+        result["adapters"] = str(error)
     return result
 
 
@@ -214,6 +229,8 @@ def test_copies_train_as_one_process(
         assert result["saved"] < WEIGHT_TOLERANCE
         assert result["accumulated"] < GRADIENT_TOLERANCE * chaos
         assert result["names"]
+        assert result["generated"]
+        assert "adapters that come after it" in result["adapters"]
         assert result["shapes"]
         assert result["gathers"]
         assert result["checkpoint"]

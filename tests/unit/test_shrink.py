@@ -103,6 +103,7 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-3": ("gemma3", {"mm_tokens_per_image": 256, "vision_config": {"image_size": 896, "patch_size": 14}}),
     "t5-11b": ("t5", {"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_heads": 128, "num_layers": 24}),
     "opt-350m": ("opt", {"hidden_size": 1024, "word_embed_proj_dim": 512, "num_attention_heads": 16}),
+    "of characters": ("gptj", {"vocab_size": 100, "n_embd": 64, "n_head": 8, "rotary_dim": 4}),
     "falcon-40b": ("falcon", {"hidden_size": 8192, "num_attention_heads": 128, "new_decoder_architecture": True}),
 }
 

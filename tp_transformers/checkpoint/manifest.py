@@ -155,7 +155,8 @@ def refuse_without_plan(folder: Path) -> None:
                 f"checkpoint {folder}",
                 got="a pre-sharded checkpoint without tp_plan",
                 expected="tp_plan, on any number of ranks",
-                fix='Pass tp_plan="auto"; save_pretrained of that model writes an ordinary checkpoint.',
+                fix='Pass tp_plan="auto", or the plan of your own that it was cut with; save_pretrained of that model '
+                "writes an ordinary checkpoint.",
             )
         )
 
