@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -50,8 +49,6 @@ class TensorParallelGeneration:
             RemoteRankError: if a streamer or a stopping criterion of another rank failed.
         """
         own = super().generate  # type: ignore[misc]
-        if isinstance(self, FSDPModule):  # copies that are done go on with those that are not, whose layers they hold
-            kwargs.setdefault("synced_gpus", True)
         if self.tp_group.size == 1 or (_call.get() or _NOBODY).ranks == self.tp_group.global_ranks:
             return own(*args, **kwargs)  # an assistant's ranks are in step already
         arguments = _name_arguments(own, args, kwargs)
