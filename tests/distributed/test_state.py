@@ -213,16 +213,27 @@ def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[
     return weights, moments, model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.item()
 
 
+def different(expected: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest difference of every tensor that is not bit-equal."""
+    return {
+        name: (values[name] - value).abs().max().item()
+        for name, value in expected.items()
+        if not torch.equal(values[name], value)
+    }
+
+
 def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Path) -> None:
     for heads, sizes in (((9, 3), (2, 3)), ((8, 2), (3, 2))):
         folder, target = cases(*heads).folder, str(tmp_path / str(heads))
-        saved, moments = pool.run(sizes[0], train_and_save, folder, target)[0]
+        (saved, moments), *others = pool.run(sizes[0], train_and_save, folder, target)
+        for weights, _ in others:  # what several ranks hold may be written by any of them
+            assert not different(saved, weights)
         losses = set()
         for size in (sizes[1], 1):
             for weights, loaded, loss in pool.run(size, load_saved, folder, target):
                 assert saved.keys() == weights.keys()
-                assert all(torch.equal(value, weights[name]) for name, value in saved.items())
-                assert all(torch.equal(value, loaded[name]) for name, value in moments.items())
+                assert not different(saved, weights)
+                assert not different(moments, loaded)
                 losses.add(round(loss, 3))
         assert len(losses) == 1
         # A model without a plan takes the same checkpoint.

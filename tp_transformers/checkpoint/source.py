@@ -144,7 +144,10 @@ class LocalFile(Source):
         try:
             for start, stop in spans:
                 for offset in (*range(start, stop, _SAMPLE_BYTES), stop - 1):
-                    os.preadv(self._fd, probe, offset, os.RWF_NOWAIT)
+                    try:
+                        os.preadv(self._fd, probe, offset, os.RWF_NOWAIT)
+                    except BlockingIOError:  # not there, or a lock is held by somebody else
+                        os.preadv(self._fd, probe, offset, os.RWF_NOWAIT)
         except (OSError, AttributeError):  # AttributeError: not Linux
             return False
         return True
