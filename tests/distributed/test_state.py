@@ -232,7 +232,7 @@ def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Pa
         for size in (sizes[1], 1):
             for weights, loaded, loss in pool.run(size, load_saved, folder, target):
                 assert saved.keys() == weights.keys()
-                assert not different(saved, weights)
+                assert not different(saved, weights), (heads, size)
                 assert not different(moments, loaded)
                 losses.add(round(loss, 3))
         assert len(losses) == 1
