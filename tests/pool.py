@@ -77,7 +77,8 @@ class Pool:
         if waiting or any(not worker.process.is_alive() for worker in workers):
             for worker in workers:
                 worker.end()
-            self._workers = self._workers[size:]
+            # Others keep their places: torch caches what it has worked out for a mesh and a process' rank in it.
+            self._workers[:size] = [_Worker() for _ in range(size)]
         raise WorkerError("\n".join(lines), errors)
 
     def close(self) -> None:
