@@ -23,7 +23,7 @@ from .adapter_files import push_peft_model, save_peft_model
 from .adapter_layers import SlicedDropout, adapted_class
 from .errors import MeshError, UnsupportedError, describe
 from .layout import Layout
-from .mesh import TensorParallelGroup
+from .mesh import TensorParallelGroup, random_state
 from .state import keep_shards, keep_state, split_module
 from .strategies import (
     ColwiseParallel,
@@ -156,9 +156,7 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
 
 def _check_random_state(group: TensorParallelGroup) -> None:
     """Raise MeshError where ranks would not drop the same: their adapters would drift apart."""
-    device = group.device
-    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state()
-    if len(set(group.gather(state.numpy().tobytes()))) > 1:
+    if len(set(group.gather(random_state(group.device).numpy().tobytes()))) > 1:
         error = MeshError(
             describe(
                 "lora_dropout",

@@ -7,13 +7,13 @@ what their inputs are: the whole, or a slice by any cut that is in force.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .layout import Layout, Split
-from .plan import Plan, Rule, base_prefix, fold_layers
+from .plan import Plan, Rule, base_prefix, fold_layers, names_around
 from .probe import Call, Trace
 from .resolve import Resolution
 from .strategies import ColwiseParallel, RowwiseParallel, take
@@ -179,13 +179,13 @@ class Differences:
         if rules:
             described = ", ".join(f"{rule.full(self.prefix)}: {_drawn(rule)}" for rule in rules)
             return f"its rule{'s' * (len(rules) > 1)}: {described}"
-        block = next((block for block in _around(owner) if block in self.sums), None)
+        block = next((block for block in names_around(owner) if block in self.sums), None)
         return "no rule names it" + (f", but {fold_layers(block)}, around it, sums its output" if block else "")
 
     def _error(self, name: str, whole: Tensor, output: Tensor, rank: int, outputs: Mapping[int, Tensor]) -> float:
         """How far one rank's output is from what it may be; 0 where it is not known what that is."""
         strategy = self.resolution.module_strategies.get(name)
-        inside = any(block in self.sums for block in _around(name.rpartition(".")[0]))
+        inside = any(block in self.sums for block in names_around(name.rpartition(".")[0]))
         if isinstance(strategy, ColwiseParallel) and strategy.leaves_sharded_output:
             return relative(output, self._slice(whole, strategy.output_split, rank))
         if inside or (strategy is not None and strategy.leaves_partial_output):
@@ -251,13 +251,6 @@ def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:
         counts[call.name] = counts.get(call.name, -1) + 1
         numbered[call.name, counts[call.name]] = call
     return numbered
-
-
-def _around(name: str) -> Iterator[str]:
-    """A module and those around it, from the inside out; not the model."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
 
 
 def _drawn(rule: Rule) -> str:

@@ -22,7 +22,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingC
 from transformers.generation.streamers import BaseStreamer
 
 from .errors import MeshError, describe
-from .mesh import TensorParallelGroup
+from .mesh import TensorParallelGroup, random_state, set_random_state
 from .resolve import Resolution
 
 OWN = ("streamer", "stopping_criteria")
@@ -216,11 +216,9 @@ def _outline(value: Any) -> Any:
 
 def _random_states(device: torch.device) -> list[Tensor]:
     """The states of the default generators of the CPU and of `device`."""
-    states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.get_device_module(device.type).get_rng_state(device)]
+    return [random_state(each) for each in dict.fromkeys((torch.device("cpu"), device))]
 
 
 def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device.type).set_rng_state(state, device)
+    for each, state in zip(dict.fromkeys((torch.device("cpu"), device)), states, strict=True):
+        set_random_state(each, state)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .collectives import all_gather_uneven
 from .errors import MeshError, UnsupportedError, describe
-from .mesh import TensorParallelGroup
+from .mesh import TensorParallelGroup, random_state
 from .strategies import local_tensor
 
 if TYPE_CHECKING:
@@ -104,8 +104,4 @@ def _digest(value: Any) -> str:
 
 
 def _random_state(group: TensorParallelGroup) -> bytes:
-    if group.device.type == "cpu":
-        state = torch.get_rng_state()
-    else:
-        state = torch.get_device_module(group.device).get_rng_state(group.device)
-    return state.numpy().tobytes()
+    return random_state(group.device).numpy().tobytes()

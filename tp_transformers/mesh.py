@@ -161,6 +161,19 @@ class TensorParallelGroup:
         raise common from (failure if common is not failure else None)
 
 
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of the default generator of `device`, on the CPU."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Give the default generator of `device` a state that `random_state` returned."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
+
+
 def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:
     """Raise MeshError where `tp_size` is asked for, and is not the number of ranks."""
     if tp_size is None or tp_size == group.size:

@@ -218,6 +218,13 @@ def fold_layers(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
+def names_around(name: str) -> Iterator[str]:
+    """The name of a module, and of those around it, from the inside out; not the model."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
 def base_prefix(model: PreTrainedModel) -> str:
     """The base model's name in the full model; "" where they are one."""
     if model.base_model is not model:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from .mesh import random_state, set_random_state
 from .strategies import TensorParallelLayer
 
 _STEP = 0x9E3779B97F4A7C15
@@ -67,13 +68,13 @@ class OwnRandomness:
         """Draw as this rank alone; the shared state goes on by one number, on every rank."""
         if self.draws and self.shared is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
-            self.shared = _get_state(self.device)
+            self.shared = random_state(self.device)
             _seed(self.device, (seed + _STEP * (self.rank + 1)) % 2**63)
 
     def leave(self, *_: Any) -> None:
         """Draw as all ranks do."""
         if self.shared is not None:
-            _set_state(self.device, self.shared)
+            set_random_state(self.device, self.shared)
             self.shared = None
 
 
@@ -90,17 +91,6 @@ def _drops(module: nn.Module) -> bool:
     settings = {**(vars(config) if config is not None else {}), **vars(module)}
     by_setting = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings.items())
     return by_setting or any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.children())
-
-
-def _get_state(device: torch.device) -> Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _seed(device: torch.device, seed: int) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from .attention import AttentionCut
 from .layout import Layout, Split, packed
-from .plan import fold_layers
+from .plan import fold_layers, names_around
 from .strategies import (
     MlaKvAProjParallel,
     ReplicateSumGradParallel,
@@ -40,12 +40,6 @@ class BoundPlan:
         own = self.modules[owner].named_parameters(recurse=False)
         return {name: self.layouts.get(_join(owner, name)) for name, _ in own}
 
-    def around(self, name: str) -> Iterator[str]:
-        """The module itself, and those around it, from the inside out; not the model."""
-        while name:
-            yield name
-            name = name.rpartition(".")[0]
-
 
 def sum_faults(plan: BoundPlan) -> Iterator[str]:
     """Parts that are never added up, that are added up twice, and wholes that are."""
@@ -68,7 +62,7 @@ def unsummed_experts(plan: BoundPlan) -> Iterator[str]:
     """Experts that are cut or spread, and whose outputs nothing adds up."""
     sums = _sums(plan)
     for name in sorted(_parts(plan)):
-        if holds_experts(plan.modules[name]) and not sums.intersection(plan.around(name)):
+        if holds_experts(plan.modules[name]) and not sums.intersection(names_around(name)):
             yield name
 
 
@@ -115,7 +109,7 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
     """Where outputs are parts of a sum they are summed, and where they are summed they are parts."""
     parts, sums = _parts(plan), _sums(plan)
     for name in sorted(parts):
-        if not sums.intersection(plan.around(name)):
+        if not sums.intersection(names_around(name)):
             fix = f"{fold_layers(name)}: moe_tp_experts" if holds_experts(plan.modules[name]) else "gather around it"
             yield f"{fold_layers(name)}: on every rank its output is a part of a sum that nothing adds up; add {fix}"
     for block in sorted(sums):
@@ -166,7 +160,7 @@ def _parts(plan: BoundPlan) -> set[str]:
     for name, strategy in plan.param_strategies.items():  # experts may keep their parameters in a module of their own
         owner = name.rpartition(".")[0]
         if strategy is not plan.module_strategies.get(owner) and plan.layouts.get(name) is not None:
-            parts |= {owner for block in plan.around(owner) if block in sums}
+            parts |= {owner for block in names_around(owner) if block in sums}
     return parts
 
 
@@ -175,7 +169,7 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
     cut = plan.cut
     for name, param in plan.parameters.items():
         owner = name.rpartition(".")[0]
-        attention = next((module for module in plan.around(owner) if module in cut.heads), None)
+        attention = next((module for module in names_around(owner) if module in cut.heads), None)
         strategy = plan.param_strategies.get(name)
         projected = owner in cut.splits and owner not in cut.heads
         if attention is None or projected or plan.layouts.get(name) is not None:
@@ -227,7 +221,7 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
             )
         if not isinstance(strategy, ReplicateSumGradParallel) or name in between:
             continue
-        blocks = list(plan.around(name.rpartition(".")[0]))
+        blocks = list(names_around(name.rpartition(".")[0]))
         summed = any(plan.module_strategies[block].sums_output for block in blocks if block in plan.module_strategies)
         attends = any("Attention" in type(plan.modules[block]).__name__ for block in blocks)
         if not summed and not attends and not _has_sharded_sibling(plan, name):
