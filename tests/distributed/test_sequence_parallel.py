@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,12 +61,13 @@ class Memory(TorchDispatchMode):
 def peak_of(step: Callable[[], torch.Tensor], model: torch.nn.Module) -> tuple[int, int]:
     """(bytes that a forward leaves, the most that there are until its backward has ended).
 
-    The least of two steps: gloo's threads may hold on to what they have sent.
+    The least of five steps: gloo's threads may hold on to what they have sent, until they are next given the time.
     """
     found = []
-    for _ in range(2):
+    for _ in range(5):
         with Memory(model) as memory:
             loss = step()
+            time.sleep(0.02)
             left = memory.live
             loss.backward()
         model.zero_grad()
