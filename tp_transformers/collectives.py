@@ -144,26 +144,17 @@ class _ScatterToRegion(torch.autograd.Function):
         return all_gather_uneven(grads[0], ctx.widths, ctx.group, dim=ctx.dim), None, None, None
 
 
-class _GatherToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
-        ctx.widths, ctx.group, ctx.dim = widths, group, dim
-        return all_gather_uneven(x, widths, group, dim=dim)
-
+class _GatherToRegion(_GatherFromRegion):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return reduce_scatter_uneven(grads[0], ctx.widths, ctx.group, dim=ctx.dim), None, None, None
 
 
-class _ReduceScatterFromRegion(torch.autograd.Function):
+class _ReduceScatterFromRegion(_ScatterToRegion):
     @staticmethod
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
         return reduce_scatter_uneven(x, widths, group, dim=dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_gather_uneven(grads[0], ctx.widths, ctx.group, dim=ctx.dim), None, None, None
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:
