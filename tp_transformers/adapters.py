@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .adapter_files import push_peft_model, save_peft_model
 from .adapter_layers import SlicedDropout, adapted_class
@@ -207,6 +208,8 @@ def _split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGro
 def _strategies(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLayer]:
     """The strategies of A and B, on a base layer and bound to it. Raises UnsupportedError where there are none."""
     strategy: TensorParallelLayer | None = getattr(base, "tp_strategy", None)
+    if strategy is None and isinstance(getattr(base, "weight", None), DTensor):
+        raise _unsupported(type(base).__name__, "an adapter on a layer that torch's parallelize_module has cut")
     of_a: TensorParallelLayer = ReplicateParallel()
     of_b: TensorParallelLayer = ReplicateParallel()
     if strategy is None or type(strategy) is ReplicateParallel:

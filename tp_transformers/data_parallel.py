@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import MeshError, UnsupportedError, describe
 from .mesh import TP_AXIS, TensorParallelGroup
-from .strategies import local_tensor
+from .strategies import local_tensor, settle_gradient, shard_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -205,7 +205,7 @@ class _Average:
                 continue
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            grad = local_tensor(param.grad)
+            grad = local_tensor(settle_gradient(param))  # type: ignore[arg-type]
             grads.setdefault(grad.dtype, []).append(grad)
         for bucket in _buckets(grads.values()):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
@@ -233,9 +233,9 @@ def _buckets(groups: Any) -> Iterator[list[Tensor]]:
 
 def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
     shards = {
-        name: dataclasses.replace(param.tp_shard, data_parallel=mesh.get_group())
+        name: dataclasses.replace(shard, data_parallel=mesh.get_group())
         for name, param in model.named_parameters(remove_duplicate=False)
-        if hasattr(param, "tp_shard")
+        if (shard := shard_of(param)) is not None
     }
     options.setdefault("reshard_after_forward", True)
     for layer in layers_of(model):

@@ -10,7 +10,7 @@ from torch import nn
 
 from .layout import Layout, Split, even
 from .plan import fold_layers
-from .strategies import TensorParallelLayer, features
+from .strategies import StyleParallel, TensorParallelLayer, features
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,10 +67,19 @@ def misfits(
                         f"{theirs}: it expects its features sharded, but {mine}, which makes as many, leaves the "
                         f"whole; make {mine} colwise, or {theirs} rowwise_rep"
                     )
+                elif not strategies[linear].use_local_output:
+                    pass  # a DTensor says how it is cut
+                elif isinstance(strategies[other], StyleParallel) and _inputs(modules[other]) % size:
+                    yield (
+                        f"{mine} and {theirs}: {_inputs(modules[other])} features do not divide by {size} ranks, and "
+                        "torch takes every rank's part to be as wide as its own; make what comes before it "
+                        "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
+                    )
                 elif split != strategies[other].cut(_inputs(modules[other]), size):
                     yield (
                         f"{mine} and {theirs}: the same features are cut differently; fused parts are packed_colwise, "
-                        "everything else colwise, and what follows rowwise"
+                        "everything else colwise, and what follows rowwise; where ranks do not divide them, torch's styles "
+                        "cut in another way than strategies by name"
                     )
 
 
@@ -119,7 +128,7 @@ def _makes(module: nn.Module, strategy: TensorParallelLayer | None, size: int) -
     width = (features(module) or (0, 0))[1]
     parts = strategy.parts if strategy is not None else None
     if parts is None:
-        return {width: even(width, size)}
+        return {width: strategy.cut(width, size) if isinstance(strategy, StyleParallel) else even(width, size)}
     lengths = [width // parts] if isinstance(parts, int) else [part for part in parts if isinstance(part, int)]
     assert strategy is not None
     return {width: strategy.cut(width, size), **{length: even(length, size) for length in lengths}}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from .strategies import ParamShard, local_tensor
+from .strategies import local_tensor, settle_gradient, shard_of
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def clip_grad_norm_(
     else:
         given = [model_or_parameters] if isinstance(model_or_parameters, Tensor) else model_or_parameters
     params = list({id(param): param for param in given}.values())
-    shards = [shard for shard in (getattr(param, "tp_shard", None) for param in params) if shard is not None]
+    shards = [shard for shard in map(shard_of, params) if shard is not None]
     if not shards:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm_type = float(norm_type)
@@ -54,8 +54,9 @@ def clip_grad_norm_(
     counted: dict[bool, list[Tensor]] = {False: [], True: []}
     grads = []
     for param in params:
-        if param.grad is not None:
-            grads.append(local_tensor(param.grad))
+        grad = settle_gradient(param)
+        if grad is not None:
+            grads.append(local_tensor(grad))
             is_cut = _is_cut_over_copies(param)
             counted[is_cut].extend(_counted(param, grads[-1], rank))
     # 2. Their norms, to the power in which norms add up.
@@ -112,19 +113,17 @@ def parameter_groups(
 
 
 def _is_cut_over_copies(param: Tensor) -> bool:
-    shard: ParamShard | None = getattr(param, "tp_shard", None)
+    shard = shard_of(param)
     return shard is not None and shard.data_parallel is not None
 
 
 def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
     """The parts of a local gradient that count on this rank: what no lower rank holds too."""
-    shard: ParamShard | None = getattr(param, "tp_shard", None)
-    if shard is None:  # of a part that was added to the model, or a DTensor that model.to(dtype) made
-        is_cut = isinstance(param, DTensor) and any(isinstance(placement, Shard) for placement in param.placements)
-        if is_cut or rank == 0:
-            yield grad
+    shard = shard_of(param)
+    if shard is None and isinstance(param, DTensor) and any(isinstance(each, Shard) for each in param.placements):
+        yield grad
         return
-    if shard.layout is None:
+    if shard is None or shard.layout is None:  # of a part that was added to the model, or of a whole parameter
         if rank == 0:
             yield grad
         return

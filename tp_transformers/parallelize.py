@@ -211,7 +211,9 @@ def parallelize(
             for shard in own.values():
                 shard.connect()
             attach(module, strategy, own, group.device_mesh)
-            keep_state(module)
+        for module in model.modules():
+            if module._parameters:
+                keep_state(module)
         return_whole_attentions(model, resolution.attention, group)
         leaving = (name for name, strategy in resolution.module_strategies.items() if strategy.leaves_sharded_output)
         for name in dict.fromkeys(name.rpartition(".")[0] for name in leaving):

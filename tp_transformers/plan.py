@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from .errors import PlanError, describe, list_faults, nearest
-from .strategies import STRATEGIES, TensorParallelLayer
+from .strategies import STRATEGIES, TensorParallelLayer, as_strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,6 +83,9 @@ class Rule(Pattern):
     """Attributes of the module that are a width, and that are this rank's part of it in its forward."""
     optional: bool = False
     """Whether it may match nothing."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", as_strategy(self.strategy))  # a style of torch may be given
 
     @property
     def strategy_name(self) -> str:
@@ -312,8 +315,12 @@ def _parse_rule(pattern: str, value: Any, section: str, faults: list[str]) -> Ru
         faults.append(f"{pattern}: parts is {parts!r}, neither a number nor a list")
     if unit is not None and not (isinstance(unit, int) and unit > 0):
         faults.append(f"{pattern}: unit is {unit!r}, not a positive number")
-    if not isinstance(strategy, str | TensorParallelLayer):
-        faults.append(f"{pattern}: the strategy is {strategy!r}, neither a name nor a TensorParallelLayer")
+    if not isinstance(as_strategy(strategy), str | TensorParallelLayer):
+        name = getattr(strategy, "__name__", None)
+        given = f"the class {name} (an object is {name}())" if isinstance(strategy, type) else repr(strategy)
+        faults.append(
+            f"{pattern}: the strategy is {given}, neither a name nor a TensorParallelLayer or ParallelStyle object"
+        )
         return None
     return Rule(
         pattern,

@@ -24,7 +24,9 @@ from .strategies import (
     ReplicateSumGradParallel,
     SequenceGatherParallel,
     SequenceWholeParallel,
+    StyleParallel,
     TensorParallelLayer,
+    style_hint,
 )
 from .sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
 
@@ -149,7 +151,8 @@ class _Resolver:
         for rule in self.plan.rules:
             if rule.instance is None:
                 name = rule.strategy_name
-                self.faults.append(f"{rule.full(self.prefix)}: unknown strategy {name!r}{nearest(name, STRATEGIES)}")
+                hint = style_hint(name) or nearest(name, STRATEGIES)
+                self.faults.append(f"{rule.full(self.prefix)}: unknown strategy {name!r}{hint}")
         return [rule for rule in self.plan.rules if rule.instance is not None]
 
     def _match(self, rules: Iterable[Rule], names: Mapping[str, object]) -> dict[str, Rule]:
@@ -204,6 +207,11 @@ class _Resolver:
         """A copy of the rule's strategy for the module `owner`, or for the parameter `name` of it."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
         if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in set(cut.whole.values())):
+            if isinstance(strategy, StyleParallel):
+                self.faults.append(
+                    f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles cannot "
+                    "cut then; use strategies by name there, or leave the attention out"
+                )
             around = isinstance(strategy, SequenceGatherParallel)  # its heads are whole, but the sequence is cut
             return (SequenceWholeParallel() if around else ReplicateParallel()).bind(module, self.size, name=name)
         if rule.parts is not None and strategy.parts is None:
@@ -253,7 +261,7 @@ class _Resolver:
                 )
         for name, rule in param_rules.items():
             owner = name.rpartition(".")[0]
-            if isinstance(self.modules[owner], nn.Linear | nn.Embedding):
+            if isinstance(self.modules[owner], nn.Linear | nn.Embedding) or isinstance(rule.instance, StyleParallel):
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
 
     def _lay_out(self, param_strategies: Mapping[str, TensorParallelLayer]) -> dict[str, Layout | None]:

@@ -20,7 +20,16 @@ from torch.distributed.tensor import DTensor
 from .checkpoint.distributed import placed
 from .errors import UnsupportedError, describe
 from .mesh import TensorParallelGroup
-from .strategies import ParamShard, TensorParallelLayer, attach, full_tensor, local_tensor, take, whole_like
+from .strategies import (
+    ParamShard,
+    TensorParallelLayer,
+    attach,
+    full_tensor,
+    local_tensor,
+    shard_of,
+    take,
+    whole_like,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,8 +64,7 @@ def _take_own(
 ) -> None:
     """In a state dict to be loaded, whole tensors become this rank's shards."""
     for name, param in module._parameters.items():
-        shard: ParamShard | None = getattr(param, "tp_shard", None)
-        value = state.get(prefix + name)
+        shard, value = shard_of(param), state.get(prefix + name)
         if param is None or shard is None or not isinstance(value, Tensor):
             continue
         local = _own_part(value, shard, param)
@@ -213,7 +221,8 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
 def _whole_module(module: nn.Module, made: dict[int, nn.Parameter]) -> nn.Module:
     """`module` as one process has it: whole parameters, and no communication around it."""
     whole = copy.copy(module)
-    whole.__dict__.pop("tp_strategy", None)
+    for mark in ("tp_strategy", "_distribute_module_applied"):  # the second is torch's
+        whole.__dict__.pop(mark, None)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks"):
         setattr(whole, hooks, OrderedDict())
     whole._parameters = dict(module._parameters)

@@ -17,6 +17,7 @@ from .strategies import (
     SequenceBlock,
     SequenceParallel,
     ShardedNormParallel,
+    StyleParallel,
     TensorParallelLayer,
     features,
     holds_experts,
@@ -123,6 +124,7 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
         for name in inside:
             strategy = plan.module_strategies.get(name)
             reduces = isinstance(strategy, RowwiseParallel) and not strategy.leaves_partial_output
+            reduces = reduces or (isinstance(strategy, StyleParallel) and strategy.is_rowwise)
             if strategy is not None and name != block and (reduces or strategy.sums_output):
                 yield f"{fold_layers(name)}: it sums its output, and {fold_layers(block)} sums again; use local_rowwise"
         for name in plan.parameters:
@@ -234,9 +236,16 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
 def _sequences(plan: BoundPlan) -> Iterator[str]:
     """What computes on parts of the sequence is given parts; a strategy of a user's own may cut, or return DTensors."""
     strategies = plan.module_strategies
-    if any(each.cuts_sequence or not each.use_local_output or _is_own(each) for each in strategies.values()):
+    styles = {name for name, each in strategies.items() if isinstance(each, StyleParallel) and each.is_sequence}
+    others = [each for name, each in strategies.items() if name not in styles]
+    if any(each.cuts_sequence or not each.use_local_output or _is_own(each) for each in others):
         return
     for name, strategy in strategies.items():
+        if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # there it is heads that are cut
+            yield (
+                f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
+                "rule cuts before it; use replicate, or let what comes before it leave Shard(1)"
+            )
         if isinstance(strategy, SequenceParallel | SequenceBlock):
             yield (
                 f"{fold_layers(name)}: its input is whole on every rank, since no rule cuts the sequence before it; "

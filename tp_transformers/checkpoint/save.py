@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import UnsupportedError
 from ..logs import get_logger
-from ..strategies import ParamShard, full_tensor, local_tensor, whole_like
+from ..strategies import full_tensor, local_tensor, shard_of, whole_like
 from .conversion import WholeModel
 from .writer import Writer, make_folder
 
@@ -130,10 +130,10 @@ def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
     """The whole tensor on rank 0; None elsewhere."""
-    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
+    shard = shard_of(tensor)
     if shard is not None:
         return shard.gather(local_tensor(tensor))
-    whole = full_tensor(tensor)  # of a DTensor that is not the loaded one: model.to(dtype) makes new ones
+    whole = full_tensor(tensor)
     return whole if group.rank == 0 else None
 
 

@@ -231,8 +231,7 @@ class _Whole(Expression):
 
 
 def _describe(model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile]) -> Manifest:
-    group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
-    whole = {name: (whole_like(tensor), layout_of(tensor, group.size)) for name, tensor in saved_state(model).items()}
+    whole = {name: (whole_like(tensor), layout_of(tensor)) for name, tensor in saved_state(model).items()}
     return Manifest(
         folder,
         save,

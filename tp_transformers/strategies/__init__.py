@@ -40,10 +40,13 @@ from .shard import (
     get_tensor_shard,
     layout_of,
     local_tensor,
+    settle_gradient,
+    shard_of,
     take,
     undo_partition,
     whole_like,
 )
+from .style import StyleParallel, as_strategy, style_hint
 
 __all__ = [
     "STRATEGIES",
@@ -66,7 +69,9 @@ __all__ = [
     "SequenceParallel",
     "SequenceWholeParallel",
     "ShardedNormParallel",
+    "StyleParallel",
     "TensorParallelLayer",
+    "as_strategy",
     "attach",
     "features",
     "full_tensor",
@@ -75,6 +80,9 @@ __all__ = [
     "holds_experts",
     "layout_of",
     "local_tensor",
+    "settle_gradient",
+    "shard_of",
+    "style_hint",
     "take",
     "undo_partition",
     "whole_like",
@@ -133,13 +141,13 @@ class ParallelInterface(MutableMapping[str, TensorParallelLayer]):
         return self._strategies[name]
 
     def __setitem__(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
-        instance = strategy() if isinstance(strategy, type) else strategy
+        instance = as_strategy(strategy() if isinstance(strategy, type) else strategy)
         if not isinstance(instance, TensorParallelLayer):
             raise PlanError(
                 describe(
                     f"strategy {name!r}",
                     got=repr(strategy),
-                    expected="a TensorParallelLayer class or instance",
+                    expected="a TensorParallelLayer class or instance, or a style of torch",
                     fix="Inherit from tp_transformers.TensorParallelLayer.",
                 )
             )

@@ -229,8 +229,8 @@ class TensorParallelLayer:
         """Whether the module's features leave sharded over the ranks."""
         return isinstance(only(self.output_layouts), Shard)
 
-    def attached(self, shards: Mapping[str, ParamShard]) -> None:
-        """Called once the module's parameters are cut: `shards` is what this rank holds, by name in the module."""
+    def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
+        """Called once the parameters of `module` are cut: `shards` is what this rank holds, by name in the module."""
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """Attributes of the module that have another value while it computes with this rank's tensors."""
@@ -320,7 +320,7 @@ def attach(
     """
     # The hooks hold no reference to the module, so that a deep copy of it computes with its own parameters.
     module.tp_strategy = strategy  # type: ignore[assignment]
-    strategy.attached(shards)
+    strategy.attached(module, shards, mesh)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
     rank = mesh.get_local_rank()
     replaced: list[tuple[dict[str, Any], dict[str, Any]] | None] = []

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..collectives import all_gather_uneven, copy_to_region
 from ..layout import Layout, Range, Shared, Split, chunked, even, packed
 from ..lazy import LazyTensor, Resident
-from ..mesh import TensorParallelGroup
+from ..mesh import TP_AXIS, TensorParallelGroup
 from ..stored import Stored
 
 
@@ -160,6 +160,35 @@ class ParamShard:
         return _subgroups.of(tuple(world[rank] for rank in ranks))
 
 
+def shard_of(tensor: Tensor | None) -> ParamShard | None:
+    """What this rank holds of a parameter; None where nothing says that the ranks of a `tp` axis share it.
+
+    A parameter that was loaded with a plan knows it. A DTensor over that axis alone says it by its placement: what
+    torch's parallelize_module makes of a part of a model, or `model.to(dtype)` of ours.
+    """
+    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
+    if shard is not None or not isinstance(tensor, DTensor) or tensor.device_mesh.ndim > 1:
+        return shard
+    mesh, (placement,) = tensor.device_mesh, tensor.placements
+    if mesh.mesh_dim_names not in (None, (TP_AXIS,)) or type(placement) not in (Shard, Replicate):
+        return None
+    group, layout = TensorParallelGroup(mesh, mesh.get_local_rank(), mesh.size(), tensor.device), None
+    if isinstance(placement, Shard):
+        layout = Layout(placement.dim, chunked(tensor.shape[placement.dim], group.size))
+    return ParamShard(tensor.shape, layout, group)
+
+
+def settle_gradient(param: Tensor) -> Tensor | None:
+    """The gradient of a parameter, cut as that is; None where there is none. All ranks have to call it.
+
+    DTensors may leave a gradient as it comes out of an operation: parts of a sum, or the whole of what is cut.
+    """
+    grad = param.grad
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        param.grad = grad = grad.redistribute(placements=param.placements)
+    return grad
+
+
 def full_tensor(param: Tensor, value: Tensor | None = None) -> Tensor:
     """Return the whole of a tensor-parallel parameter, on every rank; all ranks have to call it.
 
@@ -171,9 +200,12 @@ def full_tensor(param: Tensor, value: Tensor | None = None) -> Tensor:
     Returns:
         A new plain tensor of the unsharded shape, on the parameter's device, without autograd history.
     """
-    shard: ParamShard | None = getattr(param, "tp_shard", None)
+    shard = shard_of(param)
     tensor = param if value is None else value
-    if shard is not None:
+    is_alike = (
+        not isinstance(tensor, DTensor) or not isinstance(param, DTensor) or tensor.placements == param.placements
+    )
+    if shard is not None and is_alike:
         return shard.full(local_tensor(tensor))
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -185,21 +217,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def whole_like(tensor: Tensor) -> Tensor:
     """A meta tensor of the unsharded shape that a parameter or buffer stands for."""
-    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
+    shard = shard_of(tensor)
     shape = shard.shape if shard is not None else tensor.shape
     return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
-def layout_of(tensor: Tensor, size: int) -> Layout | None:
-    """Who holds what of a parameter or buffer over `size` ranks; None where every rank holds it whole."""
-    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
-    if shard is not None:
-        return shard.layout
-    placements = tensor.placements if isinstance(tensor, DTensor) else ()  # model.to(dtype) makes new DTensors
-    if not placements or not isinstance(placements[0], Shard):
-        return None
-    dim = placements[0].dim % tensor.ndim
-    return Layout(dim, chunked(tensor.shape[dim], size))
+def layout_of(tensor: Tensor) -> Layout | None:
+    """Who holds what of a parameter or buffer; None where every rank holds it whole."""
+    shard = shard_of(tensor)
+    return shard.layout if shard is not None else None
 
 
 def take(param: Tensor | LazyTensor, layout: Layout | None, rank: int) -> Tensor | LazyTensor:
