@@ -78,8 +78,8 @@ def misfits(
                 elif split != strategies[other].cut(_inputs(modules[other]), size):
                     yield (
                         f"{mine} and {theirs}: the same features are cut differently; fused parts are packed_colwise, "
-                        "everything else colwise, and what follows rowwise; where ranks do not divide them, torch's styles "
-                        "cut in another way than strategies by name"
+                        "everything else colwise, and what follows rowwise; what ranks do not divide, torch's "
+                        "styles cut in another way than strategies by name"
                     )
 
 

@@ -209,8 +209,8 @@ class _Resolver:
         if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in set(cut.whole.values())):
             if isinstance(strategy, StyleParallel):
                 self.faults.append(
-                    f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles cannot "
-                    "cut then; use strategies by name there, or leave the attention out"
+                    f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
+                    "cannot cut then; use strategies by name there, or leave the attention out"
                 )
             around = isinstance(strategy, SequenceGatherParallel)  # its heads are whole, but the sequence is cut
             return (SequenceWholeParallel() if around else ReplicateParallel()).bind(module, self.size, name=name)

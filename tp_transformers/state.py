@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +22,7 @@ from .mesh import TensorParallelGroup
 from .strategies import (
     ParamShard,
     TensorParallelLayer,
-    attach,
+    cut_module,
     full_tensor,
     local_tensor,
     shard_of,
@@ -158,23 +157,8 @@ def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: Tens
 
 
 def split_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
-    """Cut the whole parameters of `module` as the bound `strategy` says, and let it communicate.
-
-    All ranks take the values of rank 0, and have to call it. Parameters on the meta device stay there.
-    """
-    mesh, shards = group.device_mesh, {}
-    assert mesh is not None
-    for name, param in list(module.named_parameters(recurse=False)):
-        if not hasattr(param, "tp_shard"):  # of another module that it is tied to
-            if not param.is_meta:
-                dist.broadcast(param.data, group=group.process_group, group_src=0)
-            shard = strategy.shard(name, param.shape, group)
-            shard.connect()
-            part = strategy.partition_tensor(param.data, whole_like(param), name, None, True, group.rank, mesh)
-            own = local_tensor(part).clone()  # type: ignore[arg-type]
-            module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)
-        shards[name] = module._parameters[name].tp_shard  # type: ignore[union-attr]
-    attach(module, strategy, shards, mesh)
+    """Cut the whole parameters of `module`, and let its state dict know; see `strategies.cut_module`."""
+    cut_module(module, strategy, group)
     keep_state(module)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, MutableMapping
 from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError, describe
+from .attach import attach, cut_module
 from .attention import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
-from .base import LocalConfig, TensorParallelLayer, attach, holds_experts
+from .base import LocalConfig, TensorParallelLayer, holds_experts
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
 from .head import LossColwiseParallel, LossParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel, features
@@ -73,6 +74,7 @@ __all__ = [
     "TensorParallelLayer",
     "as_strategy",
     "attach",
+    "cut_module",
     "features",
     "full_tensor",
     "get_packed_weights",

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.modules.conv import _ConvNd
 
+from ..errors import PlanError
 from ..layout import Layout, Split, even, packed
 from ..lazy import LazyTensor
-from ..mesh import TensorParallelGroup
-from .shard import ParamShard, take, traced_layout, undo_partition
+from ..mesh import TensorParallelGroup, join
+from .attach import cut_module
+from .shard import ParamShard, shard_of, take, traced_layout, undo_partition
 
 Placements = Sequence[Placement] | Placement | None
 
@@ -24,7 +27,7 @@ EXPERT_UNIT = 8
 which 8 features are in every floating-point dtype of 2 bytes or more."""
 
 
-class TensorParallelLayer:
+class TensorParallelLayer(ParallelStyle):
     """How one module (or parameter) is split, and what its forward has to communicate.
 
     A strategy of your own is a subclass. To cut parameters, implement `split_dim` (cut along a dim, evenly or by heads)
@@ -33,6 +36,9 @@ class TensorParallelLayer:
     with DTensor parameters, if `_prepare_input_fn` returned a DTensor).
 
     One instance serves as a template; every module that a rule matches gets its own copy, bound to it.
+
+    It is a style of torch too, so that `torch.distributed.tensor.parallel.parallelize_module` can apply it to a part of
+    any model whose parameters are whole.
     """
 
     hidden: tuple[str, ...] = ()
@@ -219,6 +225,27 @@ class TensorParallelLayer:
         """The inverse of `partition_tensor` on all ranks: the whole parameter of `shape`."""
         return undo_partition(shards, self.layout(param_type, shape, len(shards)), shape)
 
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Cut the whole parameters of `module` on all ranks, which take rank 0's values; see `parallelize_module`.
+
+        Raises PlanError where the strategy does not fit the module, or where it is cut already.
+        """
+        group, name, params = join(device_mesh), type(module).__name__, dict(module.named_parameters(recurse=False))
+        with group.agree():
+            try:
+                bound = self.bind(module, group.size, name=name, config=getattr(module, "config", None))
+                bound.check(module)
+                for param_type, param in params.items():
+                    bound.layout(param_type, param.shape, group.size)
+                if hasattr(module, "tp_strategy") or any(map(_is_distributed, params.values())):
+                    raise ValueError("it is parallel already")
+            except ValueError as error:
+                raise PlanError(f"{self!r} does not fit a {name}: {error}") from error
+        for param in params.values():
+            vars(param).pop("tp_shard", None)  # whole, in a model that was loaded with a plan
+        cut_module(module, bound, group)
+        return module
+
     @property
     def takes_sharded_input(self) -> bool:
         """Whether the module's features may arrive sharded over the ranks."""
@@ -285,6 +312,11 @@ class LocalConfig:
         return getattr(self._shared, name)
 
 
+def _is_distributed(param: Tensor) -> bool:
+    shard = shard_of(param)
+    return isinstance(param, DTensor) or (shard is not None and shard.layout is not None)
+
+
 def only(layouts: Placements) -> Placement | None:
     """The one placement of a 1-D mesh."""
     return layouts[0] if isinstance(layouts, Sequence) else layouts
@@ -305,65 +337,3 @@ def holds_experts(module: nn.Module) -> bool:
         and {2, 3} >= {len(shape) for shape in shapes} >= {3}
         and len({shape[0] for shape in shapes}) == 1
     )
-
-
-def attach(
-    module: nn.Module, strategy: TensorParallelLayer, shards: Mapping[str, ParamShard], mesh: DeviceMesh
-) -> None:
-    """Make `module` compute with this rank's shards: its forward sees local tensors, `strategy` communicates around it.
-
-    Args:
-        module: the module that owns the parameters.
-        strategy: bound to the module; stays reachable as `module.tp_strategy`.
-        shards: what this rank holds, by parameter name within the module.
-        mesh: the 1-D mesh of the `tp` axis.
-    """
-    # The hooks hold no reference to the module, so that a deep copy of it computes with its own parameters.
-    module.tp_strategy = strategy  # type: ignore[assignment]
-    strategy.attached(module, shards, mesh)
-    views = {name: shard for name, shard in shards.items() if shard.needs_view}
-    rank = mesh.get_local_rank()
-    replaced: list[tuple[dict[str, Any], dict[str, Any]] | None] = []
-
-    def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        kwargs = strategy.prepare_keywords(kwargs, rank)
-        keyword = None if args or not kwargs else next(iter(kwargs))
-        inputs = args if keyword is None else (kwargs[keyword],)
-        inputs = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, mod, inputs, mesh)
-        if any(isinstance(value, DTensor) for value in inputs):
-            replaced.append(None)
-        else:
-            replaced.append(_enter_local_view(mod, strategy, views, rank))
-        return (inputs, kwargs) if keyword is None else ((), {**kwargs, keyword: inputs[0]})
-
-    def after(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        saved = replaced.pop() if replaced else None
-        if saved is not None:
-            mod._parameters.update(saved[0])
-            mod.__dict__.update(saved[1])
-        if output is None:  # the forward raised
-            strategy.interrupted(mod)
-            return None
-        return strategy._prepare_output_fn(strategy.output_layouts, strategy.use_local_output, mod, output, mesh)
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
-
-
-def _enter_local_view(
-    module: nn.Module, strategy: TensorParallelLayer, views: Mapping[str, ParamShard], rank: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Let the module see local tensors in place of its parameters; returns what was there."""
-    parameters = module._parameters
-    saved: dict[str, Any] = {
-        name: parameters[name] for name in (*views, *strategy.hidden) if parameters.get(name) is not None
-    }
-    for name, param in saved.items():
-        hidden = name in strategy.hidden
-        local = strategy.local_hidden(module, name) if hidden else views[name].view(param)
-        parameters[name] = local  # type: ignore[assignment]
-    widths = {name: even(width, strategy.size).widths[rank] for name, width in strategy.widths.items()}
-    attributes = {**widths, **strategy.local_attributes(module, rank)}
-    saved_attributes = {name: module.__dict__[name] for name in attributes}
-    module.__dict__.update(attributes)
-    return saved, saved_attributes

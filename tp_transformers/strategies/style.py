@@ -1,7 +1,7 @@
 """The styles of `torch.distributed.tensor.parallel`, as strategies: our loading, torch's own communication.
 
-A style's parameters are DTensors, cut as torch cuts them, by `torch.chunk`. What the module is given and what it returns
-is what the style says: DTensors where it has `use_local_output=False`, which keep track of a cut that does not divide.
+A style's parameters are DTensors, cut as torch cuts them, by `torch.chunk`. What the module is given and returns is
+what the style says: DTensors where it has `use_local_output=False`, which keep track of a cut that does not divide.
 """
 
 from __future__ import annotations

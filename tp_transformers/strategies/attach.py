@@ -1,0 +1,101 @@
+"""How a strategy is attached to a module, which then computes with this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..layout import even
+from ..mesh import TensorParallelGroup
+from .shard import ParamShard, local_tensor, whole_like
+
+if TYPE_CHECKING:
+    from .base import TensorParallelLayer
+
+
+def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
+    """Cut the whole parameters of `module` as the bound `strategy` says, and let it communicate.
+
+    All ranks take the values of rank 0, and have to call it. Parameters on the meta device stay there.
+    """
+    mesh, shards = group.device_mesh, {}
+    assert mesh is not None
+    for name, param in list(module.named_parameters(recurse=False)):
+        if not hasattr(param, "tp_shard"):  # of another module that it is tied to
+            whole = param.data if param.is_meta else param.data.to(group.device)
+            if not param.is_meta:
+                dist.broadcast(whole, group=group.process_group, group_src=0)
+            shard = strategy.shard(name, param.shape, group)
+            shard.connect()
+            part = strategy.partition_tensor(whole, whole_like(param), name, None, True, group.rank, mesh)
+            own = local_tensor(part).clone()  # type: ignore[arg-type]
+            module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)
+        shards[name] = module._parameters[name].tp_shard  # type: ignore[union-attr]
+    attach(module, strategy, shards, mesh)
+
+
+def attach(
+    module: nn.Module, strategy: TensorParallelLayer, shards: Mapping[str, ParamShard], mesh: DeviceMesh
+) -> None:
+    """Make `module` compute with this rank's shards: its forward sees local tensors, `strategy` communicates around it.
+
+    Args:
+        module: the module that owns the parameters.
+        strategy: bound to the module; stays reachable as `module.tp_strategy`.
+        shards: what this rank holds, by parameter name within the module.
+        mesh: the 1-D mesh of the `tp` axis.
+    """
+    # The hooks hold no reference to the module, so that a deep copy of it computes with its own parameters.
+    module.tp_strategy = strategy  # type: ignore[assignment]
+    strategy.attached(module, shards, mesh)
+    views = {name: shard for name, shard in shards.items() if shard.needs_view}
+    rank = mesh.get_local_rank()
+    replaced: list[tuple[dict[str, Any], dict[str, Any]] | None] = []
+
+    def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kwargs = strategy.prepare_keywords(kwargs, rank)
+        keyword = None if args or not kwargs else next(iter(kwargs))
+        inputs = args if keyword is None else (kwargs[keyword],)
+        inputs = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, mod, inputs, mesh)
+        if any(isinstance(value, DTensor) for value in inputs):
+            replaced.append(None)
+        else:
+            replaced.append(_enter_local_view(mod, strategy, views, rank))
+        return (inputs, kwargs) if keyword is None else ((), {**kwargs, keyword: inputs[0]})
+
+    def after(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        saved = replaced.pop() if replaced else None
+        if saved is not None:
+            mod._parameters.update(saved[0])
+            mod.__dict__.update(saved[1])
+        if output is None:  # the forward raised
+            strategy.interrupted(mod)
+            return None
+        return strategy._prepare_output_fn(strategy.output_layouts, strategy.use_local_output, mod, output, mesh)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _enter_local_view(
+    module: nn.Module, strategy: TensorParallelLayer, views: Mapping[str, ParamShard], rank: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Let the module see local tensors in place of its parameters; returns what was there."""
+    parameters = module._parameters
+    saved: dict[str, Any] = {
+        name: parameters[name] for name in (*views, *strategy.hidden) if parameters.get(name) is not None
+    }
+    for name, param in saved.items():
+        hidden = name in strategy.hidden
+        local = strategy.local_hidden(module, name) if hidden else views[name].view(param)
+        parameters[name] = local  # type: ignore[assignment]
+    widths = {name: even(width, strategy.size).widths[rank] for name, width in strategy.widths.items()}
+    attributes = {**widths, **strategy.local_attributes(module, rank)}
+    saved_attributes = {name: module.__dict__[name] for name in attributes}
+    module.__dict__.update(attributes)
+    return saved, saved_attributes
