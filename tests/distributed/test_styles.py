@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
-from tests.models import MASK, PROMPTS, assert_same_files, headers, held, observe, relative
+from tests.models import MASK, PROMPTS, VOCAB, assert_same_files, headers, held, observe, relative
 from tests.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -118,6 +118,11 @@ def in_plan(folder: str, reference: str, name: str, saved: str) -> dict[str, Any
         for param, other in zip(model.parameters(), whole.parameters(), strict=True)
     ]
     down, head = model.model.layers[0].mlp.down_proj.weight, model.lm_head.weight
+    copied.resize_token_embeddings(VOCAB + 4)
+    with torch.no_grad():
+        longer = copied(PROMPTS, attention_mask=MASK).logits
+    assert longer.shape[-1] == VOCAB + 4
+    errors["resized"] = relative(longer[..., :VOCAB], torch.load(reference)["logits"])
     return {
         "errors": {**errors, "copied": again, "loaded": float(not all(loaded))},
         "read": model.tp_report.bytes_read - held(model) - headers(folder),
