@@ -40,6 +40,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from .errors import PlanError, describe, list_faults, nearest
 from .strategies import STRATEGIES, TensorParallelLayer, as_strategy
@@ -74,7 +75,8 @@ class Pattern:
 class Rule(Pattern):
     """One line of a plan: the modules or parameters that match `pattern` are split by `strategy`."""
 
-    strategy: str | TensorParallelLayer
+    strategy: str | ParallelStyle
+    """A strategy's name, an object of one, or of a style of torch, which becomes a strategy."""
     parts: int | tuple[int | str, ...] | None = None
     """Of a fused projection: how many equal parts, their lengths, or the heads that they hold."""
     unit: int | None = None
@@ -85,7 +87,7 @@ class Rule(Pattern):
     """Whether it may match nothing."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", as_strategy(self.strategy))  # a style of torch may be given
+        object.__setattr__(self, "strategy", as_strategy(self.strategy))
 
     @property
     def strategy_name(self) -> str:
@@ -95,7 +97,7 @@ class Rule(Pattern):
     @property
     def instance(self) -> TensorParallelLayer | None:
         """The strategy itself; None where there is none of that name."""
-        return STRATEGIES.get(self.strategy) if isinstance(self.strategy, str) else self.strategy
+        return STRATEGIES.get(self.strategy) if isinstance(self.strategy, str) else as_strategy(self.strategy)
 
 
 @dataclass(frozen=True)
@@ -317,14 +319,14 @@ def _parse_rule(pattern: str, value: Any, section: str, faults: list[str]) -> Ru
         faults.append(f"{pattern}: unit is {unit!r}, not a positive number")
     if not isinstance(as_strategy(strategy), str | TensorParallelLayer):
         name = getattr(strategy, "__name__", None)
-        given = f"the class {name} (an object is {name}())" if isinstance(strategy, type) else repr(strategy)
+        found = f"the class {name} (an object is {name}())" if isinstance(strategy, type) else repr(strategy)
         faults.append(
-            f"{pattern}: the strategy is {given}, neither a name nor a TensorParallelLayer or ParallelStyle object"
+            f"{pattern}: the strategy is {found}, neither a name nor a TensorParallelLayer or ParallelStyle object"
         )
         return None
     return Rule(
         pattern,
-        strategy,
+        as_strategy(strategy),
         parts,  # type: ignore[arg-type]
         unit,  # type: ignore[arg-type]
         (widths,) if isinstance(widths, str) else tuple(map(str, widths)),

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import tp_transformers
-from tests.models import llama_config
-from tp_transformers import STRATEGIES, Plan, PlanError, Rule
+from tests.models import llama_config, observe, relative
+from tp_transformers import STRATEGIES, Plan, PlanError, Rule, adapters
 from tp_transformers.layout import Layout, chunked
 from tp_transformers.resolve import resolve
 
@@ -70,7 +70,7 @@ def mixtral() -> MixtralForCausalLM:
 @pytest.fixture
 def named() -> Iterator[str]:
     """A style that has a name."""
-    STRATEGIES.register_strategy("torch_colwise", COLWISE)  # type: ignore[arg-type]
+    STRATEGIES.register_strategy("torch_colwise", COLWISE)
     yield "torch_colwise"
     del STRATEGIES["torch_colwise"]
 
@@ -112,7 +112,7 @@ def test_a_style_is_called_by_what_is_special_about_it() -> None:
 
 def test_a_rule_and_a_name_may_stand_for_a_style(named: str) -> None:
     for strategy in (COLWISE, named):
-        plan = Plan("mine", (Rule(f"{MLP}.gate_proj", strategy), *Plan.from_dict(mlp).rules[1:]))  # type: ignore[arg-type]
+        plan = Plan("mine", (Rule(f"{MLP}.gate_proj", strategy), *Plan.from_dict(mlp).rules[1:]))
         layouts = resolve(plan, llama(), 2).layouts
         assert layouts["model.layers.0.mlp.gate_proj.weight"] == Layout(0, chunked(100, 2))
 
@@ -128,8 +128,6 @@ def test_on_one_rank_styles_are_nothing(cases: Any) -> None:
     case = cases(8, 4)
     with tp_transformers.enable():
         model = LlamaForCausalLM.from_pretrained(case.folder, tp_plan={**attention, **mlp})
-    from tests.models import observe, relative
-
     assert relative(observe(model)["logits"], torch.load(case.reference)["logits"]) < 1e-6
 
 
@@ -227,3 +225,10 @@ def test_what_makes_parts_of_the_sequence_lets_it_be_cut() -> None:
     )
     plan = Plan.from_dict({"model.layers.1": scatter, "model.norm": SequenceParallel(use_local_output=True)})
     assert resolve(plan, llama(), 2).layouts["model.norm.weight"] is None
+
+
+def test_adapters_on_styles_are_refused() -> None:
+    layer = nn.Linear(4, 4)
+    layer.tp_strategy = Rule("layer", COLWISE).instance.bind(layer, 2, name="layer")  # type: ignore[arg-type,union-attr]
+    with pytest.raises(tp_transformers.UnsupportedError, match=r"a layer with the strategy torch.ColwiseParallel\(\)"):
+        adapters._strategies(layer)

@@ -138,7 +138,7 @@ class StyleParallel(TensorParallelLayer):
 
 
 def as_strategy(value: Any) -> Any:
-    """A style of torch as a strategy; anything else as it is."""
+    """A style of torch as a strategy; a strategy, or anything else, as it is."""
     is_style = isinstance(value, ParallelStyle) and not isinstance(value, TensorParallelLayer)
     return StyleParallel(value) if is_style else value
 
