@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .checkpoint.distributed import placed
+from .checkpoint.distributed import laid_out, placed
 from .errors import UnsupportedError, describe
 from .mesh import TensorParallelGroup
 from .strategies import (
@@ -77,10 +77,8 @@ def _take_own(
             continue
         if metadata.get("assign_to_params_buffers"):
             local = local.contiguous() if local.shape == value.shape else local.clone()
-        if isinstance(param, DTensor) and shard.data_parallel is not None:
-            layout = {"shape": param.shape, "stride": param.stride(), "run_check": False}
-            own = DTensor.from_local(local, param.device_mesh, param.placements, **layout)  # type: ignore[arg-type]
-            state[prefix + name] = nn.Parameter(own, requires_grad=param.requires_grad)
+        if shard.data_parallel is not None:
+            state[prefix + name] = nn.Parameter(laid_out(local, param), requires_grad=param.requires_grad)
         else:
             state[prefix + name] = shard.wrap(local, requires_grad=param.requires_grad)
 

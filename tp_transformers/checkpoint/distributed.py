@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from ..layout import Piece
 from ..strategies import ParamShard, local_tensor
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 
 class LocalShard(Tensor):
@@ -120,20 +122,29 @@ def placed(local: Tensor, param: Tensor) -> Tensor:
     return LocalShard.of(local_tensor(local), shard)
 
 
+def laid_out(local: Tensor, param: Tensor) -> Tensor:
+    """`local`, this rank's values, as a DTensor where `param` is one, else as a plain tensor."""
+    if isinstance(param, DTensor):
+        layout: dict[str, Any] = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+        return DTensor.from_local(local, param.device_mesh, param.placements, **layout)
+    return local
+
+
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of `optimizer` by the names of `model`'s parameters, for torch.distributed.checkpoint at any size.
 
-    It is `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, in which the state of parameters that
-    are plain tensors knows its place too. `load_optimizer_state_dict` gives it back.
+    It is `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, flattened, since how parameters are
+    grouped differs with the number of ranks. The state of parameters that are plain tensors knows its place too.
+    `load_optimizer_state_dict` gives it back.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)  # type: ignore[assignment]
     params = dict(model.named_parameters(remove_duplicate=False))
-    for name, values in state["state"].items():
-        for key, value in values.items():
-            if isinstance(value, Tensor) and name in params:
-                values[key] = placed(value, params[name])
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_options())  # type: ignore[assignment]
+    for key, value in state.items():
+        param = params.get(_name(key))
+        if isinstance(value, Tensor) and param is not None:
+            state[key] = placed(value, param)
     return state
 
 
@@ -141,8 +152,20 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     """Give `optimizer` back what `optimizer_state_dict` returned, as torch.distributed.checkpoint has filled it."""
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+    params = dict(model.named_parameters(remove_duplicate=False))
     values = {
-        name: {key: value.plain() if isinstance(value, LocalShard) else value for key, value in states.items()}
-        for name, states in state["state"].items()
+        key: laid_out(value.plain(), params[_name(key)]) if isinstance(value, LocalShard) else value
+        for key, value in state.items()
     }
-    set_optimizer_state_dict(model, optimizer, {**state, "state": values})  # type: ignore[dict-item]
+    set_optimizer_state_dict(model, optimizer, values, options=_options())
+
+
+def _options() -> StateDictOptions:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def _name(key: str) -> str:
+    """The parameter of which a flat state of an optimizer has `state.NAME.exp_avg`."""
+    return key.removeprefix("state.").rpartition(".")[0]
