@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
 from .errors import MeshError, UnsupportedError, describe
-from .mesh import TP_AXIS, TensorParallelGroup
+from .mesh import TP_AXIS, TensorParallelGroup, check_ranks
 from .strategies import local_tensor, settle_gradient, shard_of
 
 if TYPE_CHECKING:
@@ -80,8 +80,13 @@ def data_parallel(
     if group is None:
         raise UnsupportedError("data_parallel needs a model that was loaded with tp_plan")
     with group.agree():
-        _check(model, group, mesh, mode, axis, options)
+        _check_mesh(group, mesh, axis)
     process_group = mesh[axis].get_group()
+    copies = TensorParallelGroup(mesh[axis], mesh[axis].get_local_rank(), process_group.size(), group.device)
+    fault = next(filter(None, copies.gather(_fault(model, mode, options))), None)
+    with group.agree():
+        if fault is not None:
+            raise UnsupportedError(fault)
     with torch.no_grad():
         for param in model.parameters():
             local = local_tensor(param)
@@ -119,9 +124,8 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
             yield from _listed(child)
 
 
-def _check(
-    model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, mode: str, axis: str, options: dict[str, Any]
-) -> None:
+def _check_mesh(group: TensorParallelGroup, mesh: DeviceMesh, axis: str) -> None:
+    check_ranks(mesh)
     names = mesh.mesh_dim_names or ()
     if axis not in names or TP_AXIS not in names:
         raise MeshError(
@@ -141,17 +145,19 @@ def _check(
                 fix="Load the model with device_mesh=mesh.",
             )
         )
+
+
+def _fault(model: nn.Module, mode: str, options: dict[str, Any]) -> str | None:
     if mode not in ("replicate", "shard") or (mode == "replicate" and options):
-        raise UnsupportedError(
-            describe(
-                "data_parallel",
-                got=f"mode={mode!r}" + (f" with {', '.join(sorted(options))}" if options else ""),
-                expected='"replicate", or "shard" with options of fully_shard',
-                fix="Leave them out, or pass the other mode.",
-            )
+        return describe(
+            "data_parallel",
+            got=f"mode={mode!r}" + (f" with {', '.join(sorted(options))}" if options else ""),
+            expected='"replicate", or "shard" with options of fully_shard',
+            fix="Leave them out, or pass the other mode.",
         )
     if hasattr(model, "set_requires_gradient_sync"):
-        raise UnsupportedError("data_parallel: the model is data-parallel already")
+        return "data_parallel: the model is data-parallel already"
+    return None
 
 
 # -- replicate

@@ -190,13 +190,40 @@ def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:
     )
 
 
+def check_ranks(device_mesh: DeviceMesh) -> None:
+    """Raise MeshError where this process is not in the mesh, or ranks do not ascend along each of its axes.
+
+    Torch sorts the ranks of a process group, but places a DTensor's shards in the order of the mesh.
+    """
+    ranks = device_mesh.mesh
+    if device_mesh.get_coordinate() is None:
+        raise MeshError(
+            describe(
+                "device_mesh",
+                got=f"one of ranks {ranks.flatten().tolist()} on rank {dist.get_rank()}",
+                expected="one that this rank is in",
+                fix="Call from_pretrained on the ranks of the mesh alone, or build it over all that were started.",
+            )
+        )
+    if any((ranks.diff(dim=dim) < 0).any() for dim in range(ranks.ndim)):
+        raise MeshError(
+            describe(
+                "device_mesh",
+                got=f"ranks {ranks.tolist()}",
+                expected="ranks that ascend along every axis",
+                fix="Build it with init_device_mesh; to exchange axes, exchange their names.",
+            )
+        )
+
+
 def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     """Join the tensor-parallel group: from `device_mesh`, from a running process group, or from torchrun's environment.
 
     Starts the process group if there is none and torchrun's environment is set: nccl on CUDA, gloo on CPU, the device
     bound before the group starts. Without torchrun it is one process, with no group at all.
 
-    Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D), or where a node has more ranks than GPUs.
+    Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D) or is none of `check_ranks`, or where a node
+    has more ranks than GPUs.
     """
     given = device_mesh
     if device_mesh is None and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
@@ -237,6 +264,7 @@ def _tp_axis(device_mesh: DeviceMesh) -> DeviceMesh:
                 fix="Leave it out to use all ranks, or build one with init_device_mesh.",
             )
         )
+    check_ranks(device_mesh)
     names = device_mesh.mesh_dim_names or ()
     if TP_AXIS in names:
         return device_mesh[TP_AXIS] if device_mesh.ndim > 1 else device_mesh

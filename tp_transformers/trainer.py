@@ -6,23 +6,31 @@ Not imported by the package itself: transformers' own takes a second to import.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate import ParallelismConfig  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from .errors import MeshError, UnsupportedError, describe
+from .checkpoint.distributed import load_optimizer_state_dict, optimizer_state_dict
+from .errors import CheckpointError, MeshError, describe
 from .gradients import clip_grad_norm_, parameter_groups
+from .mesh import random_state, set_random_state
 from .parallelize import is_tensor_parallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+OPTIMIZER_FOLDER = "optimizer"
+"""Where a checkpoint of a tensor-parallel model has the state of the optimizer, as torch.distributed.checkpoint's."""
 
 
 class Trainer(transformers.Trainer):
@@ -33,15 +41,16 @@ class Trainer(transformers.Trainer):
     it refuses to be told. Everything else is transformers'; a model without a plan is trained as ever.
 
     With more ranks than the `tp` axis has, the model has to have been through `tp_transformers.data_parallel`.
-    Checkpoints hold the model alone (`save_only_model=True`), since an optimizer's state differs from rank to rank.
+    Training goes on from a checkpoint on any mesh, and in one process, with this class: the optimizer's state, which
+    differs from rank to rank, is a distributed checkpoint in it.
 
     Raises:
         MeshError: where ranks beyond the `tp` axis would train copies of the model that do not meet.
-        UnsupportedError: where checkpoints would hold the state of the optimizer.
+        CheckpointError: where a checkpoint has the state of an optimizer of one process.
     """
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        model, args = self.model, self.args
+        model = self.model
         if not is_tensor_parallel(model) or model.tp_size == 1:
             arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
             return arguments
@@ -54,11 +63,6 @@ class Trainer(transformers.Trainer):
                     expected="copies whose gradients are averaged",
                     fix="Call tp_transformers.data_parallel(model, mesh) first.",
                 )
-            )
-        if args.save_strategy != "no" and not args.save_only_model:
-            raise UnsupportedError(
-                "Trainer cannot save the state of a tensor-parallel model's optimizer, which differs from rank to "
-                'rank. Pass save_only_model=True or save_strategy="no".'
             )
         parallelism = _Parallelism(tp_size=model.tp_size, dp_shard_size=copies)
         with _distributed_config(model, copies):
@@ -110,6 +114,54 @@ class Trainer(transformers.Trainer):
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_tensor_parallel(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = optimizer_state_dict(self.model, _plain(self.optimizer))
+        dcp.save(state, checkpoint_id=os.path.join(output_dir, OPTIMIZER_FOLDER))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        folder = os.path.join(checkpoint or "", OPTIMIZER_FOLDER)
+        if checkpoint is None or not os.path.isdir(folder):
+            if is_tensor_parallel(self.model) and os.path.isfile(os.path.join(checkpoint or "", OPTIMIZER_NAME)):
+                raise CheckpointError(
+                    describe(
+                        checkpoint,
+                        got=f"{OPTIMIZER_NAME}, the state of an optimizer of one process",
+                        expected=f"the folder {OPTIMIZER_FOLDER}, which this Trainer writes of a tensor-parallel model",
+                        fix=f"Go on in one process, or remove {OPTIMIZER_NAME} to begin with a new optimizer.",
+                    )
+                )
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        optimizer = _plain(self.optimizer)
+        state = optimizer_state_dict(self.model, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        load_optimizer_state_dict(self.model, optimizer, state)
+        schedule = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
+        # How many groups there are differs with the mesh: what a scheduler has of each is the optimizer's, or its own.
+        groups, own = optimizer.param_groups, self.lr_scheduler.state_dict()
+        own |= {"base_lrs": [group["initial_lr"] for group in groups], "_last_lr": [group["lr"] for group in groups]}
+        lists = {name: own[name] for name, value in schedule.items() if isinstance(value, list)}
+        self.lr_scheduler.load_state_dict({**schedule, **lists})
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None and is_tensor_parallel(self.model):  # another mesh has other files, or none
+            group = self.model.tp_group
+            own = (random.getstate(), np.random.get_state(), torch.get_rng_state(), random_state(group.device))
+            python, numpy, cpu, device = group.gather(own)[0]
+            random.setstate(python), np.random.set_state(numpy), torch.set_rng_state(cpu)
+            set_random_state(group.device, device)
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 class _Parallelism(ParallelismConfig):
