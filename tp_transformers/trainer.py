@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
 from accelerate import ParallelismConfig  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from .checkpoint.distributed import load_optimizer_state_dict, optimizer_state_dict
@@ -120,14 +121,16 @@ class Trainer(transformers.Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
             return
         state = optimizer_state_dict(self.model, _plain(self.optimizer))
-        dcp.save(state, checkpoint_id=os.path.join(output_dir, OPTIMIZER_FOLDER))
+        save(state, checkpoint_id=os.path.join(output_dir, OPTIMIZER_FOLDER))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = os.path.join(checkpoint or "", OPTIMIZER_FOLDER)
-        if checkpoint is None or not os.path.isdir(folder):
-            if is_tensor_parallel(self.model) and os.path.isfile(os.path.join(checkpoint or "", OPTIMIZER_NAME)):
+        if checkpoint is None:
+            return
+        folder, file = (os.path.join(checkpoint, name) for name in (OPTIMIZER_FOLDER, OPTIMIZER_NAME))
+        if not os.path.isdir(folder):
+            if is_tensor_parallel(self.model) and os.path.isfile(file):
                 raise CheckpointError(
                     describe(
                         checkpoint,
@@ -140,13 +143,16 @@ class Trainer(transformers.Trainer):
             return
         optimizer = _plain(self.optimizer)
         state = optimizer_state_dict(self.model, optimizer)
-        dcp.load(state, checkpoint_id=folder)
+        load(state, checkpoint_id=folder)
         load_optimizer_state_dict(self.model, optimizer, state)
         schedule = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
         # How many groups there are differs with the mesh: what a scheduler has of each is the optimizer's, or its own.
         groups, own = optimizer.param_groups, self.lr_scheduler.state_dict()
-        own |= {"base_lrs": [group["initial_lr"] for group in groups], "_last_lr": [group["lr"] for group in groups]}
-        lists = {name: own[name] for name, value in schedule.items() if isinstance(value, list)}
+        own |= {
+            "base_lrs": [group.get("initial_lr") for group in groups],
+            "_last_lr": [group["lr"] for group in groups],
+        }
+        lists = {name: own.get(name, value) for name, value in schedule.items() if isinstance(value, list)}
         self.lr_scheduler.load_state_dict({**schedule, **lists})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -155,13 +161,16 @@ class Trainer(transformers.Trainer):
             group = self.model.tp_group
             own = (random.getstate(), np.random.get_state(), torch.get_rng_state(), random_state(group.device))
             python, numpy, cpu, device = group.gather(own)[0]
-            random.setstate(python), np.random.set_state(numpy), torch.set_rng_state(cpu)
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(cpu)
             set_random_state(group.device, device)
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)
+    plain: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return plain
 
 
 class _Parallelism(ParallelismConfig):

@@ -153,7 +153,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     params = dict(model.named_parameters(remove_duplicate=False))
-    values = {
+    values: dict[str, Any] = {
         key: laid_out(value.plain(), params[_name(key)]) if isinstance(value, LocalShard) else value
         for key, value in state.items()
     }
