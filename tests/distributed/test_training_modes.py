@@ -34,10 +34,10 @@ MAX_NORM = 0.5
 """Far below the norm of the gradients, so that every step is clipped."""
 
 
-# fp32 sums in another order, through five steps: the whole table is below a tenth of these.
-LOSS_TOLERANCE = 5e-6
+# fp32 sums in another order, through five steps: at worst 4e-7, 2e-6 and 3e-7 in the whole table.
+LOSS_TOLERANCE = 2e-6
 NORM_TOLERANCE = 1e-5
-WEIGHT_TOLERANCE = 5e-6
+WEIGHT_TOLERANCE = 2e-6
 CHAOS = {"mixtral": 20}
 """By how much more than elsewhere rounding grows: of one process, whose weights are changed by 1e-7, norms by 9e-5."""
 # bf16 has 8 bits, and what is summed over ranks is rounded once more.
@@ -232,6 +232,6 @@ def test_trains_as_one_process(
         is_rough, chaos = ALL[mode].reference == "autocast", CHAOS.get(name, 1)
         assert worst["losses"] < (AUTOCAST_TOLERANCE if is_rough else LOSS_TOLERANCE * chaos), mode
         assert worst["norms"] < (AUTOCAST_TOLERANCE if is_rough else NORM_TOLERANCE * chaos), mode
-        assert worst["weights"] < (AUTOCAST_TOLERANCE if is_rough else WEIGHT_TOLERANCE), mode
+        assert worst["weights"] < (AUTOCAST_TOLERANCE if is_rough else WEIGHT_TOLERANCE * chaos), mode
         if ALL[mode].parallel != "shard":  # FSDP2's hooks break graphs, in one process too
             assert all(result[mode]["graphs"] == ALL[mode].compiled for result in results), mode
