@@ -215,7 +215,8 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
         yield name, ARCHITECTURES[name].variants[-1], 3, ALONE
         yield name, ARCHITECTURES[name].variants[0], 4, tuple(MODES)
     for name in ("llama", "mixtral"):
-        yield name, (9, 3), 4, tuple(ALL)[len(MODES) :]
+        for way in SETTINGS:
+            yield name, (9, 3), 4, tuple(f"{mode}, {way}" for mode in MODES)
 
 
 @pytest.mark.parametrize(
