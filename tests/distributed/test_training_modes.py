@@ -216,6 +216,8 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
         yield name, ARCHITECTURES[name].variants[0], 4, tuple(MODES)
     for name in ("llama", "mixtral"):
         for way in SETTINGS:
+            if (name, way) == ("mixtral", "autocast"):  # rounded to 8 bits, a token may go to another expert
+                continue
             yield name, (9, 3), 4, tuple(f"{mode}, {way}" for mode in MODES)
 
 
