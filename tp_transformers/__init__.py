@@ -14,6 +14,7 @@ from .hook import disable, enable
 from .logs import read_environment
 from .loss import vocab_parallel_cross_entropy
 from .parallelize import is_tensor_parallel
+from .partitions import Partition, partition
 from .plan import Attention, Plan, Rule
 from .strategies import (
     STRATEGIES,
@@ -48,6 +49,7 @@ __all__ = [
     "PackedColwiseParallel",
     "PackedRowwiseParallel",
     "ParallelInterface",
+    "Partition",
     "Plan",
     "PlanError",
     "RemoteRankError",
@@ -73,6 +75,7 @@ __all__ = [
     "local_tensor",
     "optimizer_state_dict",
     "parameter_groups",
+    "partition",
     "save_sharded",
     "verify_sharded",
     "vocab_parallel_cross_entropy",

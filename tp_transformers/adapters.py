@@ -35,6 +35,7 @@ from .strategies import (
     ReplicateSumGradParallel,
     RowwiseParallel,
     TensorParallelLayer,
+    batch_sharded,
     local_tensor,
     take,
 )
@@ -151,6 +152,8 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
         given[given.index("target_parameters")] = "target_modules that are parameters of experts"
     if config.init_lora_weights not in INITS:
         given.append(f"init_lora_weights={config.init_lora_weights!r}")
+    if config.lora_dropout and any(batch_sharded(model)):  # ranks draw numbers of their own
+        given.append("lora_dropout, where ranks have batches of their own")
     if given:
         raise _unsupported("LoraConfig", ", ".join(given))
 
@@ -215,6 +218,8 @@ def _strategies(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLay
     if strategy is None or type(strategy) is ReplicateParallel:
         return of_a, of_b
     local = computes_locally(strategy)
+    if strategy.splits_batch:
+        raise _unsupported(strategy.name, f"an adapter on a layer with the strategy {strategy}")
     if isinstance(strategy, ReplicateSumGradParallel):
         of_a, of_b = ReplicateSumGradParallel(), ReplicateSumGradParallel()
     elif isinstance(strategy, MlaKvAProjParallel):

@@ -9,6 +9,7 @@ function's backward is the other collective of its pair.
     scatter_to_region            forward: own slice       backward: all-gather
     gather_to_region             forward: all-gather      backward: reduce-scatter   (f, where the sequence is cut)
     reduce_scatter_from_region   forward: reduce-scatter  backward: all-gather       (g, where the sequence is cut)
+    exchange_regions             forward: all-to-all      backward: all-to-all
 
 Sharded dims need not divide: `widths` gives the length of every rank's slice.
 """
@@ -24,6 +25,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 Group = dist.ProcessGroup
+Cut = tuple[int, tuple[int, ...]]
+"""(dim, length of every rank's slice along it)."""
 
 # Their names until torch 2.12; the old ones warn from then on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,6 +70,21 @@ def reduce_scatter_from_region(x: Tensor, widths: Sequence[int], group: Group, *
     return _apply(_ReduceScatterFromRegion, x, tuple(widths), group, dim)
 
 
+def exchange_regions(
+    x: Tensor, widths: Sequence[int], parts: Sequence[int], group: Group, *, dim: int = -1, into: int = 0
+) -> Tensor:
+    """This rank's slice along `into` of what is joined along `dim` (all-to-all); backward is the way back (all-to-all).
+
+    `widths[rank]` is the length of that rank's `x` along `dim`, `parts[rank]` of what it gets along `into`.
+    """
+    return _apply(_Exchange, x, (dim % x.ndim, tuple(widths)), (into % x.ndim, tuple(parts)), group)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Identity; backward multiplies the gradient by `factor`."""
+    return _apply(_ScaleGradient, x, factor) if torch.is_grad_enabled() and x.requires_grad else x
+
+
 def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """All-gather slices of different lengths along `dim`, without autograd: shorter ones travel padded."""
     longest = max(widths)
@@ -89,6 +107,22 @@ def reduce_scatter_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim
     own = torch.empty_like(parts[0])
     _reduce_scatter(own, parts.flatten(0, 1), group=group)
     return own.narrow(dim, 0, widths[dist.get_rank(group)])
+
+
+def all_to_all_uneven(x: Tensor, cut: Cut, into: Cut, group: Group) -> Tensor:
+    """From tensors that are cut along one dim to tensors that are cut along another, without autograd.
+
+    Each of both is the dim and the length of every rank's slice.
+    """
+    (dim, widths), (other, parts), rank = cut, into, dist.get_rank(group)
+    shapes = [list(x.shape) for _ in widths]
+    for shape, width in zip(shapes, widths, strict=True):
+        shape[dim], shape[other] = width, parts[rank]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    pieces = [piece.reshape(-1) for piece in x.split(list(parts), other)]
+    received = x.new_empty(sum(sizes))
+    dist.all_to_all_single(received, torch.cat(pieces), sizes, [piece.numel() for piece in pieces], group=group)
+    return torch.cat([piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)], dim)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -155,6 +189,28 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
         return reduce_scatter_uneven(x, widths, group, dim=dim)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut, into: Cut, group: Group) -> Tensor:
+        ctx.cut, ctx.into, ctx.group = cut, into, group
+        return all_to_all_uneven(x, cut, into, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all_uneven(grads[0], ctx.into, ctx.cut, ctx.group), None, None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
 
 
 def _all_reduce(x: Tensor, group: Group) -> Tensor:

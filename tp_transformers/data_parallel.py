@@ -6,13 +6,15 @@ Two ways over the other axis of a mesh:
     shard        FSDP2 cuts dim 0 of every rank's shards once more, gathers a layer while it computes, and scatters
                  its averaged gradients
 
-Both take what a rank holds as it is, DTensor or plain, so that neither cares how a plan cuts.
+Both take what a rank holds as it is, DTensor or plain, so that neither cares how a plan cuts. Where the ranks that
+share a model have batches of their own (`tp_batch_sharded`), what is outside the modules that gather them has copies on
+these ranks, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,11 +24,12 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from .errors import MeshError, UnsupportedError, describe
 from .mesh import TP_AXIS, TensorParallelGroup, check_ranks
-from .strategies import local_tensor, settle_gradient, shard_of
+from .strategies import batch_sharded, local_tensor, settle_gradient, shard_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,12 +48,16 @@ def data_parallel(
 ) -> PreTrainedModel:
     """Train `model` on a batch of its own for every rank of the data-parallel axis; all ranks have to call it.
 
-    All copies start with the parameters of the first (one broadcast each). After a backward every gradient is the mean
-    of those of all copies, as the gradient of the mean of their losses is.
+    All copies start with the parameters and buffers of the first (one broadcast each). After a backward every gradient
+    is the mean of those of all copies, as the gradient of the mean of their losses is.
 
     With `replicate`, gradients are averaged at the end of a backward from the model's outputs, 32 MiB an all-reduce,
     DTensors and plain tensors alike; a parameter that only some copies used counts as zero on the others. Nothing
     overlaps with the backward. Optimizers and checkpoints see the parameters that were there before.
+
+    Ranks that share a model which was loaded with `tp_batch_sharded` count as copies of what is outside the modules
+    that gather their batches: it has the mean over all ranks then, and with `shard` it is cut over those of the mesh's
+    later axis and copied over the other.
 
     With `shard`, FSDP2's `fully_shard` is applied to every decoder layer, then to the model. A DTensor parameter
     becomes a DTensor over both axes. A plain one (uneven heads, replicated KV heads), which no placement describes over
@@ -87,22 +94,45 @@ def data_parallel(
     with group.agree():
         if fault is not None:
             raise UnsupportedError(fault)
-    with torch.no_grad():
-        for param in model.parameters():
-            local = local_tensor(param)
-            is_float8 = local.is_floating_point() and local.element_size() == 1  # which no backend sends
-            dist.broadcast(local.view(torch.uint8) if is_float8 else local, group=process_group, group_src=0)
-    copy = dataclasses.replace(group, is_first_replica=mesh[axis].get_local_rank() == 0)
+    if any(batch_sharded(model)):
+        _start_alike((*outside(model), *model.buffers()), group.process_group)
+    _start_alike((*model.parameters(), *model.buffers()), process_group)
+    is_first = mesh[axis].get_local_rank() == 0
+    copy = dataclasses.replace(group, is_first_replica=is_first, copies=ranks_of(mesh, axis))
     for module in model.modules():
         if "tp_group" in module.__dict__:
             module.tp_group = copy  # type: ignore[assignment]
     if mode == "shard":
-        _shard(model, mesh[axis], options)
+        _shard(model, mesh, axis, options)
     else:
-        average = _Average(process_group)
+        average = _Average(process_group, group.process_group if any(batch_sharded(model)) else None)
         model.register_forward_hook(average.watch)
         model.set_requires_gradient_sync = average.set_requires_gradient_sync  # type: ignore[assignment]
     return model
+
+
+@torch.no_grad()
+def _start_alike(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None) -> None:
+    """Give `tensors` the values of the group's first rank."""
+    for tensor in tensors:
+        local = local_tensor(tensor)
+        if not local.is_contiguous():  # a buffer that is a view of one value
+            continue
+        is_short = local.ndim and local.element_size() == 1  # float8 and bool, which not every backend sends
+        dist.broadcast(local.view(torch.uint8) if is_short else local, group=process_group, group_src=0)
+
+
+def ranks_of(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every copy of a model: those that share it, in the order of the `tp` axis."""
+    both = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))]
+    ranks = both.mesh if (both.mesh_dim_names or ())[0] == axis else both.mesh.T
+    return tuple(map(tuple, ranks.tolist()))
+
+
+def outside(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that no module holds which gathers the batches of all ranks."""
+    inside = {param for module in batch_sharded(model) for param in module.parameters()}
+    return [param for param in model.parameters() if param not in inside]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -171,13 +201,15 @@ class _Average:
     gradients may add up over several backwards.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, sharing: dist.ProcessGroup | None) -> None:
         self.process_group = process_group
+        self.sharing = sharing
+        """The ranks that share a copy, where each has a batch of its own; else None."""
         self.enabled = True
         self.is_queued = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Average:
-        return _Average(self.process_group)
+        return _Average(self.process_group, self.sharing)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether a backward averages the gradients, those included that added up without."""
@@ -204,26 +236,35 @@ class _Average:
         self.is_queued = False
         params = [param for param in module.parameters() if param.requires_grad]
         has_grad = torch.tensor([float(param.grad is not None) for param in params], device=params[0].device)
-        dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=self.process_group)
-        grads: dict[torch.dtype, list[Tensor]] = {}
-        for param, anywhere in zip(params, has_grad.tolist(), strict=True):
-            if not anywhere:
-                continue
+        for process_group in filter(None, (self.process_group, self.sharing)):
+            dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=process_group)
+        found = [param for param, anywhere in zip(params, has_grad.tolist(), strict=True) if anywhere]
+        for param in found:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            grad = local_tensor(settle_gradient(param))  # type: ignore[arg-type]
-            grads.setdefault(grad.dtype, []).append(grad)
-        for bucket in _buckets(grads.values()):
-            flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            dist.all_reduce(flat, group=self.process_group)
-            flat /= self.process_group.size()
-            for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-                grad.copy_(mean.view(grad.shape))
+            settle_gradient(param)
+        if self.sharing is not None:
+            alone = set(outside(module))
+            _average((param for param in found if param in alone), self.sharing)
+        _average(found, self.process_group)
 
 
-def _buckets(groups: Any) -> Iterator[list[Tensor]]:
+def _average(params: Iterable[nn.Parameter], process_group: dist.ProcessGroup) -> None:
+    """Average the gradients of `params` over `process_group`, in place."""
+    for bucket in _buckets([local_tensor(param.grad) for param in params if param.grad is not None]):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        dist.all_reduce(flat, group=process_group)
+        flat /= process_group.size()
+        for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(mean.view(grad.shape))
+
+
+def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype, about BUCKET bytes at a time."""
-    for tensors in groups:
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault(grad.dtype, []).append(grad)
+    for tensors in kinds.values():
         bucket: list[Tensor] = []
         for tensor in tensors:
             bucket.append(tensor)
@@ -237,19 +278,39 @@ def _buckets(groups: Any) -> Iterator[list[Tensor]]:
 # -- shard
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any]) -> None:
+def _shard(model: nn.Module, mesh: DeviceMesh, axis: str, options: dict[str, Any]) -> None:
+    blocks = list(batch_sharded(model))
+    alone = set(outside(model)) if blocks else set()
+    # What has copies on all ranks is cut over those of the later axis, and copied over the other.
+    both = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))] if blocks else mesh[axis]
     shards = {
-        name: dataclasses.replace(shard, data_parallel=mesh.get_group())
+        name: dataclasses.replace(
+            shard, data_parallel=both.get_group(both.ndim - 1) if param in alone else mesh[axis].get_group()
+        )
         for name, param in model.named_parameters(remove_duplicate=False)
         if (shard := shard_of(param)) is not None
     }
+    _unwrap(model, alone)
     options.setdefault("reshard_after_forward", True)
+    for block in blocks:
+        fully_shard(block, mesh=mesh[axis], **options)
     for layer in layers_of(model):
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+        fully_shard(layer, mesh=both, **options)
+    fully_shard(model, mesh=both, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule) and mesh.device_type == "cpu":  # gloo knows no mean
             getattr(module, "set_force_sum_reduction_for_comms", lambda _: None)(True)
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in shards:
             param.tp_shard = shards[name]  # type: ignore[attr-defined]
+
+
+def _unwrap(model: nn.Module, params: Collection[nn.Parameter]) -> None:
+    """Put plain parameters in place of those `params` that are DTensors over the `tp` axis alone."""
+    plain: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param in params and isinstance(param, DTensor):
+                if param not in plain:
+                    plain[param] = nn.Parameter(local_tensor(param).detach(), requires_grad=param.requires_grad)
+                module._parameters[name] = plain[param]

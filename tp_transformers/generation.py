@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from .errors import MeshError, describe
 from .mesh import TensorParallelGroup, random_state, set_random_state
 from .resolve import Resolution
+from .strategies import same_inputs
 
 OWN = ("streamer", "stopping_criteria")
 """Arguments of `generate` that some ranks may have and others not."""
@@ -52,7 +53,7 @@ class TensorParallelGeneration:
         if self.tp_group.size == 1 or (_call.get() or _NOBODY).ranks == self.tp_group.global_ranks:
             return own(*args, **kwargs)  # an assistant's ranks are in step already
         arguments = _name_arguments(own, args, kwargs)
-        with _in_step(self, arguments):
+        with _in_step(self, arguments), same_inputs():
             return own(**arguments)
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:

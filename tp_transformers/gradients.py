@@ -49,7 +49,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     rank, process_group, device = shards[0].group.rank, shards[0].group.process_group, shards[0].group.device
     dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
-    copies = next((shard.data_parallel for shard in shards if shard.data_parallel is not None), None)
+    copies = next((shard.data_parallel for shard in shards if shard.is_cut_over_copies), None)
     # 1. What counts on this rank: what is cut over the copies too, and what each copy has the whole of.
     counted: dict[bool, list[Tensor]] = {False: [], True: []}
     grads = []
@@ -114,7 +114,7 @@ def parameter_groups(
 
 def _is_cut_over_copies(param: Tensor) -> bool:
     shard = shard_of(param)
-    return shard is not None and shard.data_parallel is not None
+    return shard is not None and shard.is_cut_over_copies
 
 
 def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
@@ -124,7 +124,8 @@ def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
         yield grad
         return
     if shard is None or shard.layout is None:  # of a part that was added to the model, or of a whole parameter
-        if rank == 0:
+        is_cut = shard is not None and shard.data_parallel is not None and not shard.is_cut_over_copies
+        if rank == 0 or is_cut:
             yield grad
         return
     dim, position = shard.layout.dim, 0

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from .collectives import all_gather_uneven
 from .errors import MeshError, UnsupportedError, describe
 from .mesh import TensorParallelGroup, random_state
-from .strategies import local_tensor
+from .strategies import batch_sharded, local_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,11 +36,13 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
         A handle, whose `remove()` ends it.
 
     Raises:
-        UnsupportedError: for a model without a plan.
+        UnsupportedError: for a model without a plan, or one whose ranks have batches of their own.
     """
     group: TensorParallelGroup | None = getattr(model, "tp_group", None)
     if group is None:
         raise UnsupportedError("check_inputs needs a model that was loaded with tp_plan")
+    if any(batch_sharded(model)):
+        raise UnsupportedError("check_inputs: with tp_batch_sharded, ranks are given batches of their own")
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**_named(module, args), **kwargs}
@@ -55,7 +57,7 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
 
 def guard_if_asked(model: PreTrainedModel) -> None:
     """Guard a model that has been loaded, where the environment says so."""
-    if os.environ.get(SWITCH, "0") not in ("", "0"):
+    if os.environ.get(SWITCH, "0") not in ("", "0") and not any(batch_sharded(model)):
         check_inputs(model)
 
 

@@ -40,6 +40,8 @@ class TensorParallelGroup:
     """Where this rank keeps its shards."""
     is_first_replica: bool = True
     """Whether no copy of the model comes before this one on the other axes of the mesh: the one that is saved."""
+    copies: tuple[tuple[int, ...], ...] | None = None
+    """The world ranks of every copy of a model that is data-parallel; else None."""
 
     @property
     def writes(self) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError, PlanError, UnsupportedError, describe, nearest
-from .plan import Plan
+from .plan import Plan, is_names
 
 
 @dataclass(frozen=True)
 class Options:
-    """Those that are ours, each True, False, or None for what is said of None."""
+    """Those that are ours, each True, False, or None for what is said of None; `tp_batch_sharded` may be names too."""
 
     allow_replicated: bool | None = None
     """Whether a plan that a transformers class declares may leave whole layers on every rank. None: no."""
@@ -29,6 +29,9 @@ class Options:
     """Whether activations are cut along the sequence between blocks. None: as the plan says."""
     tp_loss_parallel: bool | None = None
     """Whether logits stay cut where there are labels. None: as the plan says."""
+    tp_batch_sharded: bool | list[str] | tuple[str, ...] | None = None
+    """Whether ranks have batches of their own, which attention, MLPs and experts gather, or the modules that do. None:
+    as the plan says."""
 
     @classmethod
     def take(cls, kwargs: dict[str, Any]) -> Options:
@@ -37,11 +40,12 @@ class Options:
 
     def change(self, plan: Plan) -> Plan:
         """The plan, with what is asked for in place of what it says."""
-        sequence, loss = self.tp_sequence_parallel, self.tp_loss_parallel
+        sequence, loss, batch = self.tp_sequence_parallel, self.tp_loss_parallel, self.tp_batch_sharded
         return replace(
             plan,
             sequence_parallel=plan.sequence_parallel if sequence is None else sequence,
             loss_parallel=plan.loss_parallel if loss is None else loss,
+            batch_sharded=tuple(batch) if isinstance(batch, list) else plan.batch_sharded if batch is None else batch,
         )
 
     @property
@@ -65,9 +69,10 @@ class Options:
         """
         for option in OPTIONS:
             value = getattr(self, option)
-            if value is not None and not isinstance(value, bool):
+            names = ", or a list of modules" if option == "tp_batch_sharded" else ""
+            if not (value is None or isinstance(value, bool) or (names and is_names(value))):
                 fix = f"Pass {option}=True, or leave it out."
-                raise PlanError(describe(option, got=repr(value), expected="True, False or None", fix=fix))
+                raise PlanError(describe(option, got=repr(value), expected=f"True, False or None{names}", fix=fix))
         for other in others:
             if other.startswith("tp_"):
                 fix = f"There are tp_plan, tp_size, {', '.join(OPTIONS)}."

@@ -22,7 +22,7 @@ from .logs import get_logger
 from .mesh import TensorParallelGroup
 from .outputs import return_whole_attentions
 from .plan import Plan, base_prefix, fold_layers
-from .randomness import OwnRandomness
+from .randomness import OwnRandomness, SharedRandomness
 from .report import LoadReport
 from .resolve import Resolution, check_layers_are_cut, resolve
 from .state import (
@@ -34,7 +34,7 @@ from .state import (
     replace_embeddings,
     resize_embeddings,
 )
-from .strategies import LocalConfig, ParamShard, TensorParallelLayer, attach
+from .strategies import BatchWhole, LocalConfig, ParamShard, TensorParallelLayer, attach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -218,6 +218,9 @@ def parallelize(
         leaving = (name for name, strategy in resolution.module_strategies.items() if strategy.leaves_sharded_output)
         for name in dict.fromkeys(name.rpartition(".")[0] for name in leaving):
             OwnRandomness(group.rank, group.device).attach(model.get_submodule(name))
+        for name, strategy in resolution.module_strategies.items():
+            if isinstance(strategy, BatchWhole):  # after what is inside: its own states begin in the shared one
+                SharedRandomness(group).attach(model.get_submodule(name))
 
     # 5. The model knows what it is, and so does what is put around it.
     watch_adapters()

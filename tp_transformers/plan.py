@@ -15,12 +15,15 @@ The YAML format, by example (`model_plans/llama.yaml` is a real one):
     rules: {...}                        # names in the full model, all of which must match
     sequence_parallel: true             # cut activations between blocks along the sequence
     loss_parallel: true                 # leave logits cut where there are labels
+    batch_sharded: true                 # ranks have batches of their own, which attention, MLPs and experts gather; or
+                                        # a list of modules, named in the full model, that do
     attention:                          # modules, named as in base_model, whose projections are cut by whole heads
       layers.*.self_attn: {fused: qkv_proj, output: o_proj}   # or query, key, value and output
 
 A rule may also say `unit`: indices that stay together (a pair of interleaved gate and up features; the experts' 8); and
 `widths`: attributes of the module that are a width, of which its forward needs this rank's (DBRX's experts, which view
-their parameters by it).
+their parameters by it). With `input: batch-sharded` a module gathers the samples of ranks that have batches of their
+own; a module in which other rules stand may say nothing else.
 
 Roles in attention: `query`, `key`, `value`, `output`; `fused`, a projection to all queries, then all keys, then all
 values; `interleaved`, one that goes KV group by KV group; `key_value`, one to a key and a value of every query head;
@@ -47,6 +50,9 @@ from .strategies import STRATEGIES, TensorParallelLayer, as_strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+BATCH_SHARDED_INPUT = "batch-sharded"
+"""What a rule calls the layout of an input of which every rank has samples of its own."""
 
 ATTENTION_ROLES = ("query", "key", "value", "key_value", "fused", "interleaved", "output", "with_query", "with_key")
 """What the children of an attention module can be; see the module's docstring."""
@@ -83,6 +89,8 @@ class Rule(Pattern):
     """Indices that stay together on a rank."""
     widths: tuple[str, ...] = ()
     """Attributes of the module that are a width, and that are this rank's part of it in its forward."""
+    batch_sharded: bool = False
+    """Whether every rank has samples of its own, which the module gathers."""
     optional: bool = False
     """Whether it may match nothing."""
 
@@ -125,6 +133,9 @@ class Plan:
     """Whether activations between blocks are cut along the sequence."""
     loss_parallel: bool = False
     """Whether logits stay cut along the vocabulary where a model is given labels."""
+    batch_sharded: bool | tuple[str, ...] | None = None
+    """The modules, named in the full model, that gather the samples of ranks which have batches of their own, beside
+    those whose rules say so; True for all attention, MLPs and experts; False for none, whatever rules say."""
     declared: bool = field(default=False, compare=False)
     """Whether it is the plan that a transformers class declares, rather than one that was written for us."""
 
@@ -184,6 +195,9 @@ class Plan:
         faults.extend(
             f"{name} is {value!r}, not true or false" for name, value in options.items() if not isinstance(value, bool)
         )
+        batch = data.get("batch_sharded", base.batch_sharded)
+        if not (batch is None or isinstance(batch, bool) or is_names(batch)):
+            faults.append(f"batch_sharded is {batch!r}, not true, false, or a list of modules")
         model_types = data.get("model_type") or ()
         if not isinstance(model_types, str | list | tuple):
             faults.append(f"model_type is {model_types!r}, neither a name nor a list of names")
@@ -195,6 +209,7 @@ class Plan:
             tuple(entry for entry in attention.values() if entry is not None),
             (model_types,) if isinstance(model_types, str) else tuple(map(str, model_types)),
             **options,
+            batch_sharded=tuple(batch) if isinstance(batch, list | tuple) else batch,
         )
 
     @classmethod
@@ -270,7 +285,17 @@ class _UniqueKeyLoader(_SafeLoader):
 
 
 _OPTIONS = ("sequence_parallel", "loss_parallel")
-_SECTIONS = ("model_type", "extends", "base_model", "optional", "heads", "rules", "attention", *_OPTIONS)
+_SECTIONS = (
+    "model_type",
+    "extends",
+    "base_model",
+    "optional",
+    "heads",
+    "rules",
+    "attention",
+    "batch_sharded",
+    *_OPTIONS,
+)
 _IN_BASE_MODEL = ("base_model", "optional")
 
 _extending: ContextVar[tuple[Path, ...]] = ContextVar("tp_transformers_extending", default=())
@@ -303,11 +328,23 @@ def _mapping(data: Mapping[str, Any], section: str, faults: list[str]) -> Mappin
     return {}
 
 
+def is_names(value: Any) -> bool:
+    """Whether it is a list of names."""
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
 def _parse_rule(pattern: str, value: Any, section: str, faults: list[str]) -> Rule | None:
     options = dict(value) if isinstance(value, Mapping) else {"strategy": value}
+    layout = options.pop("input", None)
+    if layout is not None:
+        options.setdefault("strategy", "replicate")  # its inner rules cut
+    if layout not in (None, BATCH_SHARDED_INPUT):
+        faults.append(f"{pattern}: unknown layout {layout!r} of the input; the only one is {BATCH_SHARDED_INPUT}")
     if "strategy" not in options or set(options) - {"strategy", "parts", "unit", "widths"}:
         given = sorted(map(str, options))
-        faults.append(f"{pattern}: a rule has `strategy` and perhaps `parts`, `unit` and `widths`, not {given}")
+        faults.append(
+            f"{pattern}: a rule has `strategy` and perhaps `parts`, `unit`, `widths` and `input`, not {given}"
+        )
         return None
     strategy, parts, unit = (options.get(name) for name in ("strategy", "parts", "unit"))
     widths = options.get("widths") or ()
@@ -330,6 +367,7 @@ def _parse_rule(pattern: str, value: Any, section: str, faults: list[str]) -> Ru
         parts,  # type: ignore[arg-type]
         unit,  # type: ignore[arg-type]
         (widths,) if isinstance(widths, str) else tuple(map(str, widths)),
+        batch_sharded=layout is not None,
         optional=section in ("optional", "heads"),
         in_base_model=section in _IN_BASE_MODEL,
     )

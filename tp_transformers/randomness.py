@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from .mesh import random_state, set_random_state
+from .collectives import all_gather_uneven
+from .mesh import TensorParallelGroup, random_state, set_random_state
 from .strategies import TensorParallelLayer
 
 _STEP = 0x9E3779B97F4A7C15
@@ -76,6 +77,40 @@ class OwnRandomness:
         if self.shared is not None:
             set_random_state(self.device, self.shared)
             self.shared = None
+
+
+class SharedRandomness:
+    """Lets the ranks draw alike in a module that computes on the samples of all, while each draws its own outside."""
+
+    def __init__(self, group: TensorParallelGroup) -> None:
+        self.group = group
+        self.own: Tensor | None = None
+        """The state of this rank, while the ranks draw from a shared one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedRandomness:
+        return type(self)(self.group)
+
+    def attach(self, module: nn.Module) -> None:
+        """Draw as all ranks do from the start of `module` to its end, however it ends."""
+        module.register_forward_pre_hook(self.begin)
+        module.register_forward_hook(self.leave, always_call=True)
+
+    def begin(self, module: nn.Module, *_: Any) -> None:
+        """Before the module: if it drops anything, take the first rank's next number for a seed (one all-gather)."""
+        self.leave()
+        if module.training and any(map(_drops, module.modules())):
+            own = torch.randint(2**62, (1,), device="cpu").to(self.group.device)
+            process_group = self.group.process_group
+            assert process_group is not None
+            seeds = all_gather_uneven(own, [1] * self.group.size, process_group, dim=0)
+            self.own = random_state(self.group.device)
+            _seed(self.group.device, int(seeds[0]))
+
+    def leave(self, *_: Any) -> None:
+        """Draw as this rank alone."""
+        if self.own is not None:
+            set_random_state(self.group.device, self.own)
+            self.own = None
 
 
 def _strategy(module: nn.Module) -> TensorParallelLayer | None:

@@ -15,15 +15,14 @@ from .fit import largest_share, misfits, whole_layers
 from .layout import Layout
 from .mesh import TensorParallelGroup
 from .plan import Plan, Rule, base_prefix, fold_layers
-from .rewrite import cut_loss, cut_sequence
+from .rewrite import cut_batch, cut_loss, cut_sequence
 from .strategies import (
     STRATEGIES,
     MoEExpertsParallel,
     ParamShard,
+    RegionBlock,
     ReplicateParallel,
     ReplicateSumGradParallel,
-    SequenceGatherParallel,
-    SequenceWholeParallel,
     StyleParallel,
     TensorParallelLayer,
     style_hint,
@@ -76,6 +75,7 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     Raises:
         PlanError: naming every rule that does not fit.
     """
+    plan = cut_batch(plan, model)
     if plan.sequence_parallel:
         plan = cut_sequence(plan, model)
     if plan.loss_parallel:
@@ -212,8 +212,9 @@ class _Resolver:
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
                     "cannot cut then; use strategies by name there, or leave the attention out"
                 )
-            around = isinstance(strategy, SequenceGatherParallel)  # its heads are whole, but the sequence is cut
-            return (SequenceWholeParallel() if around else ReplicateParallel()).bind(module, self.size, name=name)
+            # Its heads are whole, but the sequence or the batch is cut.
+            around = strategy.around_whole if isinstance(strategy, RegionBlock) else ReplicateParallel()
+            return around.bind(module, self.size, name=name)
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
         absent = [width for width in rule.widths if not isinstance(vars(module).get(width), int)]

@@ -1,4 +1,5 @@
-"""A plan of tensor parallelism -> the same plan with one of its options: sequence or loss parallelism.
+"""A plan of tensor parallelism -> the same plan with one of its options: sequence or loss parallelism, or batches of
+each rank's own.
 
 Sequence parallelism (Korthikanti et al. 2022) takes a decoder: a base model with one stack of layers and a norm after
 it, whose layers are made up of norms and of blocks that give back what they take, summed with it. Layers do not say so;
@@ -16,6 +17,13 @@ Loss parallelism takes a language model with an output embedding that is cut alo
 
     lm_head                         colwise_rep         -> colwise_loss
     the model                                           -> loss_parallel
+
+Where ranks have batches of their own, only chosen modules are cut:
+
+    <chosen block>                                      -> gathers samples, around rules as in sequence parallelism
+    <chosen head or embedding>      colwise_rep, ...    -> the same on the samples of all ranks
+    everything else                 any                 -> replicate
+    the base model                                      -> agrees on the numbers of samples
 """
 
 from __future__ import annotations
@@ -29,9 +37,17 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from .errors import PlanError, describe, list_faults
+from .errors import PlanError, describe, list_faults, nearest
 from .plan import Pattern, Plan, Rule, base_prefix, fold_layers
-from .strategies import features
+from .strategies import (
+    BATCH_SHARDED,
+    BatchGather,
+    BatchStates,
+    BatchWhole,
+    TensorParallelLayer,
+    features,
+    holds_experts,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,8 +99,36 @@ def cut_loss(plan: Plan, model: PreTrainedModel) -> Plan:
     return replace(plan, rules=(*others, *own), loss_parallel=False)
 
 
+def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
+    """`plan` with modules that gather the samples of ranks, which have batches of their own; itself if it says of none.
+
+    Raises PlanError, naming everything that it cannot tell the meaning of, also beside another option.
+    """
+    if not (plan.batch_sharded or any(rule.batch_sharded for rule in plan.rules)):
+        return plan
+    if plan.batch_sharded is False:
+        return replace(plan, rules=tuple(replace(rule, batch_sharded=False) for rule in plan.rules))
+    others = [option for option in ("sequence_parallel", "loss_parallel") if getattr(plan, option)]
+    if others:
+        raise PlanError(
+            describe(
+                f"plan {plan.source}",
+                got=f"batch_sharded and {' and '.join(others)}",
+                expected="one of them",
+                fix=f"Leave out {' and '.join(others)}: norms and losses are of a rank's own samples already.",
+            )
+        )
+    return _BatchRewriter(plan, model).rewrite()
+
+
 class _Rewriter:
-    """The state of one `cut_sequence`: the rules by the names that they match, and what is wrong."""
+    """The state of one rewriting: the rules by the names that they match, and what is wrong."""
+
+    form = "sequence-parallel"
+    gather: str | TensorParallelLayer = "sequence_gather"
+    whole: str | TensorParallelLayer = "sequence_whole"
+    """What stands around blocks that compute locally, and around others."""
+    unfit = "it is neither a norm nor a block that cuts and sums features"
 
     def __init__(self, plan: Plan, model: PreTrainedModel) -> None:
         self.plan, self.model, self.prefix = plan, model, base_prefix(model)
@@ -94,30 +138,35 @@ class _Rewriter:
         self.faults: list[str] = []
 
     def rewrite(self) -> Plan:
-        """See `cut_sequence`."""
+        """The plan, rewritten; raises PlanError with all that is wrong."""
         counts = Counter(name for rule in self.plan.rules for name in rule.match(self.names, self.prefix))
+        done = replace(self.plan, sequence_parallel=False, batch_sharded=None)
         if any(rule.instance is None for rule in self.plan.rules) or any(count > 1 for count in counts.values()):
-            return replace(self.plan, sequence_parallel=False)  # a plan with such faults is refused as it is
-        base, stack = self.modules[self.prefix], self._stack()
+            return done  # a plan with such faults is refused as it is
+        stack = self._stack()
         if getattr(self.model.config, "is_encoder_decoder", False):
             self.faults.append("it has an encoder and a decoder")
         if stack is not None:
-            for index, layer in self.modules[stack].named_children():
-                self._rewrite_layer(f"{stack}.{index}", layer)
-            self._rewrite_end(base, stack)
-            self._set(f"{stack}.0", "sequence_scatter")
-            self._set(self.prefix, "sequence_states")
+            self._rewrite_around(stack)
         if self.faults:
-            title = f"plan {self.plan.source} cannot be made sequence-parallel for {type(self.model).__name__}"
+            title = f"plan {self.plan.source} cannot be made {self.form} for {type(self.model).__name__}"
             raise PlanError(list_faults(title, self.faults))
         matched = {id(rule) for rule in self.plan.rules if any(rule.match(self.names, self.prefix))}
         others = tuple(rule for rule in self.plan.rules if id(rule) not in matched)
-        return replace(self.plan, rules=(*self._folded(), *others), sequence_parallel=False)
+        return replace(done, rules=(*self._folded(), *others))
+
+    def _rewrite_around(self, stack: str) -> None:
+        """The layers of `stack`, and what is before and after them."""
+        for index, layer in self.modules[stack].named_children():
+            self._rewrite_layer(f"{stack}.{index}", layer)
+        self._rewrite_end(self.modules[self.prefix], stack)
+        self._set(f"{stack}.0", "sequence_scatter")
+        self._set(self.prefix, "sequence_states")
 
     def _stack(self) -> str | None:
-        """The one list of modules that rules cut."""
+        """The one list of modules that rules cut; the one that there is, where they cut none."""
         lists = [name for name, module in self.modules.items() if isinstance(module, nn.ModuleList)]
-        cut = [name for name in lists if any(_inside(rule, name) for rule in self.rules)]
+        cut = [name for name in lists if any(_inside(rule, name) for rule in self.rules)] or lists
         outermost = [name for name in cut if not any(_inside(name, other) for other in cut if other != name)]
         if len(outermost) == 1 and outermost[0].rpartition(".")[0] == self.prefix:
             return outermost[0]
@@ -145,7 +194,7 @@ class _Rewriter:
         makes = [rule for rule in inner.values() if rule.instance and rule.instance.leaves_sharded_output]
         sums = [rule for rule in inner.values() if rule.instance and rule.instance.takes_sharded_input]
         if features(block) is not None or not (makes and sums):
-            self.faults.append(f"{fold_layers(name)}: it is neither a norm nor a block that cuts and sums features")
+            self.faults.append(f"{fold_layers(name)}: {self.unfit}")
         elif own is not None and own.strategy not in ("gather", "replicate"):
             self.faults.append(f"{fold_layers(name)}: {own.strategy_name} is a rule for the block itself")
         elif "residual" in signature(type(block).forward).parameters:
@@ -153,11 +202,11 @@ class _Rewriter:
         elif self._is_local(name, block, inner):
             for path, rule in inner.items():
                 self.rules[path] = replace(rule, strategy=_LOCAL.get(str(rule.strategy), rule.strategy))
-            self._set(name, "sequence_gather")
+            self._set(name, self.gather)
         elif own is not None and own.strategy == "gather":
             self.faults.append(f"{fold_layers(name)}: gather stands around rules that do not all compute locally")
         else:
-            self._set(name, "sequence_whole")
+            self._set(name, self.whole)
 
     def _is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
         """Whether all that the block has of parameters can compute locally, and give a part of a sum.
@@ -187,7 +236,7 @@ class _Rewriter:
         is_norm = "Norm" in type(module).__name__
         return is_norm and all(param.ndim == 1 for param in module.parameters()) and set(own) <= set(_WHOLE)
 
-    def _set(self, name: str, strategy: str) -> None:
+    def _set(self, name: str, strategy: str | TensorParallelLayer) -> None:
         if strategy in ("sequence_parallel", "sequence_parallel_rep"):  # for all that the norm has
             self.rules = {path: rule for path, rule in self.rules.items() if not _inside(path, name)}
         self.rules[name] = Rule(name, strategy)
@@ -203,6 +252,62 @@ class _Rewriter:
                 yield alike.pop()
             else:
                 yield from (replace(rule, pattern=name, in_base_model=False) for name, rule in rules.items())
+
+
+class _BatchRewriter(_Rewriter):
+    """The state of one `cut_batch`."""
+
+    form = "batch-sharded"
+    gather = BatchGather()
+    whole = BatchWhole()
+    unfit = f"no rules in it cut features and sum them, and its own is none of {', '.join(BATCH_SHARDED)}"
+
+    def _rewrite_around(self, stack: str) -> None:
+        chosen = dict.fromkeys((*self._chosen(), *(self._all(stack) if self.plan.batch_sharded is True else ())))
+        inner = [name for name in chosen if any(_inside(name, other) for other in chosen)]
+        for name in inner:
+            self.faults.append(f"{fold_layers(name)}: it stands in another module whose input is batch-sharded")
+        for name in (name for name in chosen if name not in inner):
+            rule = self.rules.get(name)
+            strategy = BATCH_SHARDED.get(rule.strategy_name) if rule is not None else None
+            if strategy is not None and rule is not None:
+                self.rules[name] = replace(rule, strategy=strategy)
+            else:
+                self._rewrite_block(name, self.modules[name])
+        for name in list(self.rules):
+            if not any(name == other or _inside(name, other) for other in chosen):
+                self.rules[name] = Rule(name, "replicate")
+        self.rules = {name: replace(rule, batch_sharded=False) for name, rule in self.rules.items()}
+        self.rules[self.prefix] = Rule(self.prefix, _STATES)
+        if not (chosen or self.faults):
+            self.faults.append("it has no attention, MLP or experts that rules cut")
+
+    def _chosen(self) -> Iterator[str]:
+        """Modules that are named, or whose rules say so."""
+        named = self.plan.batch_sharded if isinstance(self.plan.batch_sharded, tuple) else ()
+        patterns = [Pattern(name) for name in named] + [rule for rule in self.plan.rules if rule.batch_sharded]
+        for pattern in patterns:
+            names = list(pattern.match(self.modules, self.prefix))
+            if not names and not (isinstance(pattern, Rule) and pattern.optional):
+                full = pattern.full(self.prefix)
+                known = {fold_layers(name) for name in self.modules if name}
+                self.faults.append(f"{full}: matches no module{nearest(full, known)}")
+            yield from names
+
+    def _all(self, stack: str) -> Iterator[str]:
+        """The blocks of every layer that rules cut."""
+        for name in self.modules:
+            if name.rpartition(".")[0].rpartition(".")[0] == stack:
+                inner = [rule.instance for path, rule in self.rules.items() if _inside(path, name)]
+                if any(rule and rule.leaves_sharded_output for rule in inner):
+                    yield name
+
+    def _is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
+        """As ever, but not where a router's logits are a part of a rank's own loss."""
+        return super()._is_local(name, block, inner) and not any(map(holds_experts, block.modules()))
+
+
+_STATES = BatchStates()
 
 
 def _inside(name: str, module: str) -> bool:

@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from .checkpoint.distributed import load_optimizer_state_dict, optimizer_state_dict
-from .errors import CheckpointError, MeshError, describe
+from .errors import CheckpointError, MeshError, UnsupportedError, describe
 from .gradients import clip_grad_norm_, parameter_groups
 from .mesh import random_state, set_random_state
 from .parallelize import is_tensor_parallel
+from .strategies import batch_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,6 +49,7 @@ class Trainer(transformers.Trainer):
     Raises:
         MeshError: where ranks beyond the `tp` axis would train copies of the model that do not meet.
         CheckpointError: where a checkpoint has the state of an optimizer of one process.
+        UnsupportedError: where ranks that share a model have batches of their own.
     """
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -64,6 +66,11 @@ class Trainer(transformers.Trainer):
                     expected="copies whose gradients are averaged",
                     fix="Call tp_transformers.data_parallel(model, mesh) first.",
                 )
+            )
+        if any(batch_sharded(model)):
+            raise UnsupportedError(
+                "Trainer gives the ranks that share a model one batch. Load it without tp_batch_sharded, or train in a "
+                "loop of your own."
             )
         parallelism = _Parallelism(tp_size=model.tp_size, dp_shard_size=copies)
         with _distributed_config(model, copies):

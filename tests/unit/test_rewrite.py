@@ -24,7 +24,7 @@ def llama(heads: int = 8, kv_heads: int = 4) -> PreTrainedModel:
         return LlamaForCausalLM(llama_config(heads, kv_heads))
 
 
-def rules_of(model: PreTrainedModel, plan: Plan | None = None, **options: bool) -> dict[str, str]:
+def rules_of(model: PreTrainedModel, plan: Plan | None = None, **options: Any) -> dict[str, str]:
     plan = plan or Plan.for_model(model)
     assert plan is not None
     return resolve(replace(plan, **options), model, 2).plan.as_dict("model")
@@ -157,3 +157,86 @@ def test_a_norm_on_parts_that_nothing_cuts_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match=r"input_layernorm: its input is whole on every rank, since no rule cuts"):
         resolve(plan, llama(), 2)
     resolve(plan, llama(), 1)
+
+
+# -- batches of each rank's own
+
+BLOCK = "input: batch-sharded"
+
+
+def test_what_gathers_batches_is_cut_and_nothing_else() -> None:
+    plain, cut = rules_of(llama()), rules_of(llama(), batch_sharded=True)
+    changed = {name: strategy for name, strategy in cut.items() if plain.get(name) != strategy}
+    assert changed == {
+        "model": "holds samples of its own",
+        "model.embed_tokens": "replicate",
+        LAYER + "self_attn": BLOCK,
+        **dict.fromkeys((LAYER + f"self_attn.{name}_proj" for name in "qkv"), "local_colwise"),
+        LAYER + "self_attn.o_proj": "local_rowwise",
+        LAYER + "mlp": BLOCK,
+        LAYER + "mlp.gate_proj": "local_colwise",
+        LAYER + "mlp.up_proj": "local_colwise",
+        LAYER + "mlp.down_proj": "local_rowwise",
+        "lm_head": "replicate",
+    }
+
+
+def test_rules_and_lists_choose_what_gathers_batches(tmp_path: Any) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "extends: llama\nbase_model: {'layers.*.mlp': {input: batch-sharded}}\n"
+        "heads: {lm_head: {strategy: colwise_rep, input: batch-sharded}}\n"
+    )
+    (tmp_path / "other.yaml").write_text(f"extends: mine\nbatch_sharded: [{LAYER}self_attn]\n")
+    plan, other = (Plan.from_yaml(tmp_path / f"{name}.yaml") for name in ("mine", "other"))
+    rules = rules_of(llama(), plan)
+    assert rules[LAYER + "mlp"] == BLOCK
+    assert rules[LAYER + "self_attn.q_proj"] == rules[LAYER + "self_attn.o_proj"] == "replicate"
+    assert rules["lm_head"] == f"colwise_rep, {BLOCK}"
+    assert {**rules_of(llama(), other), **rules} != rules
+    assert rules_of(llama(), other)[LAYER + "self_attn"] == BLOCK
+    assert rules_of(llama(), plan, batch_sharded=False)["lm_head"] == "colwise_rep"
+    rules = rules_of(llama(), batch_sharded=("model.layers.1.mlp",))
+    assert rules["model.layers.1.mlp"] == BLOCK
+    assert rules["model.layers.0.mlp.up_proj"] == "replicate"
+
+
+def test_attention_with_fewer_heads_than_ranks_gathers_batches_whole() -> None:
+    strategies = resolve(replace(Plan.for_model(llama(2, 1)), batch_sharded=True), llama(2, 1), 3).module_strategies
+    assert type(strategies["model.layers.0.self_attn"]).__name__ == "BatchWhole"
+    assert type(strategies["model.layers.0.mlp"]).__name__ == "BatchGather"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"batch_sharded": ("model.layer.*.mlp",)},
+            r"model.layer.\*.mlp: matches no module .nearest: model.layers.\*.mlp",
+        ),
+        ({"batch_sharded": (LAYER + "input_layernorm",)}, r"input_layernorm: no rules in it cut features and sum them"),
+        (
+            {"batch_sharded": (LAYER + "mlp.down_proj",)},
+            r"down_proj: no rules in it .* its own is none of colwise_rep, ",
+        ),
+        ({"batch_sharded": (LAYER + "mlp", LAYER[:-1])}, r"mlp: it stands in another module whose input is"),
+        ({"batch_sharded": True, "sequence_parallel": True}, "got batch_sharded and sequence_parallel, expected one"),
+        ({"batch_sharded": True, "loss_parallel": True}, "got batch_sharded and loss_parallel, expected one"),
+    ],
+)
+def test_what_cannot_gather_batches_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        rules_of(llama(), **options)
+
+
+def test_malformed_choices_are_refused() -> None:
+    with pytest.raises(PlanError, match="unknown layout 'batch' of the input; the only one is batch-sharded"):
+        Plan.from_dict({LAYER + "mlp": {"input": "batch"}})
+    with pytest.raises(PlanError, match="batch_sharded is 'mlp', not true, false, or a list of modules"):
+        Plan.parse({"extends": "llama", "batch_sharded": "mlp"}, source="mine")
+    with pytest.raises(PlanError, match="mlp: no rules in it cut"):
+        rules_of(llama(), Plan.from_dict({LAYER + "mlp": {"input": "batch-sharded"}}))
+    with pytest.raises(PlanError, match="it has no attention, MLP or experts that rules cut"):
+        rules_of(llama(), Plan.from_dict({"model.norm": "replicate"}), batch_sharded=True)
+    model = ARCHITECTURES["t5"].make(8, 8)
+    with pytest.raises(PlanError, match="it has an encoder and a decoder"):
+        rules_of(model, batch_sharded=True)

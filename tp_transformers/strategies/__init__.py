@@ -13,6 +13,8 @@ from ..errors import PlanError, describe
 from .attach import attach, cut_module
 from .attention import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
 from .base import LocalConfig, TensorParallelLayer, holds_experts
+from .batch import BatchStates, batch_sharded, same_inputs
+from .batch_blocks import BATCH_SHARDED, BatchGather, BatchWhole
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
 from .head import LossColwiseParallel, LossParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel, features
@@ -24,6 +26,7 @@ from .local import (
     LocalPackedRowwiseParallel,
     LocalRowwiseParallel,
 )
+from .region import RegionBlock
 from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
 from .sequence import (
     SequenceBlock,
@@ -50,7 +53,11 @@ from .shard import (
 from .style import StyleParallel, as_strategy, style_hint
 
 __all__ = [
+    "BATCH_SHARDED",
     "STRATEGIES",
+    "BatchGather",
+    "BatchStates",
+    "BatchWhole",
     "ColwiseParallel",
     "GatherParallel",
     "IsolatedParallel",
@@ -62,19 +69,19 @@ __all__ = [
     "PackedRowwiseParallel",
     "ParallelInterface",
     "ParamShard",
+    "RegionBlock",
     "ReplicateParallel",
     "ReplicateSumGradParallel",
     "RowwiseParallel",
     "SequenceBlock",
-    "SequenceGatherParallel",
     "SequenceParallel",
-    "SequenceWholeParallel",
     "ShardedNormParallel",
     "StyleParallel",
     "TensorParallelLayer",
     "as_strategy",
     "attach",
     "cut_module",
+    "batch_sharded",
     "features",
     "full_tensor",
     "get_packed_weights",
@@ -85,6 +92,7 @@ __all__ = [
     "settle_gradient",
     "shard_of",
     "style_hint",
+    "same_inputs",
     "take",
     "undo_partition",
     "whole_like",

@@ -66,7 +66,8 @@ def attach(
             replaced.append(None)
         else:
             replaced.append(_enter_local_view(mod, strategy, views, rank))
-        return (inputs, kwargs) if keyword is None else ((), {**kwargs, keyword: inputs[0]})
+        args, kwargs = (inputs, kwargs) if keyword is None else ((), {**kwargs, keyword: inputs[0]})
+        return mod.tp_strategy.prepare_beside(mod, args, kwargs, mesh)  # type: ignore[operator,union-attr,no-any-return]
 
     def after(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         saved = replaced.pop() if replaced else None

@@ -53,6 +53,8 @@ class TensorParallelLayer(ParallelStyle):
     """Whether outputs are parts of a sum over the ranks, which something around the module has to add up."""
     cuts_sequence = False
     """Whether what follows computes on this rank's part of the sequence."""
+    splits_batch = False
+    """Whether the module takes samples of each rank's own, and computes on those of all ranks."""
     parts: int | Sequence[int | str] | None = None
     """Of a fused projection: how many equal parts, or their lengths; each is cut by itself."""
 
@@ -273,6 +275,12 @@ class TensorParallelLayer(ParallelStyle):
     def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
         """Turn keyword arguments of the module's forward into what its local forward needs."""
         return keywords
+
+    def prepare_beside(
+        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turn all arguments into what the local forward needs, once `_prepare_input_fn` has turned the first."""
+        return args, keywords
 
     @staticmethod
     def _prepare_input_fn(

@@ -10,7 +10,6 @@ computes on the whole.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,23 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..collectives import (
-    Group,
-    all_gather_uneven,
-    copy_to_region,
-    gather_from_region,
-    gather_to_region,
-    reduce_from_region,
-    reduce_scatter_from_region,
-    scatter_to_region,
-)
+from ..collectives import Group, all_gather_uneven, gather_from_region, scatter_to_region
 from ..errors import PlanError, describe
 from ..layout import chunked, even
 from .base import Placements, TensorParallelLayer, as_sharded
-from .local import to_local
-from .regather import remember, saving_part
-
-Widths = tuple[int, ...]
+from .regather import remember
+from .region import GatherMixin, RegionBlock, WholeMixin, Widths
 
 SEQUENCE = 1
 """The sequence dim of a model's activations: (batch, sequence, hidden)."""
@@ -161,8 +149,10 @@ class SequenceScatterParallel(TensorParallelLayer):
         return (x if widths is None else scatter_to_region(x, widths, device_mesh.get_group(), dim=SEQUENCE), *others)
 
 
-class SequenceBlock(TensorParallelLayer):
+class SequenceBlock(RegionBlock):
     """A block that computes on the whole sequence, between modules that compute on parts."""
+
+    dim = SEQUENCE
 
     def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
         """See `TensorParallelLayer.prepare_keywords`; from here is known how long the sequence is.
@@ -179,55 +169,18 @@ class SequenceBlock(TensorParallelLayer):
     length: int | None = None
     """Of the sequence, where the module is told."""
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        (x, *others), strategy = to_local(inputs), mod.tp_strategy
-        assert isinstance(strategy, SequenceBlock)
-        if torch.is_grad_enabled() and strategy.length is not None:
-            _current[device_mesh.get_group()] = even(strategy.length, device_mesh.size()).widths
-        widths = _widths(device_mesh)
-        if widths is not None and x.shape[SEQUENCE] != widths[device_mesh.get_local_rank()]:
-            raise strategy.misfit("an input", x, widths[device_mesh.get_local_rank()])
-        return (strategy.enter(x, widths, device_mesh.get_group()), *others)
+    def parts_of(self, x: Tensor, mesh: DeviceMesh) -> Widths | None:
+        """See `RegionBlock.parts_of`."""
+        if torch.is_grad_enabled() and self.length is not None:
+            _current[mesh.get_group()] = even(self.length, mesh.size()).widths
+        return _widths(mesh)
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        strategy, widths = mod.tp_strategy, _widths(device_mesh)
-        assert isinstance(strategy, SequenceBlock)
-        strategy.stop()
-        x, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
-        if widths is not None and x.ndim == 2 and x.shape[0] % sum(widths) == 0:  # all tokens of the batch in a row
-            x = x.unflatten(0, (-1, sum(widths)))
-        if widths is not None and (x.ndim <= SEQUENCE + 1 or x.shape[SEQUENCE] != sum(widths)):
-            raise strategy.misfit("an output", x, sum(widths))
-        x = strategy.leave(x, widths, device_mesh.get_group())
-        return x if isinstance(outputs, Tensor) else (x, *others)
-
-    def enter(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """The whole of this rank's part `x`, or of `x` if it is whole already (`widths` is None)."""
-        raise NotImplementedError
-
-    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """This rank's part of the block's output, or the whole of it where `widths` is None."""
-        raise NotImplementedError
-
-    def interrupted(self, module: nn.Module) -> None:
-        """See `TensorParallelLayer.interrupted`."""
-        self.stop()
-
-    def stop(self) -> None:
-        """End what `enter` began."""
+    def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
+        """See `RegionBlock.rows_of`."""
+        return x.unflatten(0, (-1, sum(widths))) if x.shape[0] % sum(widths) == 0 else x
 
     def misfit(self, what: str, x: Tensor, length: int) -> PlanError:
-        """That `what` is not `length` tokens long."""
+        """See `RegionBlock.misfit`."""
         return PlanError(
             describe(
                 self.name,
@@ -238,54 +191,25 @@ class SequenceBlock(TensorParallelLayer):
         )
 
 
-class SequenceGatherParallel(SequenceBlock):
+class SequenceGatherParallel(GatherMixin, SequenceBlock):
     """Around a block that computes locally on the whole sequence: join the parts of the input (all-gather; backward:
     reduce-scatter), sum the output and keep this rank's part (reduce-scatter; backward: all-gather).
 
         [x / y] ── whole ── [ local_colwise ── local_rowwise ] ── [x' / y']
     """
 
-    sums_output = True
-    saving: AbstractContextManager[None] | None = None
-    """What decides, while the block computes, that its input is gathered again for the backward rather than kept."""
-
-    def enter(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `SequenceBlock.enter`."""
-        if widths is None:
-            return copy_to_region(x, group)
-        whole = gather_to_region(x, widths, group, dim=SEQUENCE)
-        self.saving = saving_part(x, whole, widths, group, dim=SEQUENCE)
-        if self.saving is not None:
-            self.saving.__enter__()
-        return whole
-
-    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `SequenceBlock.leave`."""
-        if widths is None:
-            return reduce_from_region(x, group)
-        return reduce_scatter_from_region(x, widths, group, dim=SEQUENCE)
-
-    def stop(self) -> None:
-        """See `SequenceBlock.stop`."""
-        if self.saving is not None:
-            self.saving.__exit__(None, None, None)
-            self.saving = None
+    @property
+    def around_whole(self) -> SequenceWholeParallel:
+        """See `RegionBlock.around_whole`."""
+        return SequenceWholeParallel()
 
 
-class SequenceWholeParallel(SequenceBlock):
+class SequenceWholeParallel(WholeMixin, SequenceBlock):
     """Around a block that makes a whole output of a whole input: join the parts of the input (all-gather; backward: own
     slice), keep this rank's part of the output (backward: all-gather).
 
         [x / y] ── whole ── [ any strategies ] ── whole ── [x' / y']
     """
-
-    def enter(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `SequenceBlock.enter`."""
-        return x if widths is None else gather_from_region(x, widths, group, dim=SEQUENCE)
-
-    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `SequenceBlock.leave`."""
-        return x if widths is None else scatter_to_region(x, widths, group, dim=SEQUENCE)
 
 
 class SequenceStatesParallel(TensorParallelLayer):

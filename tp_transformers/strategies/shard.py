@@ -32,12 +32,18 @@ class ParamShard:
     added_once: bool = False
     """Whether only rank 0 computes with it, since outputs are summed over the ranks; the others see zeros."""
     data_parallel: dist.ProcessGroup | None = None
-    """The ranks over which FSDP cuts dim 0 of this rank's shard once more, as torch.chunk does; None without FSDP."""
+    """The ranks over which FSDP cuts dim 0 of this rank's shard once more, as torch.chunk does; None without FSDP. They
+    may be those that share the model, where each has a batch of its own and the parameter would be whole on all."""
     _sharing: list[tuple[Shared, dist.ProcessGroup]] = field(default_factory=list, init=False)
     """What this rank holds together with others, and the process group of those; filled by `connect`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamShard:
         return self
+
+    @property
+    def is_cut_over_copies(self) -> bool:
+        """Whether FSDP cuts it over copies of the model, and not over the ranks that share one."""
+        return self.data_parallel is not None and self.data_parallel != self.group.process_group
 
     @property
     def local_shape(self) -> tuple[int, ...]:
