@@ -34,7 +34,7 @@ from .state import (
     replace_embeddings,
     resize_embeddings,
 )
-from .strategies import BatchWhole, LocalConfig, ParamShard, TensorParallelLayer, attach
+from .strategies import BatchWhole, LocalConfig, ParamShard, SequenceBlock, TensorParallelLayer, attach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -215,9 +215,12 @@ def parallelize(
             if module._parameters:
                 keep_state(module)
         return_whole_attentions(model, resolution.attention, group)
-        leaving = (name for name, strategy in resolution.module_strategies.items() if strategy.leaves_sharded_output)
-        for name in dict.fromkeys(name.rpartition(".")[0] for name in leaving):
-            OwnRandomness(group.rank, group.device).attach(model.get_submodule(name))
+        for name in dict.fromkeys(
+            name.rpartition(".")[0]
+            for name, strategy in resolution.module_strategies.items()
+            if strategy.leaves_sharded_output or isinstance(strategy, SequenceBlock)
+        ):
+            OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
         for name, strategy in resolution.module_strategies.items():
             if isinstance(strategy, BatchWhole):  # after what is inside: its own states begin in the shared one
                 SharedRandomness(group).attach(model.get_submodule(name))

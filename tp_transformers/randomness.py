@@ -6,6 +6,10 @@ numbers that may differ: there it draws from a state of its own, and the shared 
 
     whole ── colwise ── [ own state: attention, activations ] ── rowwise ── whole
 
+Under sequence parallelism each rank has tokens of its own wherever a layer is not within a block, which joins them:
+
+    part ── norm ── block ── [ own state: dropout, sum, norm ] ── block ── [ own state: dropout, sum ] ── part
+
 The own state is a function of the shared one and of the rank, and nothing is kept from step to step: where
 torch.utils.checkpoint restores the shared state, the same masks are drawn again.
 """
@@ -19,32 +23,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from .collectives import all_gather_uneven
+from .collectives import Group, all_gather_uneven
 from .mesh import TensorParallelGroup, random_state, set_random_state
-from .strategies import TensorParallelLayer
+from .strategies import SequenceBlock, TensorParallelLayer
+from .strategies.sequence import is_cut
 
 _STEP = 0x9E3779B97F4A7C15
 """Between the seeds of neighbouring ranks: 2**64 by the golden ratio."""
 
 
 class OwnRandomness:
-    """Lets a rank draw numbers of its own between the layers of one module."""
+    """Lets a rank draw numbers of its own between the layers, or the blocks, of one module."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    def __init__(self, rank: int, device: torch.device, group: Group | None = None) -> None:
         self.rank = rank
         self.device = device
+        self.group = group
         self.shared: Tensor | None = None
         """The state that the ranks share, while this one draws from its own."""
+        self.seed = 0
+        """Of the own state. Where the generator has another, somebody has put the shared state back already, as
+        torch.utils.checkpoint does where what it computes again ends before `module` does."""
         self.draws = False
         self.hooked: WeakSet[nn.Module] = WeakSet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnRandomness:
-        return type(self)(self.rank, self.device)
+        return type(self)(self.rank, self.device, self.group)
 
     def attach(self, module: nn.Module) -> None:
         """Draw as this rank from the end of a column-parallel layer of `module` to the start of a row-parallel one.
 
-        If there is none, or a forward raises, it is the end of `module` (recomputation stops by raising).
+        If there is none, or a forward raises, it is the end of `module` (recomputation stops by raising). Of a part of
+        a sequence, draw as this rank from the end of a block, which joins them, to the start of the next.
         """
         module.register_forward_pre_hook(self.begin)
         module.register_forward_hook(self.leave, always_call=True)
@@ -53,30 +63,46 @@ class OwnRandomness:
         """Before the module: find out whether it drops anything, and the layers that it is made of by now."""
         self.leave()
         self.draws = module.training and _drops(module)
-        for child in module.children() if self.draws else ():
+        children = list(module.children()) if self.draws else []
+        on_parts = any(isinstance(_strategy(child), SequenceBlock) for child in children)
+        for child in children:
             strategy = _strategy(child)
-            if child in self.hooked or strategy is None:
+            if child in self.hooked or (strategy is None and not on_parts):
                 continue
             self.hooked.add(child)
-            if strategy.takes_sharded_input:
+            if isinstance(strategy, SequenceBlock):
+                child.register_forward_pre_hook(self.leave)
+                child.register_forward_hook(self.enter_part)
+            elif strategy is None:
+                child.register_forward_pre_hook(self.enter_part)
+            elif strategy.takes_sharded_input:
                 child.register_forward_pre_hook(self.leave)
             elif strategy.leaves_sharded_output:
                 child.register_forward_hook(self.enter)
                 if "tp_strategy" not in child.__dict__:  # an adapter, which may drop some of its own, whole, input
                     child.register_forward_pre_hook(self.leave)
 
+    def enter_part(self, *_: Any) -> None:
+        """Draw as this rank alone, where it has a part of the sequence."""
+        if self.group is not None and is_cut(self.group):
+            self.enter()
+
     def enter(self, *_: Any) -> None:
         """Draw as this rank alone; the shared state goes on by one number, on every rank."""
-        if self.draws and self.shared is None:
+        if self.draws and not self._has_entered():
             seed = int(torch.randint(2**62, (), device="cpu"))
             self.shared = random_state(self.device)
-            _seed(self.device, (seed + _STEP * (self.rank + 1)) % 2**63)
+            self.seed = (seed + _STEP * (self.rank + 1)) % 2**63
+            _generator(self.device).manual_seed(self.seed)
 
     def leave(self, *_: Any) -> None:
         """Draw as all ranks do."""
-        if self.shared is not None:
+        if self.shared is not None and self._has_entered():
             set_random_state(self.device, self.shared)
-            self.shared = None
+        self.shared = None
+
+    def _has_entered(self) -> bool:
+        return self.shared is not None and _generator(self.device).initial_seed() == self.seed
 
 
 class SharedRandomness:
@@ -128,8 +154,6 @@ def _drops(module: nn.Module) -> bool:
     return by_setting or any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.children())
 
 
-def _seed(device: torch.device, seed: int) -> None:
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.get_device_module(device).manual_seed(seed)
+def _generator(device: torch.device) -> Any:
+    """What has the seed of the default generator of a device."""
+    return torch.default_generator if device.type == "cpu" else torch.get_device_module(device)

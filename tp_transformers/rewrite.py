@@ -182,11 +182,6 @@ class _Rewriter:
                 self._set(path, "sequence_parallel")
             elif any(True for _ in module.parameters()):
                 self._rewrite_block(path, module)
-            elif isinstance(module, nn.Dropout) and module.p:
-                self.faults.append(
-                    f"{fold_layers(path)}: it would drop {module.p:g} of parts of the sequence, in numbers that differ "
-                    "from rank to rank; set it to 0 in the config"
-                )
 
     def _rewrite_block(self, name: str, block: nn.Module) -> None:
         inner = {rule: self.rules[rule] for rule in self.rules if _inside(rule, name)}
@@ -211,10 +206,8 @@ class _Rewriter:
     def _is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
         """Whether all that the block has of parameters can compute locally, and give a part of a sum.
 
-        What drops some of its output has to see the sum.
+        It may drop some of its output: all ranks drop the same of their parts of the sum.
         """
-        if any(isinstance(child, nn.Dropout) and child.p for child in block.modules()):
-            return False
         parameters = {f"{name}.{param}" for param, _ in block.named_parameters()}
         ruled = {param for param in parameters if param in inner or param.rpartition(".")[0] in inner}
         return ruled == parameters and all(rule.strategy in {*_LOCAL, *_LOCAL_ALREADY} for rule in inner.values())

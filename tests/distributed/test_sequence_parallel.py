@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -206,3 +207,96 @@ def test_a_forward_that_fails_leaves_nothing_behind(pool: Pool, tmp_path: Path) 
     for is_clean, worst in pool.run(2, fail_in_a_block, str(tmp_path)):
         assert is_clean
         assert worst < GRADIENT_TOLERANCE
+
+
+# -- dropout
+
+DROPPED = 0.3
+
+
+class Replayed(torch.nn.Module):
+    """Drops what masks say, one a call."""
+
+    def __init__(self, masks: Iterator[torch.Tensor]) -> None:
+        super().__init__()
+        self.masks = masks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * next(self.masks) / (1 - DROPPED) if self.training else x
+
+
+def drop_parts(folder: str) -> list[dict[str, Any]]:
+    """Run on every rank: what is dropped between blocks, and what one process makes of the same."""
+    results = []
+    for checkpoints in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        model = load(folder, tp_sequence_parallel=True, resid_pdrop=DROPPED).train()
+        if checkpoints is not None:
+            model.gradient_checkpointing_enable(checkpoints)
+            model.enable_input_require_grads()
+        masks: list[torch.Tensor] = []
+        for layer in model.model.layers:
+            layer.resid_dropout.register_forward_hook(lambda _, __, output, seen=masks: seen.append(output != 0))
+        torch.manual_seed(5)
+        loss = model(PROMPTS, labels=PROMPTS).loss
+        count = len(masks)
+        if checkpoints is None:
+            with torch.no_grad():
+                model(PROMPTS[:, :1])  # which is not cut
+        short = masks[count:]
+        loss.backward()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (masks, short, torch.get_rng_state()))
+        whole = [torch.cat(parts, 1) for parts in zip(*(seen[:4] for seen, *_ in everyone), strict=True)]
+        replayed = Replayed(iter(whole))
+        one_process = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+        for layer in one_process.model.layers:
+            layer.resid_dropout = replayed
+        expected = one_process(PROMPTS, labels=PROMPTS).loss
+        expected.backward()
+        grads = [{name: param.grad for name, param in each.named_parameters()} for each in (model, one_process)]
+        first, second = (torch.cat([mask[:, :3] for mask in seen[:4]]) for seen, *_ in everyone)
+        with torch.no_grad():
+            evaluated = [each.eval()(PROMPTS).logits for each in (model, one_process)]
+        results.append(
+            {
+                "loss": relative(loss.detach(), expected.detach()),
+                "grads": max(gradient_errors(model, *grads).values()),
+                "evaluated": relative(*evaluated),
+                "kept": torch.cat(whole).float().mean().item(),
+                "alike": (first == second).float().mean().item(),
+                "short": all(torch.equal(*each) for each in zip(*(short for _, short, _ in everyone), strict=True)),
+                "one state": torch.equal(*(state for *_, state in everyone)),
+            }
+        )
+    return results
+
+
+def test_dropouts_between_blocks_are_those_of_one_process_with_the_same_masks(pool: Pool, tmp_path: Path) -> None:
+    ARCHITECTURES["phi"].make(9, 3).save_pretrained(tmp_path)
+    for result in (result for results in pool.run(2, drop_parts, str(tmp_path)) for result in results):
+        print(result)
+        assert max(result["loss"], result["evaluated"]) < LOGITS_TOLERANCE
+        assert result["grads"] < GRADIENT_TOLERANCE
+        assert abs(result["kept"] - (1 - DROPPED)) < 0.05  # of 4,032 numbers
+        assert abs(result["alike"] - (DROPPED**2 + (1 - DROPPED) ** 2)) < 0.1  # of 1,728 that are independent
+        assert result["short"], "a sequence that is shorter than the ranks is whole, and dropped alike"
+        assert result["one state"]
+
+
+def drop_within(folder: str) -> list[torch.Tensor]:
+    """Run on every rank: losses with dropouts in blocks, without sequence parallelism and with it."""
+    losses = []
+    for is_cut in (False, True):
+        model = load(folder, tp_sequence_parallel=is_cut, attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2).train()
+        torch.manual_seed(5)
+        loss = model(PROMPTS, labels=PROMPTS).loss
+        loss.backward()
+        losses.append(torch.stack([loss.detach(), tp_transformers.clip_grad_norm_(model, 1.0)]))
+    assert model.tp_plan["transformer.h.*.mlp"] == "sequence_gather"
+    return losses
+
+
+def test_dropouts_in_blocks_are_those_without_sequence_parallelism(pool: Pool, tmp_path: Path) -> None:
+    ARCHITECTURES["gpt2"].make(9, 9).save_pretrained(tmp_path)
+    for plain, cut in pool.run(3, drop_within, str(tmp_path)):
+        torch.testing.assert_close(cut, plain)

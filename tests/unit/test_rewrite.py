@@ -114,12 +114,6 @@ def with_a_scale() -> PreTrainedModel:
     return model
 
 
-def with_a_dropout() -> PreTrainedModel:
-    model = llama()
-    model.model.layers[0].dropout = nn.Dropout(0.1)
-    return model
-
-
 def with_two_ends() -> PreTrainedModel:
     model = llama()
     model.model.projection = nn.Linear(64, 64, device="meta")
@@ -131,7 +125,6 @@ def with_two_ends() -> PreTrainedModel:
     [
         (with_a_convolution, r"layers.\*.mixer: it is neither a norm nor a block"),
         (with_a_scale, r"layers.\*: it has parameters of its own"),
-        (with_a_dropout, r"layers.\*.dropout: it would drop 0.1 of parts of the sequence"),
         (with_two_ends, "it has model.norm, model.projection after model.layers, where one norm is"),
     ],
 )

@@ -246,6 +246,14 @@ def _are_states(value: Any, last: Tensor) -> bool:
     )
 
 
+def is_cut(group: Group) -> bool:
+    """Whether a module between blocks is given this rank's part of a sequence.
+
+    What is trained always is cut, also where a backward computes it again after another forward.
+    """
+    return torch.is_grad_enabled() or _current.get(group) is not None
+
+
 def _widths(mesh: DeviceMesh) -> Widths | None:
     """How the sequence of the forward that is under way is cut; None where every rank has the whole."""
     return _current.get(mesh.get_group())
