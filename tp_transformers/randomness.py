@@ -130,7 +130,7 @@ class SharedRandomness:
             assert process_group is not None
             seeds = all_gather_uneven(own, [1] * self.group.size, process_group, dim=0)
             self.own = random_state(self.group.device)
-            _seed(self.group.device, int(seeds[0]))
+            _generator(self.group.device).manual_seed(int(seeds[0]))
 
     def leave(self, *_: Any) -> None:
         """Draw as this rank alone."""

@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import ParallelismConfig  # type: ignore[import-untyped]
-from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+from accelerate.utils import (  # type: ignore[import-untyped]
+    DistributedType,
+    gather_object,
+    recursively_apply,
+)
+from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
@@ -27,6 +33,7 @@ from .gradients import clip_grad_norm_, parameter_groups
 from .mesh import random_state, set_random_state
 from .parallelize import is_tensor_parallel
 from .strategies import batch_sharded
+from .strategies.head import whole_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +47,8 @@ class Trainer(transformers.Trainer):
 
     Gradients are clipped by the norm of the whole model's. Optimizers get groups that do not mix DTensors with plain
     parameters. All ranks save the model together. accelerate is told how many ranks share a batch, on CPUs too, where
-    it refuses to be told. Everything else is transformers'; a model without a plan is trained as ever.
+    it refuses to be told. Predictions are gathered from one rank of each copy, with whole logits also under loss
+    parallelism. Everything else is transformers'; a model without a plan is trained as ever.
 
     With more ranks than the `tp` axis has, the model has to have been through `tp_transformers.data_parallel`.
     Training goes on from a checkpoint on any mesh, and in one process, with this class: the optimizer's state, which
@@ -76,6 +84,24 @@ class Trainer(transformers.Trainer):
         with _distributed_config(model, copies):
             arguments = super()._build_accelerator_args(**kwargs)
         return {**arguments, "parallelism_config": parallelism}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """See `transformers.Trainer`; what is gathered for metrics is of one rank of each copy."""
+        super().create_accelerator_and_postprocess()
+        if is_tensor_parallel(self.model):
+            gather = partial(_gather_for_metrics, self.accelerator, self.model.tp_size)
+            self.accelerator.gather_for_metrics = gather
+            self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """See `transformers.Trainer`; logits are whole."""
+        if prediction_loss_only or not is_tensor_parallel(self.model):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        handle = self.model.register_forward_hook(_with_whole_logits)
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            handle.remove()
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -178,6 +204,31 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that accelerate has wrapped."""
     plain: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return plain
+
+
+def _gather_for_metrics(accelerator: Any, tp_size: int, data: Any, use_gather_object: bool = False) -> Any:
+    """accelerate's `gather_for_metrics`, from every `tp_size`-th rank: each copy's first."""
+    copies = accelerator.num_processes // tp_size
+    if use_gather_object:
+        data = [item for items in gather_object([data])[::tp_size] for item in items]
+    else:
+        data = recursively_apply(torch.atleast_1d, data)
+        if copies > 1:
+            data = recursively_apply(
+                lambda tensor: tensor.unflatten(0, (copies, tp_size, -1))[:, 0].flatten(0, 1), accelerator.gather(data)
+            )
+    state = accelerator.gradient_state
+    count = state.remainder if state.end_of_dataloader and state.remainder > 0 else None  # the rest fills up a batch
+    return data[:count] if use_gather_object else recursively_apply(lambda tensor: tensor[:count], data)
+
+
+def _with_whole_logits(model: nn.Module, args: Any, output: Any) -> Any:
+    """Join the logits, which follow the loss, of an output."""
+    if isinstance(output, tuple):
+        return (output[0], whole_logits(model, output[1]), *output[2:])
+    if output.get("logits") is not None:
+        output["logits"] = whole_logits(model, output["logits"])
+    return output
 
 
 class _Parallelism(ParallelismConfig):

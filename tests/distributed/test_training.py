@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -458,8 +458,10 @@ class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": BATCH[index], "labels": BATCH[index]}
 
 
-def with_trainer(folder: str, saved: str, copies: int) -> dict[str, Any]:
-    """Train on batches of two in all; `copies`: of the model, which has two ranks each; 0 for one process."""
+def with_trainer(folder: str, saved: str, copies: int, adapted: bool = False, loss: bool = False) -> dict[str, Any]:
+    """Train on batches of two in all, evaluate, save; `copies`: of the model, which has two ranks each; 0 for one
+    process. `adapted`: train LoRA alone; `loss`: with logits that are cut.
+    """
     from accelerate.state import AcceleratorState
     from transformers import TrainingArguments
 
@@ -471,7 +473,12 @@ def with_trainer(folder: str, saved: str, copies: int) -> dict[str, Any]:
     logging.disable(logging.INFO)
     try:
         mesh = mesh_of(copies) if copies else None
-        model = load(folder, device_mesh=mesh) if copies else AutoModelForCausalLM.from_pretrained(folder)
+        options = {"device_mesh": mesh, "tp_loss_parallel": loss}
+        model = load(folder, **options) if copies else AutoModelForCausalLM.from_pretrained(folder)
+        if adapted:
+            torch.manual_seed(1)
+            targets = ["q_proj", "o_proj", "up_proj", "lm_head"]
+            model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights="gaussian"))
         if copies > 1:
             tp_transformers.data_parallel(model, mesh, mode="shard")
         trainer = Trainer(
@@ -479,6 +486,7 @@ def with_trainer(folder: str, saved: str, copies: int) -> dict[str, Any]:
             args=TrainingArguments(
                 saved,
                 per_device_train_batch_size=2 // max(copies, 1),
+                per_device_eval_batch_size=2 if copies > 1 else 3,  # of four
                 max_steps=3,
                 learning_rate=1e-2,
                 adam_epsilon=1e-2,
@@ -490,29 +498,50 @@ def with_trainer(folder: str, saved: str, copies: int) -> dict[str, Any]:
                 disable_tqdm=True,
             ),
             train_dataset=Texts(),
+            eval_dataset=Texts(),
+            compute_metrics=lambda given: {"answers": (given.predictions.argmax(-1) * given.label_ids).sum()},
         )
         trainer.train()
         trainer.save_model()
+        seen = trainer.evaluate()
+        predicted = trainer.predict(Texts())  # type: ignore[arg-type]
+        assert (predicted.label_ids == BATCH.numpy()).all()
+        reloaded = 0.0
+        if adapted:
+            base = load(folder, **options) if copies else AutoModelForCausalLM.from_pretrained(folder)
+            with torch.no_grad():
+                logits = PeftModel.from_pretrained(base, saved).eval()(BATCH).logits
+            reloaded = relative(logits, torch.from_numpy(predicted.predictions))
         history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         return {
             "losses": torch.tensor([entry["loss"] for entry in history]),
             "norms": torch.tensor([float(entry["grad_norm"]) for entry in history]),
+            "evaluated": torch.tensor([seen["eval_loss"]]),
+            "predicted": torch.from_numpy(predicted.predictions),
+            "answers": seen["eval_answers"],
+            "reloaded": reloaded,
         }
     finally:
         logging.disable(logging.NOTSET)
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_trainer_trains_as_one_process(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_trainer_trains_and_evaluates_as_one_process(pool: Pool, cases: Any, tmp_path: Path) -> None:
     folder = cases(9, 3).folder
-    (expected,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0)
-    one = read_folder(tmp_path / "one")
-    for copies in (1, 2):
-        saved = tmp_path / f"{copies} copies"
-        for result in pool.run(2 * copies, with_trainer, folder, str(saved), copies):
-            assert len(result["losses"]) == 3
-            assert relative(result["losses"], expected["losses"]) < LOSS_TOLERANCE
-            assert relative(result["norms"], expected["norms"]) < NORM_TOLERANCE
-        files = read_folder(saved)
-        assert one.keys() == files.keys()
-        assert max(relative(files[name], value) for name, value in one.items()) < WEIGHT_TOLERANCE
+    for adapted, ways in ((False, ((1, False), (2, True))), (True, ((1, True),))):
+        saved = str(tmp_path / f"one {adapted}")
+        (expected,) = pool.run(1, with_trainer, folder, saved, 0, adapted)
+        one = read_folder(saved)
+        for copies, loss in ways:
+            saved = str(tmp_path / f"{copies} copies {adapted}")
+            for result in pool.run(2 * copies, with_trainer, folder, saved, copies, adapted, loss):
+                assert len(result["losses"]) == 3
+                assert relative(result["losses"], expected["losses"]) < LOSS_TOLERANCE
+                assert relative(result["norms"], expected["norms"]) < NORM_TOLERANCE
+                assert relative(result["evaluated"], expected["evaluated"]) < LOSS_TOLERANCE
+                assert relative(result["predicted"], expected["predicted"]) < WEIGHT_TOLERANCE
+                assert result["answers"] == expected["answers"]
+                assert result["reloaded"] < WEIGHT_TOLERANCE
+            files = read_folder(saved)
+            assert one.keys() == files.keys()
+            assert max(relative(files[name], value) for name, value in one.items()) < WEIGHT_TOLERANCE

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from ..collectives import gather_from_region
 from ..loss import CausalLMLoss
+from ..mesh import TensorParallelGroup
 from .base import Placements, TensorParallelLayer
 from .linear import ColwiseParallel
 
@@ -92,6 +94,16 @@ class LossParallel(TensorParallelLayer):
         """See `TensorParallelLayer.interrupted`; called by itself, the head gives whole logits."""
         for head in _heads(module):
             head.keeps_part = False
+
+
+def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
+    """The logits of all ranks (all-gather; backward: own slice), of whose loss was computed from this rank's part."""
+    for head in _heads(model)[:1]:
+        group = model.tp_group
+        assert isinstance(group, TensorParallelGroup)
+        if group.process_group is not None and logits.shape[-1] != head.output_split.length:
+            return gather_from_region(logits, head.output_split.widths, group.process_group)
+    return logits
 
 
 def _heads(model: nn.Module) -> list[LossColwiseParallel]:
