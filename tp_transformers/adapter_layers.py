@@ -43,8 +43,8 @@ class _Adapted:
         saved = [dict(owner._parameters) for owner in owners]
         try:
             for owner in owners:
-                for name, param in owner._parameters.items():
-                    owner._parameters[name] = param.tp_shard.view(param)
+                for name, param in owner._parameters.items():  # which may be FSDP's, that know of no shard
+                    owner._parameters[name] = owner.tp_shards[name].view(param)
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
             for owner, params in zip(owners, saved, strict=True):
@@ -56,7 +56,7 @@ class _Adapted:
         strategy = getattr(base, "tp_strategy", None)
         if not isinstance(strategy, RowwiseParallel):
             return super()._embed(ids, weight, *functions, **named)  # type: ignore[misc,no-any-return]
-        mesh = base.weight.tp_shard.group.device_mesh
+        mesh = next(iter(self.lora_embedding_A.tp_shards.values())).group.device_mesh  # type: ignore[attr-defined]
         (ids,) = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, base, (ids,), mesh)
         local = strategy.local_attributes(base, mesh.get_local_rank())
         saved = {name: getattr(base, name) for name in local}

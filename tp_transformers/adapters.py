@@ -249,6 +249,7 @@ def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: 
     part = take(param.data, layout, group.rank)
     shard = ParamShard(param.shape, layout, group)
     owner._parameters[name] = shard.wrap(part.clone(), requires_grad=param.requires_grad)  # type: ignore[union-attr]
+    owner.__dict__.setdefault("tp_shards", {})[name] = shard
     keep_state(owner)
 
 

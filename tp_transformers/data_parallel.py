@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import MeshError, UnsupportedError, describe
 from .mesh import TP_AXIS, TensorParallelGroup, check_ranks
-from .strategies import batch_sharded, local_tensor, settle_gradient, shard_of
+from .strategies import ParamShard, batch_sharded, local_tensor, settle_gradient, shard_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -283,13 +283,14 @@ def _shard(model: nn.Module, mesh: DeviceMesh, axis: str, options: dict[str, Any
     alone = set(outside(model)) if blocks else set()
     # What has copies on all ranks is cut over those of the later axis, and copied over the other.
     both = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))] if blocks else mesh[axis]
-    shards = {
-        name: dataclasses.replace(
-            shard, data_parallel=both.get_group(both.ndim - 1) if param in alone else mesh[axis].get_group()
-        )
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if (shard := shard_of(param)) is not None
-    }
+    shards = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        shard = shard_of(param)
+        if shard is None and not isinstance(param, DTensor):  # added after the load: each rank has the whole
+            shard = ParamShard(param.shape, None, model.tp_group, use_dtensor=False)
+        if shard is not None:
+            copies = both.get_group(both.ndim - 1) if param in alone else mesh[axis].get_group()
+            shards[name] = dataclasses.replace(shard, data_parallel=copies)
     _unwrap(model, alone)
     options.setdefault("reshard_after_forward", True)
     for block in blocks:

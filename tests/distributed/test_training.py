@@ -241,6 +241,38 @@ def test_copies_train_as_one_process(
     assert '"MixtralForCausalLM"' in config if kind == "mixtral" else '"LlamaForCausalLM"' in config
 
 
+def adapted_copies(folder: str) -> dict[str, float]:
+    """Train adapters, of embeddings too, and a layer that no plan knows, under FSDP."""
+    mesh = mesh_of(2)
+    targets = ["q_proj", "o_proj", "embed_tokens", "lm_head"]
+    models = [load(folder, device_mesh=mesh), AutoModelForCausalLM.from_pretrained(folder)]
+    for index, base in enumerate(models):
+        torch.manual_seed(1)
+        models[index] = get_peft_model(base, LoraConfig(target_modules=targets, init_lora_weights="gaussian"))
+        width = base.config.hidden_size
+        base.added = nn.Linear(width, width)
+        base.model.norm.register_forward_hook(lambda _, __, output, base=base: output + base.added(output))
+    mine, theirs = models
+    tp_transformers.data_parallel(mine, mesh, mode="shard")
+    for model, batch in ((mine, BATCH.chunk(2)[mesh["dp"].get_local_rank()]), (theirs, BATCH)):
+        model(batch, labels=batch).loss.backward()
+    params = dict(mine.named_parameters())
+    errors = {
+        name: relative(tp_transformers.full_tensor(params[name], params[name].grad), param.grad)
+        for name, param in theirs.named_parameters()
+        if param.grad is not None and param.grad.any()  # what one matrix of zeros makes of the other's
+    }
+    norm, expected = tp_transformers.clip_grad_norm_(mine, 1.0), nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    errors["norm"] = relative(norm, expected)
+    return errors
+
+
+def test_adapters_and_own_layers_train_under_fsdp(pool: Pool, cases: Any) -> None:
+    for errors in pool.run(4, adapted_copies, cases(9, 3).folder):
+        assert any("lora_embedding" in name for name in errors)
+        assert max(errors.values()) < GRADIENT_TOLERANCE, errors
+
+
 def other_meshes(folder: str) -> list[str]:
     mesh = mesh_of(2)
     model = load(folder, device_mesh=mesh["tp"])
