@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .layout import Layout, Split
-from .plan import Plan, Rule, base_prefix, fold_layers, names_around
+from .layout import Layout, Split, even
+from .plan import Rule, base_prefix, fold_layers, names_around
 from .probe import Call, Trace
 from .resolve import Resolution
 from .strategies import ColwiseParallel, RowwiseParallel, take
@@ -55,15 +55,14 @@ class Differences:
     """One process held against `size` ranks that loaded `model` with `plan`.
 
     Args:
-        plan: the plan.
         model: the whole model, on the meta device.
-        resolution: the plan, bound to it.
+        resolution: the plan, bound to it, and rewritten by its options.
         size: number of ranks.
         reference: what modules were given and returned in one process.
     """
 
-    def __init__(self, plan: Plan, model: PreTrainedModel, resolution: Resolution, size: int, reference: Trace) -> None:
-        self.plan, self.resolution, self.size, self.reference = plan, resolution, size, reference
+    def __init__(self, model: PreTrainedModel, resolution: Resolution, size: int, reference: Trace) -> None:
+        self.resolution, self.size, self.reference = resolution, size, reference
         self.prefix = base_prefix(model)
         self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.has_children = {name for name, module in model.named_modules() if next(module.children(), None)}
@@ -175,7 +174,7 @@ class Differences:
         about = [name, *(known for known in self.parameters if known.rpartition(".")[0] == name)]
         if name in self.parameters:
             about.append(owner)
-        rules = [rule for rule in self.plan.rules if any(rule.match(about, self.prefix))]
+        rules = [rule for rule in self.resolution.plan.rules if any(rule.match(about, self.prefix))]
         if rules:
             described = ", ".join(f"{rule.full(self.prefix)}: {_drawn(rule)}" for rule in rules)
             return f"its rule{'s' * (len(rules) > 1)}: {described}"
@@ -206,7 +205,7 @@ class Differences:
         if len(dims) != 1:
             return 0.0
         length, errors = whole.shape[dims[0]], []
-        for split in self._splits():
+        for split in {*self._splits(), even(length, self.size)}:  # the last of a sequence
             if length and length % split.length == 0:
                 scaled = split.scaled(length // split.length)
                 if scaled.local_length(rank) == output.shape[dims[0]]:

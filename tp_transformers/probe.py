@@ -50,6 +50,8 @@ class Observation:
 
     trace: Trace = field(default_factory=Trace)
     logits: Tensor | None = None
+    loss: Tensor | None = None
+    """Of a model that was given labels."""
     tokens: Tensor | None = None
     errors: dict[str, float] | None = None
     """Relative errors of gradients."""
@@ -181,11 +183,38 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def observe(model: PreTrainedModel, questions: Sequence[dict[str, Tensor]], seen: Observation) -> None:
+def labels(model: PreTrainedModel, question: Mapping[str, Tensor]) -> Tensor | None:
+    """The tokens that were asked with, those ignored that are not ordinary; None where that gives a model no loss."""
+    ids = question.get("decoder_input_ids", question.get("input_ids"))
+    if ids is None or model.get_output_embeddings() is None:
+        return None
+    ignored = (ids < ORDINARY_IDS.start) | (ids >= ORDINARY_IDS.stop)
+    found = ids.masked_fill(ignored, -100)
+    try:
+        with torch.no_grad():
+            loss = loss_of(model, question, found)
+    except Exception:  # it wants other labels
+        return None
+    return found if isinstance(loss, Tensor) and loss.isfinite() else None
+
+
+def loss_of(model: PreTrainedModel, question: Mapping[str, Tensor], labels: Tensor) -> Tensor:
+    """The loss of a model that is given labels."""
+    loss: Tensor = model(**question, labels=labels)["loss"]
+    return loss
+
+
+def observe(
+    model: PreTrainedModel, questions: Sequence[dict[str, Tensor]], seen: Observation, labels: Tensor | None = None
+) -> None:
     """Let a model answer the two `questions`, and note it in `seen`, which has what came before where this raises."""
     seen.doing = "answering"
     with torch.no_grad(), traced(model, seen.trace):
         seen.logits = answer(model, questions[0])
+    if labels is not None:
+        seen.doing = "computing the loss"
+        with torch.no_grad():
+            seen.loss = loss_of(model, questions[0], labels)
     seen.doing = "generating"
     seen.tokens = generate(model, questions[1])
 
@@ -205,10 +234,13 @@ def generate(model: PreTrainedModel, question: dict[str, Tensor]) -> Tensor | No
     return tokens
 
 
-def gradients(model: PreTrainedModel, question: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of the logits' sum, each multiplied by a random number of its own."""
+def gradients(model: PreTrainedModel, question: dict[str, Tensor], labels: Tensor | None = None) -> dict[str, Tensor]:
+    """The gradients of the logits' sum, each multiplied by a random number of its own, and of the loss."""
     model.zero_grad()
     logits = answer(model, question)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
-    (logits * weights).mean().backward()
+    total = (logits * weights).mean()
+    if labels is not None:
+        total = total + loss_of(model, question, labels)
+    total.backward()
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}

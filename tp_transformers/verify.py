@@ -49,6 +49,8 @@ class Verdict:
     """What is wrong, each with the module or rule that it is about."""
     logits: float | None = None
     """Worst relative error of the logits, over the ranks."""
+    loss: float | None = None
+    """Worst relative error of the loss, of a model that takes labels, some of which are ignored."""
     tokens: bool | None = None
     """Whether all greedy tokens are those of one process."""
     gradient: tuple[str, float] | None = None
@@ -133,7 +135,7 @@ class _Proof:
         grads: bool,
         timeout: float,
     ) -> None:
-        self.folder, self.plan, self.grads, self.timeout = folder, plan, grads, timeout
+        self.folder, self.grads, self.timeout = folder, grads, timeout
         with supported(f"a small {config.model_type}"):
             with torch.random.fork_rng(devices=[]):
                 made = probe.make(cls, config)
@@ -143,11 +145,12 @@ class _Proof:
             *questions, self.has_image = probe.questions(model)
             self.sees = hasattr(config, "vision_config")
             self.whole = probe.Observation()
-            probe.observe(model, questions, self.whole)
+            labels = probe.labels(model, questions[0])
+            probe.observe(model, questions, self.whole, labels)
             for name, param in made.named_parameters():  # what a class freezes may thaw when one process loads it
                 model.get_parameter(name).requires_grad_(param.requires_grad)
-            self.gradients = probe.gradients(model, questions[0]) if grads else {}
-        torch.save((questions, self.gradients), folder / "questions.pt")
+            self.gradients = probe.gradients(model, questions[0], labels) if grads else {}
+        torch.save((questions, labels, self.gradients), folder / "questions.pt")
         built_in = ParallelInterface()
         own = {name: strategy for name, strategy in STRATEGIES.items() if built_in.get(name) is not strategy}
         with (folder / "request.pickle").open("wb") as file:
@@ -175,7 +178,7 @@ class _Proof:
                 [f"a rank ended, or hung, without a report; what was printed last ({code}):", *printed]
             )
             return Verdict(size, (lost,), notes=verdict.notes)
-        differences = Differences(self.plan, model, resolution, size, self.whole.trace)
+        differences = Differences(model, resolution, size, self.whole.trace)
         return self._judge(verdict, seen, differences)
 
     def _judge(self, verdict: Verdict, seen: dict[int, probe.Observation], differences: Differences) -> Verdict:
@@ -191,6 +194,10 @@ class _Proof:
         worst = max(logits, default=None)
         if worst is not None and worst > OUTPUT_TOLERANCE:
             faults.append(f"the logits differ (relative error {worst:.1e})")
+        losses = [relative(found.loss, self.whole.loss) for found in seen.values() if found.loss is not None]
+        loss = max(losses, default=None)
+        if loss is not None and loss > OUTPUT_TOLERANCE and not faults:  # that of other logits is another one
+            faults.append(f"the loss differs (relative error {loss:.1e}), though the logits agree")
         tokens = None
         if len(seen) == verdict.size and not failed:
             tokens = all(_same(found.tokens, self.whole.tokens) for found in seen.values())
@@ -209,7 +216,7 @@ class _Proof:
                 wrong = [found.gradients or {} for found in seen.values()]
                 faults.append(str(differences.first_gradient(errors, wrong, self.gradients)))
         unseen = ("images were not tried: only text was",) if self.sees and not self.has_image else ()
-        return Verdict(verdict.size, tuple(faults), worst, tokens, gradient, (*verdict.notes, *unseen))
+        return Verdict(verdict.size, tuple(faults), worst, loss, tokens, gradient, (*verdict.notes, *unseen))
 
 
 def _rank(folder: Path, reports: Path, deadline: float) -> int:
@@ -219,7 +226,7 @@ def _rank(folder: Path, reports: Path, deadline: float) -> int:
         cls, plan, own, grads = pickle.load(file)
     for name, strategy in own.items():
         STRATEGIES[name] = strategy
-    questions, expected = torch.load(folder / "questions.pt")
+    questions, labels, expected = torch.load(folder / "questions.pt")
     seen, path = probe.Observation(), reports / f"{os.environ['RANK']}.pt"
 
     def report() -> None:
@@ -239,10 +246,10 @@ def _rank(folder: Path, reports: Path, deadline: float) -> int:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
         with enable():
             model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, device_mesh=mesh, dtype=torch.float32)
-        probe.observe(model, questions, seen)
+        probe.observe(model, questions, seen, labels)
         if grads:
             seen.doing = "computing gradients"
-            grown = probe.gradients(model, questions[0])
+            grown = probe.gradients(model, questions[0], labels)
             params = dict(model.named_parameters())
             whole = {
                 name: full_tensor(params[name], grown.get(name, torch.zeros_like(params[name]))) for name in expected

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, Olmo2Config, Phi3Config, Qwen3Config
 from tests.pool import Pool
 from tp_transformers import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, cli, verify
 from tp_transformers.collectives import reduce_from_region
+from tp_transformers.strategies.head import LossParallel
 from tp_transformers.verify import Verdict
 
 pytestmark = pytest.mark.distributed
@@ -68,7 +69,17 @@ class OneRaises(ColwiseParallel):
         return outputs
 
 
-OWN = {"no_sum": NoSum, "summed": Summed, "deaf": Deaf, "one_raises": OneRaises}
+class HalvedLoss(LossParallel):
+    """Computes half of the loss."""
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
+        if outputs.loss is not None:
+            outputs["loss"] = outputs.loss / 2
+        return LossParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, mesh)
+
+
+OWN = {"halved_loss": HalvedLoss, "no_sum": NoSum, "summed": Summed, "deaf": Deaf, "one_raises": OneRaises}
 
 
 @pytest.fixture
@@ -114,6 +125,7 @@ def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.Cap
     (line,) = capsys.readouterr().out.splitlines()
     told = json.loads(line)
     assert told.pop("logits") < 1e-5
+    assert told.pop("loss") < 1e-5
     assert told.pop("gradient")[1] < 1e-4
     assert told == {"size": 3, "ok": True, "faults": [], "tokens": True, "notes": []}
 
@@ -178,6 +190,27 @@ def test_the_first_parameter_whose_gradient_differs_is_named_with_its_rule(tmp_p
     (fault,) = verdict.faults
     assert fault.startswith("model.layers.1.post_attention_layernorm.weight: its gradient is the first that differs")
     assert "up_proj (its rule: model.layers.*.mlp.up_proj: deaf)" in fault
+
+
+@pytest.mark.usefixtures("in_pool", "own_strategies")
+def test_the_options_of_a_plan_are_proven_and_blamed_as_they_are_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("extends: llama\nsequence_parallel: true\nloss_parallel: true\n")
+    (verdict,) = verify.verify(CONFIGS["llama"], plan=path, grads=True)
+    assert verdict.ok, verdict.faults
+    assert verdict.loss is not None
+    assert verdict.loss < 1e-5
+
+    path.write_text("extends: llama\nrules: {'': halved_loss}\nheads: {lm_head: colwise_loss}\n")
+    (verdict,) = verify.verify(CONFIGS["llama"], plan=path)
+    assert [fault.partition(" (")[0] for fault in verdict.faults] == ["the loss differs"]
+
+    rules = {"layers.*.self_attn.qkv_proj": PARTS}
+    path.write_text(yaml.safe_dump({"extends": "phi3", "sequence_parallel": True, "base_model": rules}))
+    (verdict,) = verify.verify(CONFIGS["phi3"], plan=path)
+    assert verdict.faults[0].startswith("model.layers.0.self_attn.o_proj: its input is the first that differs")
+    assert "its rule: model.layers.*.self_attn.o_proj: local_rowwise" in verdict.faults[0]
+    assert "qkv_proj: local_packed_colwise of parts" in verdict.faults[0]
 
 
 @pytest.mark.usefixtures("own_strategies")

@@ -47,6 +47,8 @@ def told(verdict: Verdict) -> str:
     seen = []
     if verdict.logits is not None:
         seen.append(f"logits {verdict.logits:.1e}")
+    if verdict.loss is not None:
+        seen.append(f"loss {verdict.loss:.1e}")
     if verdict.tokens is not None:
         seen.append("same tokens" if verdict.tokens else "other tokens")
     if verdict.gradient is not None:
