@@ -100,7 +100,7 @@ def cut_attention(
         size: number of ranks.
         faults: what is wrong is added to it.
     """
-    modules = dict(model.named_modules())
+    modules, known = dict(model.named_modules()), len(faults)
     cut = AttentionCut()
     for name, children in _groups(plan, modules, prefix, faults).items():
         roles = {role: [f"{name}.{child}" for child in names] for role, names in children.items()}
@@ -137,7 +137,13 @@ def cut_attention(
                 rule = module_rules.get(child) or param_rules.get(child)
                 if rule is not None:
                     cut.splits[child] = _role_split(role, group, rule)
-    _refuse_unrecognised(modules, model, module_rules, cut, size, faults)
+                if rule is not None and rule.parts is not None and role != "fused":
+                    faults.append(
+                        f"{fold_layers(child)}: attention cuts it by heads, as {role}, which has no parts; leave parts "
+                        "out, or make its role in the plan's attention fused"
+                    )
+    if len(faults) == known:  # where attention is described wrongly, only that is told
+        _refuse_unrecognised(modules, model, module_rules, cut, size, faults)
     return cut
 
 

@@ -226,7 +226,14 @@ def test_norms_among_heads_that_are_cut_have_to_sum_their_gradients() -> None:
 )
 def test_attention_that_is_not_there(tmp_path: Path, attention: str, says: str) -> None:
     plan = load(tmp_path, f"base_model: {{layers.*.self_attn.q_proj: colwise}}\nattention: {attention}\n")
-    assert says in faults(plan)
+    text = faults(plan, size=3)
+    assert says in text
+    assert "does not say where the heads" not in text
+
+
+def test_projections_that_are_cut_by_heads_have_no_parts() -> None:
+    rules = {**MEGATRON, LAYER + "self_attn.q_proj": {"strategy": "packed_colwise", "parts": 2}}
+    assert f"- {LAYER}self_attn.q_proj: attention cuts it by heads, as query" in faults(Plan.from_dict(rules), size=3)
 
 
 def test_heads_that_do_not_group() -> None:
