@@ -103,7 +103,7 @@ def data_parallel(
         if "tp_group" in module.__dict__:
             module.tp_group = copy  # type: ignore[assignment]
     if mode == "shard":
-        _shard(model, mesh, axis, options)
+        _shard(model, copy, mesh, axis, options)
     else:
         average = _Average(process_group, group.process_group if any(batch_sharded(model)) else None)
         model.register_forward_hook(average.watch)
@@ -278,7 +278,9 @@ def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 # -- shard
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, axis: str, options: dict[str, Any]) -> None:
+def _shard(
+    model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, axis: str, options: dict[str, Any]
+) -> None:
     blocks = list(batch_sharded(model))
     alone = set(outside(model)) if blocks else set()
     # What has copies on all ranks is cut over those of the later axis, and copied over the other.
@@ -287,7 +289,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, axis: str, options: dict[str, Any
     for name, param in model.named_parameters(remove_duplicate=False):
         shard = shard_of(param)
         if shard is None and not isinstance(param, DTensor):  # added after the load: each rank has the whole
-            shard = ParamShard(param.shape, None, model.tp_group, use_dtensor=False)
+            shard = ParamShard(param.shape, None, group, use_dtensor=False)
         if shard is not None:
             copies = both.get_group(both.ndim - 1) if param in alone else mesh[axis].get_group()
             shards[name] = dataclasses.replace(shard, data_parallel=copies)

@@ -189,13 +189,10 @@ class _Proof:
             inside = found.trace.running[-1].name if found.trace.running else None
             where = f" (in {inside}; {differences.rule(inside)}) {differences.made_from(inside)}" if inside else ""
             faults.append(f"rank {rank}, {found.doing}: {found.failure}{where}".strip())
-        assert self.whole.logits is not None
-        logits = [relative(found.logits, self.whole.logits) for found in seen.values() if found.logits is not None]
-        worst = max(logits, default=None)
+        worst = _worst("logits", seen, self.whole)
         if worst is not None and worst > OUTPUT_TOLERANCE:
             faults.append(f"the logits differ (relative error {worst:.1e})")
-        losses = [relative(found.loss, self.whole.loss) for found in seen.values() if found.loss is not None]
-        loss = max(losses, default=None)
+        loss = _worst("loss", seen, self.whole)
         if loss is not None and loss > OUTPUT_TOLERANCE and not faults:  # that of other logits is another one
             faults.append(f"the loss differs (relative error {loss:.1e}), though the logits agree")
         tokens = None
@@ -217,6 +214,12 @@ class _Proof:
                 faults.append(str(differences.first_gradient(errors, wrong, self.gradients)))
         unseen = ("images were not tried: only text was",) if self.sees and not self.has_image else ()
         return Verdict(verdict.size, tuple(faults), worst, loss, tokens, gradient, (*verdict.notes, *unseen))
+
+
+def _worst(what: str, seen: dict[int, probe.Observation], whole: probe.Observation) -> float | None:
+    """The largest relative error, over the ranks that have come so far, of their "logits" or "loss"."""
+    found = [getattr(each, what) for each in seen.values()]
+    return max((relative(value, getattr(whole, what)) for value in found if value is not None), default=None)
 
 
 def _rank(folder: Path, reports: Path, deadline: float) -> int:
