@@ -24,7 +24,7 @@ from .adapter_files import push_peft_model, save_peft_model
 from .adapter_layers import SlicedDropout, adapted_class
 from .errors import MeshError, UnsupportedError, describe
 from .layout import Layout
-from .mesh import TensorParallelGroup, random_state
+from .mesh import TensorParallelGroup, agreed, random_state
 from .state import keep_shards, keep_state, split_module
 from .strategies import (
     ColwiseParallel,
@@ -169,8 +169,7 @@ def _check_random_state(group: TensorParallelGroup) -> None:
                 fix="Call torch.manual_seed(seed) on all ranks before the adapter is made, or set lora_dropout=0.",
             )
         )
-        error._agreed_on = True  # type: ignore[attr-defined]
-        raise error
+        raise agreed(error)
 
 
 def _unsupported(subject: str, got: str) -> UnsupportedError:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .collectives import all_gather_uneven
 from .errors import MeshError, UnsupportedError, describe
-from .mesh import TensorParallelGroup, random_state
+from .mesh import TensorParallelGroup, agreed, random_state
 from .strategies import batch_sharded, local_tensor
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def _compare(group: TensorParallelGroup, digests: dict[str, str]) -> None:
             "rank=dp_rank), and seed all ranks of the tp axis alike.",
         )
     )
-    error._agreed_on = True  # type: ignore[attr-defined]
-    raise error
+    raise agreed(error)
 
 
 def _named(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:

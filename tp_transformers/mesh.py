@@ -24,6 +24,7 @@ HEARTBEAT = 10.0
 """Seconds after which ranks that wait for one another's jobs meet; far below the timeout of a collective."""
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,16 @@ class TensorParallelGroup:
         values = self.gather(value)
         others = [rank for rank in range(self.size) if values[rank] != values[0]]
         if others:
-            error = MeshError(
-                describe(
-                    subject,
-                    got=f"one on rank 0 and another on rank {others[0]}",
-                    expected="the same on all ranks",
-                    fix="All ranks have to call from_pretrained with the same arguments and the same checkpoint.",
+            raise agreed(
+                MeshError(
+                    describe(
+                        subject,
+                        got=f"one on rank 0 and another on rank {others[0]}",
+                        expected="the same on all ranks",
+                        fix="All ranks have to call from_pretrained with the same arguments and the same checkpoint.",
+                    )
                 )
             )
-            error._agreed_on = True  # type: ignore[attr-defined]
-            raise error
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, pickled and gathered; all ranks have to call it.
@@ -92,8 +93,7 @@ class TensorParallelGroup:
                 dist.all_gather_object(values, value, group=self.process_group)
             except RuntimeError as error:
                 lost = RemoteRankError(f"another rank ended, or cannot be reached: {error}")
-                lost._agreed_on = True  # type: ignore[attr-defined]  # there is nobody left to vote with
-                raise lost from error
+                raise agreed(lost) from error  # there is nobody left to vote with
         return values
 
     @property
@@ -159,8 +159,13 @@ class TensorParallelGroup:
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure
-        common._agreed_on = True  # type: ignore[attr-defined]
-        raise common from (failure if common is not failure else None)
+        raise agreed(common) from (failure if common is not failure else None)
+
+
+def agreed(error: E) -> E:
+    """The error itself, which all ranks raise: `TensorParallelGroup.agree` lets it pass without a vote."""
+    error._agreed_on = True  # type: ignore[attr-defined]
+    return error
 
 
 def random_state(device: torch.device) -> torch.Tensor:
