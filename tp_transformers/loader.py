@@ -27,6 +27,7 @@ from .request import LoadRequest, Mismatched, express, leaves, open_checkpoint
 from .resolve import Resolution
 from .stored import Stored
 from .strategies import local_tensor, whole_like
+from .words import size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,10 +87,10 @@ def load(
         nbytes += sum(leaf.nbytes for leaf, _ in others)
         if request.quantization is not None and group.rank == 0:
             logger.warning(
-                "the checkpoint is in FP8, and dequantised while it is loaded: of %.2f GB in its files, this rank "
-                "makes %.2f GB in memory",
-                nbytes / 1e9,
-                sum(value.nbytes for value in values.values()) / 1e9,
+                "the checkpoint is in FP8, and dequantised while it is loaded: of %s in its files, this rank "
+                "makes %s in memory",
+                size(nbytes),
+                size(sum(value.nbytes for value in values.values())),
             )
         # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
         prefetched = prefetch(checkpoint.files, [*stored, *in_place], group, wanted=request.prefetch)

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from .brush import COLOURS, FAINT, GUTTER, WHOLE, Block, Brush, Weight
 from .errors import UsageError, describe
 from .outline import Outline, Parameter
-from .tree import size
+from .words import size
 
 INCHES = 1.05
 """Inches of the unit."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .words import size
+
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -43,24 +45,23 @@ class LoadReport:
         return self.share / self.seconds / 1e9 if self.seconds else 0.0
 
     def __str__(self) -> str:
-        shares = ", ".join(f"{share / 1e9:.2f}" for share in self.shares)
+        shares = ", ".join(map(size, self.shares))
         ways = ", ".join(
-            f"{nbytes / 1e9:.2f} GB {way} at {nbytes / seconds / 1e9:.1f} GB/s a thread"
+            f"{size(nbytes)} {way} at {nbytes / seconds / 1e9:.1f} GB/s a thread"
             for way, (nbytes, _, seconds) in sorted(self.methods.items())
             if seconds
         )
         notes = [
-            f"rank {self.rank} of {len(self.shares)}: {self.share / 1e9:.2f} GB in {self.seconds:.2f} s "
+            f"rank {self.rank} of {len(self.shares)}: {size(self.share)} in {self.seconds:.2f} s "
             f"({self.gigabytes_per_second:.1f} GB/s)",
-            f"read {self.bytes_read / 1e9:.2f} GB in {self.reads} reads by {self.threads} threads"
-            + f" ({ways})" * bool(ways),
-            f"buffers {self.peak_buffer / 1e6:.0f} MB",
-            f"shares {shares} GB",
+            f"read {size(self.bytes_read)} in {self.reads} reads by {self.threads} threads" + f" ({ways})" * bool(ways),
+            f"buffers {size(self.peak_buffer)}",
+            f"shares {shares}",
         ]
         if self.mapped:
-            notes.append(f"mapped {self.mapped / 1e9:.2f} GB")
+            notes.append(f"mapped {size(self.mapped)}")
         if self.prefetched:
-            notes.append(f"prefetched {self.prefetched / 1e9:.2f} GB")
+            notes.append(f"prefetched {size(self.prefetched)}")
         if self.fallbacks:
             notes.append(f"{len(self.fallbacks)} parameters converted whole ({self.fallbacks[0]}, ...)")
         return "; ".join(notes)

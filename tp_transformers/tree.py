@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from .outline import Outline, Parameter
 from .plan import fold_layers
+from .words import size
 
 T = TypeVar("T")
 
@@ -92,14 +93,6 @@ def whole_lines(outline: Outline) -> list[str]:
 def shape(lengths: Sequence[int]) -> str:
     """A shape in words."""
     return " x ".join(map(str, lengths)) or "scalar"
-
-
-def size(nbytes: int) -> str:
-    """A number of bytes in words, in units of 1000."""
-    for unit, scale, digits in (("GB", 10**9, 2), ("MB", 10**6, 1)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.{digits}f} {unit}"
-    return f"{nbytes / 1000:.1f} kB" if nbytes else "0"
 
 
 def spans(numbers: Iterable[int]) -> str:

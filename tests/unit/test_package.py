@@ -17,11 +17,13 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 import tp_transformers
 from tests.models import Case
 from tp_transformers import hook
+from tp_transformers.report import LoadReport
 
 ROOT = Path(tp_transformers.__file__).parent
 
 ROOMS = [
     "errors",
+    "words",
     "logs",
     "layout",
     "lazy",
@@ -287,3 +289,10 @@ def test_the_plan_in_the_readme_is_one(tmp_path: Path) -> None:
         plan = tp_transformers.Plan.from_yaml(tmp_path / "plan.yaml")
         assert plan.rules
         assert all(rule.instance is not None for rule in plan.rules)
+
+
+def test_a_report_names_small_sizes_too() -> None:
+    report = LoadReport(1, (1_500_000_000, 287_430_000), 0.5, 0.4, 287_431_000, 9, peak_buffer=0, mapped=2_000)
+    said = str(report)
+    assert said.startswith("rank 1 of 2: 287.4 MB in 0.50 s (0.6 GB/s); read 287.4 MB in 9 reads")
+    assert said.endswith("buffers 0; shares 1.50 GB, 287.4 MB; mapped 2.0 kB")

@@ -25,7 +25,8 @@ from tp_transformers.errors import UsageError
 from tp_transformers.outline import outline
 from tp_transformers.plan import available_plans
 from tp_transformers.survey import survey
-from tp_transformers.tree import by_rank, size, spans
+from tp_transformers.tree import by_rank, spans
+from tp_transformers.words import size
 
 ROOT = Path(__file__).parents[2]
 

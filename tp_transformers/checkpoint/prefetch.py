@@ -16,6 +16,7 @@ from pathlib import Path
 from ..layout import Range, union
 from ..logs import get_logger
 from ..mesh import TensorParallelGroup
+from ..words import size
 from .reader import Request
 from .source import LocalFile
 
@@ -70,7 +71,7 @@ def prefetch(
     with group.agree():
         if total + sum(each[4] for each in others) > _available_memory():
             if group.rank == others[0][1]:
-                logger.info("the page cache has no room for %.1f GB that this node needs; not prefetched", total / 1e9)
+                logger.info("the page cache has no room for %s that this node needs; not prefetched", size(total))
             return 0
         mine = [block for block in mine if wanted or not block[0].is_resident([block[1:]])]
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="prefetch") as pool:

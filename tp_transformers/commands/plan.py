@@ -17,7 +17,8 @@ from ..outline import MOST_RANKS, Outline, outline, smallest_size
 from ..picture import draw
 from ..plan import available_plans
 from ..survey import Survey, survey
-from ..tree import cache_lines, size, table, tree, whole_lines
+from ..tree import cache_lines, table, tree, whole_lines
+from ..words import size
 
 SUMMARY = "say what every rank would hold of a model, and whether it fits, from config and headers alone"
 EXAMPLE = "tp-transformers plan meta-llama/Llama-3.1-70B --tp-size 8 --batch 8 --context 8192 --gpu-memory 24GB"

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from ..offline import shard_checkpoint
+from ..words import size
 
 SUMMARY = "cut a checkpoint for N ranks, one file a rank, in this process alone and piece by piece"
 EXAMPLE = "tp-transformers shard Qwen/Qwen3-8B sharded --tp-size 4"
@@ -45,5 +46,5 @@ def run(arguments: argparse.Namespace) -> int:
         **where,
     )
     for file in manifest.files:
-        print(f"{file.size / 1e9:.3f} GB  {manifest.folder / file.name}")
+        print(f"{size(file.size)}  {manifest.folder / file.name}")
     return 0
