@@ -46,6 +46,8 @@ class OwnRandomness:
         torch.utils.checkpoint does where what it computes again ends before `module` does."""
         self.draws = False
         self.hooked: WeakSet[nn.Module] = WeakSet()
+        self.children: WeakSet[nn.Module] = WeakSet()
+        """Of the module, by now: what was one of them may have become part of an adapter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnRandomness:
         return type(self)(self.rank, self.device, self.group)
@@ -64,6 +66,7 @@ class OwnRandomness:
         self.leave()
         self.draws = module.training and _drops(module)
         children = list(module.children()) if self.draws else []
+        self.children = WeakSet(children)
         on_parts = any(isinstance(_strategy(child), SequenceBlock) for child in children)
         for child in children:
             strategy = _strategy(child)
@@ -78,16 +81,21 @@ class OwnRandomness:
             elif strategy.takes_sharded_input:
                 child.register_forward_pre_hook(self.leave)
             elif strategy.leaves_sharded_output:
-                child.register_forward_hook(self.enter)
+                child.register_forward_hook(self.enter_after)
                 if "tp_strategy" not in child.__dict__:  # an adapter, which may drop some of its own, whole, input
                     child.register_forward_pre_hook(self.leave)
+
+    def enter_after(self, child: nn.Module, *_: Any) -> None:
+        """Draw as this rank alone, if `child` is not within an adapter, which goes on to compute on the whole."""
+        if child in self.children:
+            self.enter()
 
     def enter_part(self, *_: Any) -> None:
         """Draw as this rank alone, where it has a part of the sequence."""
         if self.group is not None and is_cut(self.group):
             self.enter()
 
-    def enter(self, *_: Any) -> None:
+    def enter(self) -> None:
         """Draw as this rank alone; the shared state goes on by one number, on every rank."""
         if self.draws and not self._has_entered():
             seed = int(torch.randint(2**62, (), device="cpu"))

@@ -111,6 +111,34 @@ def test_ranks_draw_alike_outside_and_not_inside() -> None:
     assert torch.equal(torch.get_rng_state(), start), "nothing is drawn where nothing is dropped"
 
 
+class Adapter(nn.Module):
+    """As LoRA's layers are: it drops some of the whole input, after the layer that it is around."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.base_layer(x)
+        self.mask = nn.functional.dropout(torch.ones_like(x), 0.5)
+        return x
+
+
+def test_an_adapter_that_comes_after_a_step_drops_alike() -> None:
+    masks = []
+    for rank in range(2):
+        torch.manual_seed(3)
+        block = Block(rank)
+        block(torch.ones(100))
+        block.column = Adapter(block.column)
+        inside, _ = block(torch.ones(100))
+        masks.append((block.column.mask, inside, torch.get_rng_state()))
+    (one, first, state), (other, second, same) = masks
+    assert torch.equal(one, other)
+    assert torch.equal(state, same)
+    assert not torch.equal(first, second)
+
+
 class Layer(nn.Module):
     """A layer that has a part of the sequence, and two blocks that join it; what it computes is checkpointed within."""
 
