@@ -278,9 +278,7 @@ def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 # -- shard
 
 
-def _shard(
-    model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, axis: str, options: dict[str, Any]
-) -> None:
+def _shard(model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, axis: str, options: dict[str, Any]) -> None:
     blocks = list(batch_sharded(model))
     alone = set(outside(model)) if blocks else set()
     # What has copies on all ranks is cut over those of the later axis, and copied over the other.

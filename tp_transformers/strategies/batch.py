@@ -28,6 +28,7 @@ from transformers.utils import ModelOutput
 
 from ..collectives import Group, all_gather_uneven, scale_gradient, scatter_to_region
 from ..errors import MeshError, TensorParallelError, UnsupportedError, describe
+from ..mesh import agreed
 from .base import Placements, TensorParallelLayer
 from .region import Widths
 
@@ -99,9 +100,7 @@ class Batch:
 
 
 def _refuse(kind: type[TensorParallelError], got: str, expected: str, fix: str) -> NoReturn:
-    error = kind(describe("the batch of the model", got=got, expected=expected, fix=fix))
-    error._agreed_on = True  # type: ignore[attr-defined]  # all ranks have seen the same numbers
-    raise error
+    raise agreed(kind(describe("the batch of the model", got=got, expected=expected, fix=fix)))  # by the same numbers
 
 
 _current: WeakKeyDictionary[Group, Batch] = WeakKeyDictionary()
