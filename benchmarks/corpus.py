@@ -39,7 +39,7 @@ class Corpus:
     def _drawn(self, number: int) -> int:
         epoch, place = divmod(number, len(self.sequences))
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self._seed + (epoch << 32))
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self.sequences), generator=generator)
         return int(self._order[place])
 
@@ -90,7 +90,9 @@ def read_dataset(tokenizer: Any, name: str, split: str, column: str) -> Tensor:
         ) from error
     if column not in rows.column_names:
         raise UsageError(
-            describe("--column", got=repr(column), expected=f"one of {rows.column_names}", fix="Name the text's column.")
+            describe(
+                "--column", got=repr(column), expected=f"one of {rows.column_names}", fix="Name the text's column."
+            )
         )
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 

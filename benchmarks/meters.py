@@ -1,10 +1,11 @@
-"""What a step of training takes: seconds by part, memory, and the share of a GPU's arithmetic; as a log and a picture."""
+"""What a step of training takes: seconds by part, memory, a share of a GPU's arithmetic; as a log and a picture."""
 
 from __future__ import annotations
 
 import json
 import resource
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ PEAKS = {
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
 }
 """Dense bf16 operations a second, by what a GPU's name contains; the first that fits counts."""
@@ -31,7 +33,8 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._inner: Any = None
+        self._noted: Any = None
+        self._marks: list[tuple[str, Any]] = []
         self.lap()
 
     def mark(self, part: str) -> None:
@@ -39,24 +42,23 @@ class Stopwatch:
         self._marks.append((part, self._now()))
 
     def note(self, *_: Any) -> None:
-        """Here, or at the last call of it, one part ends and the one that the next `mark_after_note` names begins."""
-        self._inner = self._now()
+        """A place that `mark_around_note` may cut at: the last one counts."""
+        self._noted = self._now()
 
-    def mark_after_note(self, before: str, after: str) -> None:
-        """What ran until the last `note` is `before`, what has run since `after`; without one, all is `before`."""
-        if self._inner is not None:
-            self._marks.append((before, self._inner))
-            self._inner = None
+    def mark_around_note(self, before: str, after: str) -> None:
+        """What ran until the last `note` is `before`, and what has run since `after`; all is `before` without one."""
+        if self._noted is not None:
+            self._marks.append((before, self._noted))
+            self._noted = None
             before = after
         self.mark(before)
 
     def lap(self) -> dict[str, float]:
         """Seconds of every part since the last lap, and of all of them as "step"; begins the next one."""
-        marks = getattr(self, "_marks", [])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds: dict[str, float] = {}
-        for (_, begin), (part, end) in zip(marks, marks[1:], strict=False):
+        for (_, begin), (part, end) in pairwise(self._marks):
             taken = begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
             seconds[part] = seconds.get(part, 0.0) + taken
         self._marks = [("", self._now())]

@@ -43,7 +43,10 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
         corpus = Corpus(tokens, arguments.length, arguments.seed)
     # 2. The model and its optimizer.
     model = trainee.load(arguments, world)
-    operations, peak = operations_per_token(multiplied(model), model.config, arguments.length), gpu_peak(arguments, world)
+    operations, peak = (
+        operations_per_token(multiplied(model), model.config, arguments.length),
+        gpu_peak(arguments, world),
+    )
     optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(model), fused=True, **ADAMW)
     done = trainee.resume(checkpoint, model, optimizer) if checkpoint else 0
     # 3. The steps.
@@ -75,7 +78,7 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
             share = output.loss / len(parts)
             watch.mark("forward")
             share.backward()
-            watch.mark_after_note("backward", "gradient sync")
+            watch.mark_around_note("backward", "gradient sync")
             loss += share.detach()
         norm = tp_transformers.clip_grad_norm_(model, arguments.clip or float("inf"))
         watch.mark("clip")
@@ -148,7 +151,7 @@ def check(arguments: argparse.Namespace, world: TensorParallelGroup) -> int:
             describe(
                 "--batch",
                 got=f"{arguments.batch} sequences",
-                expected=f"a multiple of {copies} x {arguments.accumulate}: the parts that train on it, and --accumulate",
+                expected=f"a multiple of {copies} x {arguments.accumulate}, in which ranks and --accumulate cut it",
                 fix="Choose another.",
             )
         )
