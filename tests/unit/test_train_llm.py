@@ -94,13 +94,12 @@ def test_operations_are_those_of_matrix_products_counted_by_torch() -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, tie_word_embeddings=False, attn_implementation="eager")
-    model, length, head_dim = LlamaForCausalLM(config), 16, 8
+    model, length = LlamaForCausalLM(config), 16
     ids = torch.zeros(2, length, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(ids, labels=ids).loss.backward()
     norms = sum(param.numel() for name, param in model.named_parameters() if "norm" in name)  # which multiply no matrix
     counted = counter.get_total_flops() / ids.numel()
-    counted -= head_dim  # the positions' angles: a product of one multiplication, in the forward alone
     assert operations_per_token(multiplied(model) - norms, config, length) == counted
     tied = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
     assert multiplied(tied) == multiplied(model) < model.num_parameters()
