@@ -22,7 +22,7 @@ from tp_transformers import demo
 from tp_transformers.launch import torchrun
 
 from . import machine
-from .curves import LOSS_TOLERANCE, WEIGHT_TOLERANCE, compare, draw, faults, summary, table
+from .curves import TOLERANCES, compare, draw, faults, summary, table
 from .meters import read_log
 from .processes import ROOT, ProcessError
 
@@ -85,7 +85,7 @@ def begin(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
         "command": arguments.command,
         "machine": machine.facts(),
         "setting": setting,
-        "tolerances": {"loss": LOSS_TOLERANCE, "weights": WEIGHT_TOLERANCE},
+        "tolerances": TOLERANCES,
         "modes": {},
     }
     if arguments.only and REFERENCE not in arguments.only:

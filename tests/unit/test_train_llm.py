@@ -132,11 +132,12 @@ def test_a_log_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     ("loss", "weight", "wrong"),
     [
         (2.001, 8.00001, []),
-        (2.003, 8.0, ["the loss of step 2 differ by 1.5e-03"]),
-        (math.nan, 8.0, ["the loss of step 2 differ by nan"]),
-        (2.0, 8.0004, ["by change, differ by 2.0e-04"]),
-        (2.0, 8.004, ["by weights, differ by 5.0e-04", "by change, differ by 2.0e-03"]),
-        (2.0, math.nan, ["by weights, differ by nan", "by change, differ by nan"]),
+        (2.003, 8.0, ["the loss of step 2 differs by 1.5e-03"]),
+        (math.nan, 8.0, ["the loss of step 2 differs by nan"]),
+        (2.0, 8.0004, []),
+        (2.0, 6.0, ["the largest, differs by 2.5e-01", "the largest change, differs by 1.0e+00"]),
+        (2.0, 8.004, ["the largest, differs by 5.0e-04", "the largest change, differs by 2.0e-03"]),
+        (2.0, math.nan, ["the largest, differs by nan", "the largest change, differs by nan"]),
     ],
 )
 def test_runs_that_disagree_are_told(loss: float, weight: float, wrong: list[str], tmp_path: Path) -> None:
