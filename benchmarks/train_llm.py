@@ -54,8 +54,8 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
         world.device.type, torch.bfloat16, enabled=arguments.dtype == "bf16" and not arguments.fsdp
     )
     watch = Stopwatch(world.device)
-    sync = getattr(model, "set_requires_gradient_sync", lambda _: None)
-    if arguments.dp > 1 and not arguments.fsdp:  # which averages gradients after the last of them is there
+    sync = getattr(model, "set_requires_gradient_sync", None)
+    if sync and not arguments.fsdp:  # then gradients are averaged after the last of them is there
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(watch.note)
     positions = torch.arange(arguments.length, device=world.device)
@@ -72,7 +72,8 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
         for number, part in enumerate(parts):
             ids = part.chunk(copies)[copy].to(world.device)
             watch.mark("data")
-            sync(number == len(parts) - 1)
+            if sync:
+                sync(number == len(parts) - 1)
             with autocast:
                 output = model(ids, position_ids=positions.expand_as(ids), labels=ids, use_cache=False)
             share = output.loss / len(parts)

@@ -36,7 +36,7 @@ def load(arguments: argparse.Namespace, world: TensorParallelGroup) -> Any:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         options = {"mp_policy": policy} if arguments.dtype == "bf16" else {}
         tp_transformers.data_parallel(model, mesh, mode="shard", **options)
-    elif arguments.dp > 1:
+    elif arguments.dp > 1 or arguments.batch_sharded:  # which averages what all ranks have whole
         tp_transformers.data_parallel(model, mesh, mode="replicate")
     return model
 
