@@ -43,10 +43,8 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
         corpus = Corpus(tokens, arguments.length, arguments.seed)
     # 2. The model and its optimizer.
     model = trainee.load(arguments, world)
-    operations, peak = (
-        operations_per_token(multiplied(model), model.config, arguments.length),
-        gpu_peak(arguments, world),
-    )
+    operations = operations_per_token(multiplied(model), model.config, arguments.length)
+    peak = gpu_peak(arguments, world)
     optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(model), fused=True, **ADAMW)
     done = trainee.resume(checkpoint, model, optimizer) if checkpoint else 0
     # 3. The steps.
