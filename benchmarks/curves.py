@@ -93,8 +93,8 @@ def table(result: dict[str, Any]) -> str:
         "Differences from one process, or, of a run that goes on with a checkpoint, from the run that wrote it; the "
         "largest of all steps, and of all tensors. Losses: relative. Final weights: the largest difference of a tensor "
         "by its largest weight; of their change: by the largest change that training made to it, of which the last bit "
-        "of a weight of 5 is 2e-4. A loss of parts differs more than ranks do: it is nearer to that in fp64 than torch's "
-        "own on a CPU. All ranks share the cores of one machine: their times are no measure of what ranks are for.",
+        "of a weight of 5 is 2e-4. A loss of parts differs more than ranks do: it is nearer to fp64 than torch's own on "
+        "a CPU. All ranks share the cores of one machine: their times are no measure of what ranks are for.",
         "",
         *_parts(result),
     ]
@@ -123,7 +123,7 @@ def draw(result: dict[str, Any], path: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(9, 8), layout="constrained")
+    figure = Figure(figsize=(10, 8), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
     for number, (name, mode) in enumerate(result["modes"].items()):
         steps = [int(step) for step in mode["losses"]]
@@ -144,7 +144,8 @@ def draw(result: dict[str, Any], path: Path) -> bool:
     bottom.set_ylabel("relative difference of the loss")
     bottom.set_xlabel("step")
     top.set_ylabel("loss, nats a token")
-    top.legend(frameon=False, fontsize=8)
+    handles = [*top.get_legend_handles_labels()[0][:1], *bottom.get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
     setting = result["setting"]
