@@ -93,8 +93,8 @@ def table(result: dict[str, Any]) -> str:
         "Differences from one process, or, of a run that goes on with a checkpoint, from the run that wrote it; the "
         "largest of all steps, and of all tensors. Losses: relative. Final weights: the largest difference of a tensor "
         "by its largest weight; of their change: by the largest change that training made to it, of which the last bit "
-        "of a weight of 5 is 2e-4. A loss of parts differs more than ranks do: it is nearer to fp64 than torch's own on "
-        "a CPU. All ranks share the cores of one machine: their times are no measure of what ranks are for.",
+        "of a weight of 5 is 2e-4. A loss of parts differs more than ranks do: it is nearer to fp64 than torch's own "
+        "on a CPU. All ranks share the cores of one machine: their times are no measure of what ranks are for.",
         "",
         *_parts(result),
     ]
