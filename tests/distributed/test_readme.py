@@ -96,7 +96,9 @@ def run(command: str | list[str], here: Path, environment: dict[str, str]) -> st
 
 def assert_printed(expected: Block, printed: str) -> None:
     """Every `[...]` stands for anything, every number for any other, and lines may be wrapped."""
-    expected_text, text = (" ".join(re.sub(r"\d[\d.]*", "0", text).split()) for text in (expected.code, printed))
+    expected_text, text = (
+        " ".join(re.sub(r"\d[\d.]*(e[+-]\d+)?", "0", text).split()) for text in (expected.code, printed)
+    )
     pattern = ".*".join(map(re.escape, re.split(r" ?\[\.\.\.\]", expected_text)))
     assert re.search(pattern, text), f"README.md line {expected.line}:\n{expected_text}\nprinted:\n{text}"
 
