@@ -293,8 +293,8 @@ def _shard(model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, axis:
             shards[name] = dataclasses.replace(shard, data_parallel=copies)
     _unwrap(model, alone)
     options.setdefault("reshard_after_forward", True)
-    for block in blocks:
-        fully_shard(block, mesh=mesh[axis], **options)
+    for tied in _tied(blocks):
+        fully_shard(tied, mesh=mesh[axis], **options)
     for layer in layers_of(model):
         fully_shard(layer, mesh=both, **options)
     fully_shard(model, mesh=both, **options)
@@ -304,6 +304,18 @@ def _shard(model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, axis:
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in shards:
             param.tp_shard = shards[name]  # type: ignore[attr-defined]
+
+
+def _tied(modules: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
+    """The modules, those together that share a parameter."""
+    first: dict[nn.Parameter, nn.Module] = {}
+    together: dict[nn.Module, list[nn.Module]] = {}
+    for module in modules:
+        params = list(module.parameters())
+        other = next((first[param] for param in params if param in first), module)
+        first.update(dict.fromkeys(params, other))
+        together.setdefault(other, []).append(module)
+    return together.values()
 
 
 def _unwrap(model: nn.Module, params: Collection[nn.Parameter]) -> None:

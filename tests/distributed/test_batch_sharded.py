@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests import architectures
-from tests.models import MASK, PROMPTS, VOCAB, Case, observe, relative
+from tests.models import MASK, PROMPTS, VOCAB, Case, make_case, observe, relative
 from tests.pool import Pool
 from tp_transformers import full_tensor, local_tensor
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 3
 LENGTH = 9
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, -1)
 MAX_NORM = 0.5
 """Far below the norm of the gradients, so that every step is clipped."""
 # fp32 sums in another order, through a few steps.
@@ -143,6 +144,11 @@ def compare(folder: str, copies: int, chosen: Any, mode: Any, saved: str) -> dic
 
 
 @pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("tied"), 9, 3, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return architectures.make_case(tmp_path_factory.mktemp("mixtral"), "mixtral", 9, 3)
 
@@ -155,14 +161,15 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
         (4, 2, (8, 2), EVERYTHING, "replicate", 0.8),
         (4, 2, (9, 3), EVERYTHING, "shard", 0.45),
         (4, 2, "mixtral", True, "shard", 0.45),
+        (2, 1, "tied", EVERYTHING, "shard", 0.9),
         (2, 1, "mixtral", ["model.layers.*.mlp"], "replicate", 0.8),
     ],
 )
 def test_ranks_train_as_one_process(
-    pool: Pool, cases: Any, mixtral: Case, tmp_path: Path, ranks: int, copies: int, kind: Any, chosen: Any, mode: str,
-    share: float,
+    pool: Pool, cases: Any, mixtral: Case, tied: Case, tmp_path: Path, ranks: int, copies: int, kind: Any, chosen: Any,
+    mode: str, share: float,
 ) -> None:  # fmt: skip
-    folder = (mixtral if kind == "mixtral" else cases(*kind)).folder
+    folder = ({"mixtral": mixtral, "tied": tied}.get(kind) or cases(*kind)).folder
     chaos = 50 if kind == "mixtral" else 1  # routers whose gradients nearly cancel
     for found in pool.run(ranks, compare, folder, copies, chosen, mode, str(tmp_path / "saved")):
         print(found)
@@ -171,6 +178,37 @@ def test_ranks_train_as_one_process(
         assert max(found["grads"], found["moments"], found.get("twice", 0)) < GRADIENT_TOLERANCE * chaos
         assert max(found["weights"], found["saved"], found["state"]) < WEIGHT_TOLERANCE
         assert found["share"] < share
+
+
+# -- gradient checkpointing
+
+
+def checkpointed(folder: str, way: bool | None) -> list[float]:
+    """The worst error of the gradients of steps that differ in samples and length, with forwards in between."""
+    model, mesh = load(folder, 1, True)
+    trained = AutoModelForCausalLM.from_pretrained(folder)
+    tp_transformers.data_parallel(model.train(), mesh)
+    model.gradient_checkpointing_enable({"use_reentrant": way})
+    model.enable_input_require_grads()
+    found = []
+    for samples, length in ((2, 9), (2, 9), (1, 9), (2, 7)):
+        given = torch.randint(3, VOCAB, (2, samples, length), generator=torch.Generator().manual_seed(length))
+        model.zero_grad()
+        trained.zero_grad()
+        loss = model(given[dist.get_rank()], labels=given[dist.get_rank()]).loss
+        with torch.no_grad():
+            model(given[0, :, :5])
+        loss.backward()
+        torch.stack([trained(ids, labels=ids).loss for ids in given]).mean().backward()
+        pairs = ((full_tensor(p, p.grad), trained.get_parameter(name).grad) for name, p in model.named_parameters())
+        found.append(max(relative(*pair) for pair in pairs))
+    return found
+
+
+@pytest.mark.parametrize("way", [False, True], ids=["kept", "re-entrant"])
+def test_layers_are_computed_again_for_the_batch_that_they_had(pool: Pool, cases: Any, way: bool) -> None:
+    for found in pool.run(2, checkpointed, cases(9, 3).folder, way):
+        assert max(found) < GRADIENT_TOLERANCE, found
 
 
 # -- dropout
@@ -231,6 +269,7 @@ def refusals(folder: str, reference: str) -> dict[str, Any]:
         lambda: model(PROMPTS, attention_mask=None if first else ready_made),
         lambda: model(PROMPTS, output_attentions=first),
         lambda: model(PROMPTS[:, :1], past_key_values=None if first else cache),
+        lambda: model(PROMPTS, position_ids=POSITIONS, cu_seq_lens_q=torch.tensor([0, 3, 7]) if first else None),
         lambda: model.lm_head(torch.zeros(1, 1 + first, model.config.hidden_size)),
         lambda: model.generate(PROMPTS + first, max_new_tokens=1),
         lambda: tp_transformers.check_inputs(model),
@@ -261,7 +300,8 @@ def test_faults_of_one_rank_are_errors_on_all(pool: Pool, cases: Any) -> None:
             "sequences of 7 on rank 0 and of 6 on rank 1",
             "attention masks that some ranks have made",
             "output_attentions=True",
-            "past_key_values with tokens in them",
+            "past_key_values",
+            "cu_seq_lens_q",
             "sequences of 2 on rank 0 and of 1 on rank 1",
             "generate's inputs: got one on rank 0 and another on rank 1",
             "batches of their own",

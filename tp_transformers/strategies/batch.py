@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -35,12 +35,13 @@ from .region import Widths
 BATCH = 0
 """The batch dim of a model's activations: (batch, sequence, hidden)."""
 
-_NOTHING, _POSITIONS, _MASK, _CACHE, _ATTENTIONS = range(5)
+_NOTHING, _POSITIONS, _MASK, _CACHE, _ATTENTIONS, _PACKED = range(6)
 """What a rank was given, in `Batch.agree`; a mask that is ready made is _MASK and says its dtype beside."""
 
 _PROBLEMS = {
-    _CACHE: ("past_key_values with tokens in them", "none, or generate, for which all ranks have the same prompts"),
+    _CACHE: ("past_key_values", "none, or generate, for which all ranks have the same prompts"),
     _ATTENTIONS: ("output_attentions=True", "no attentions, whose heads and samples are on different ranks"),
+    _PACKED: ("cu_seq_lens_q, which counts a rank's own tokens", "samples packed by position_ids alone, or padded"),
 }
 _DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
 
@@ -107,7 +108,7 @@ _current: WeakKeyDictionary[Group, Batch] = WeakKeyDictionary()
 """Of the forward of a base model that is under way over some ranks."""
 
 _alike: WeakKeyDictionary[Group, Batch | None] = WeakKeyDictionary()
-"""What all forwards over some ranks had in common so far; None where they differ."""
+"""What all forwards that were trained over some ranks had in common so far; None where they differ."""
 
 _same_inputs: ContextVar[bool] = ContextVar("tp_transformers_same_inputs", default=False)
 
@@ -126,14 +127,15 @@ def batch_of(x: Tensor, mesh: DeviceMesh, *, in_layers: bool = False) -> Batch |
     """The samples of all ranks, of which `x` are this rank's; None where all ranks have the same.
 
     Where no forward is under way (a block that is computed again in a backward, as gradient checkpointing does, or a
-    head that is called by itself), the ranks agree anew, unless all forwards have been alike, and x is `in_layers`.
+    head that is called by itself), the ranks agree anew, unless all that were trained have been alike, and x is
+    `in_layers`.
     """
     if _same_inputs.get():
         return None
     group = mesh.get_group()
     batch, alike = _current.get(group), _alike.get(group)
-    if batch is None and in_layers and alike is not None and not alike.differs:
-        batch = Batch(alike.widths, alike.differs, alike.length)
+    if batch is None and in_layers and alike is not None:
+        batch = replace(alike, joined={})
     return batch if batch is not None else Batch.agree(tuple(x.shape), _POSITIONS, 0, x.device, group)
 
 
@@ -159,7 +161,7 @@ class BatchStates(TensorParallelLayer):
         ids = given["inputs_embeds"] if ids is None else ids
         group, (kind, extra) = mesh.get_group(), _kind(module, given)
         batch = _current[group] = Batch.agree(tuple(ids.shape), kind, extra, ids.device, group)
-        if _alike.setdefault(group, batch) != batch:
+        if torch.is_grad_enabled() and _alike.setdefault(group, replace(batch, joined={})) != batch:
             _alike[group] = None
         return args, {**keywords, "use_cache": False} if "use_cache" in names[len(args) :] else keywords
 
@@ -204,8 +206,10 @@ def _is_of(value: Any, tokens: int) -> bool:
 def _kind(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:
     """What of a forward's arguments the ranks have to know of each other; see `Batch.agree`."""
     cache, mask, config = given.get("past_key_values"), given.get("attention_mask"), module.config
-    if cache is not None and cache.get_seq_length():
+    if cache is not None:
         return _CACHE, 0
+    if given.get("cu_seq_lens_q") is not None:
+        return _PACKED, 0
     asked = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if asked is None else asked:
         return _ATTENTIONS, 0

@@ -71,7 +71,7 @@ class BatchBlock(RegionBlock):
         """See `TensorParallelLayer.prepare_beside`: whatever goes with samples is joined, too."""
         if self.batch is None:
             return args, keywords
-        names = [*signature(type(module).forward).parameters][1:] if len(args) > 1 else [""]
+        names = [*signature(type(module).forward).parameters][1:] + [""] * len(args)
         args = tuple(self._beside(name, value, module, mesh) for name, value in zip(names, args, strict=False))
         return args, {name: self._beside(name, value, module, mesh) for name, value in keywords.items()}
 
@@ -81,11 +81,14 @@ class BatchBlock(RegionBlock):
         assert batch is not None
         if value is self.x or not (isinstance(value, Tensor | tuple) or name == "attention_mask"):
             return value
-        if name in FROM_POSITIONS and not batch.differs:  # all samples have the same
+        # All samples have the same; but what is kept for a backward has the shape that it would have, computed again.
+        if name in FROM_POSITIONS and not batch.differs and not torch.is_grad_enabled():
             return _each(value, lambda tensor: tensor[:1] if tensor.ndim > 1 else tensor)
         known = batch.joined.setdefault(name, [])
         which = next((at for at, (mine, _) in enumerate(known) if mine is value and value is not None), len(known))
-        if name == "attention_mask":  # transformers leaves out what masks nothing, on each rank by itself
+        if name == "attention_mask" and not batch.differs and value is None:
+            return None
+        if name == "attention_mask" and batch.differs:  # transformers leaves out what masks nothing, on each rank
             assert self.x is not None
             vote = torch.tensor([-1 if value is None else which], device=self.x.device)
             dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
