@@ -21,8 +21,9 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
-from tests.models import MASK, PROMPTS, VOCAB, assert_same_files, headers, held, observe, relative
+from tests.models import MASK, PROMPTS, VOCAB, assert_same_files, headers, held, make_case, observe, relative
 from tests.pool import Pool
+from tp_transformers import STRATEGIES
 
 pytestmark = pytest.mark.distributed
 
@@ -220,6 +221,29 @@ def on_parts_of_torch(folder: str, reference: str) -> dict[str, float]:
 def test_ours_parallelizes_parts_of_torch(pool: Pool, cases: Any) -> None:
     case = cases(6, 3)
     for errors in pool.run(3, on_parts_of_torch, case.folder, case.reference):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def on_tied_modules(folder: str, reference: str) -> dict[str, Any]:
+    """The head and the embedding that it is tied to, both by strategies of ours, and by ones that differ."""
+    model = load(folder, ours_in_attention)
+    mesh = model.tp_group.device_mesh
+    with pytest.raises(tp_transformers.PlanError, match="is tied to one that is cut otherwise"):
+        parallelize_module(
+            load(folder, ours_in_attention),
+            mesh,
+            {"lm_head": STRATEGIES["colwise_rep"], "model.embed_tokens": STRATEGIES["embedding_colwise"]},
+        )
+    parallelize_module(
+        model, mesh, {"lm_head": STRATEGIES["colwise_rep"], "model.embed_tokens": STRATEGIES["embedding_rowwise"]}
+    )
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return compare(model, reference)
+
+
+def test_tied_modules_stay_tied(pool: Pool, tmp_path: Path) -> None:
+    case = make_case(tmp_path, 9, 3, tie_word_embeddings=True)
+    for errors in pool.run(2, on_tied_modules, case.folder, case.reference):
         assert max(errors.values()) < TOLERANCE, errors
 
 

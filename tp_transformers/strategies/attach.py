@@ -26,7 +26,9 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
     mesh, shards = group.device_mesh, {}
     assert mesh is not None
     for name, param in list(module.named_parameters(recurse=False)):
-        if not hasattr(param, "tp_shard"):  # of another module that it is tied to
+        if hasattr(param, "tp_part"):  # of another module that it is tied to
+            module._parameters[name] = param.tp_part
+        elif not hasattr(param, "tp_shard"):
             whole = param.data if param.is_meta else param.data.to(group.device)
             if not param.is_meta:
                 dist.broadcast(whole, group=group.process_group, group_src=0)
@@ -34,7 +36,7 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
             shard.connect()
             part = strategy.partition_tensor(whole, whole_like(param), name, None, True, group.rank, mesh)
             own = local_tensor(part).clone()  # type: ignore[arg-type]
-            module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)
+            param.tp_part = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]
         shards[name] = module._parameters[name].tp_shard  # type: ignore[union-attr]
     attach(module, strategy, shards, mesh)
 

@@ -238,7 +238,9 @@ class TensorParallelLayer(ParallelStyle):
                 bound = self.bind(module, group.size, name=name, config=getattr(module, "config", None))
                 bound.check(module)
                 for param_type, param in params.items():
-                    bound.layout(param_type, param.shape, group.size)
+                    layout, part = bound.layout(param_type, param.shape, group.size), vars(param).get("tp_part")
+                    if part is not None and part.tp_shard.layout != layout:
+                        raise ValueError(f"its {param_type} is tied to one that is cut otherwise")
                 if hasattr(module, "tp_strategy") or any(map(_is_distributed, params.values())):
                     raise ValueError("it is parallel already")
             except ValueError as error:
