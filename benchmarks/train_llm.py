@@ -30,6 +30,19 @@ ADAMW = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 """Llama 2's. With torch's epsilon of 1e-8, the first steps move every weight by its gradient's sign, rounded or not."""
 
 
+LEAST = {
+    "length": 2,
+    "batch": 1,
+    "accumulate": 1,
+    "steps": 1,
+    "dp": 1,
+    "tp": 1,
+    "warmup": 0,
+    "clip": 0,
+    "save_every": 0,
+}
+
+
 def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
     """Train, log, and keep what was asked for; all ranks call it."""
     # 1. Who trains on what. Ranks that share a copy of the model have the same batch.
@@ -57,7 +70,8 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(watch.note)
     positions = torch.arange(arguments.length, device=world.device)
-    log = Log(arguments.out / "log.jsonl", about(arguments, world), done + 1) if world.rank == 0 else None
+    with world.agree():
+        log = Log(arguments.out / "log.jsonl", about(arguments, world), done + 1) if world.rank == 0 else None
     bar = tqdm(total=arguments.steps, initial=done, disable=world.rank > 0, desc="train", unit="step")
     for step in range(done, arguments.steps):
         rate = arguments.lr * min(1, (step + 1) / max(arguments.warmup, 1))
@@ -217,9 +231,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--save-final", action="store_true", help="write the model to OUT/final, as save_pretrained does")
     add("--resume", type=Path, help="go on with a checkpoint: the --out of a run, or a step-N in it; on any mesh")
     arguments = parser.parse_args(argv)
-    for name, least in {"length": 2, "batch": 1, "accumulate": 1, "steps": 1, "dp": 1, "tp": 1}.items():
+    for name, least in LEAST.items():
         if getattr(arguments, name) is not None and getattr(arguments, name) < least:
-            parser.error(f"--{name}: got {getattr(arguments, name)}, expected {least} or more")
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(arguments, name)}, expected {least} or more")
     return arguments
 
 
