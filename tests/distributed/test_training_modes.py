@@ -79,6 +79,11 @@ MODES = {
     "replicate, sequence and loss": Mode(2, "replicate", BOTH),
     "shard, sequence and loss": Mode(2, "shard", BOTH),
 }
+OWN = {
+    "batch-sharded": Mode(1, "replicate", {"tp_batch_sharded": True}),
+    "shard, batch-sharded": Mode(2, "shard", {"tp_batch_sharded": True}),
+}
+"""Ways in which every rank has its part of the batch, of which there are as many as ranks."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "checkpoints": {"checkpoints": True},
     "parts": {"parts": 2},
@@ -88,7 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 WAYS = {
     f"{name}, {setting}": replace(MODES[name], **changes) for name in MODES for setting, changes in SETTINGS.items()
 }
-ALL = {**MODES, **WAYS, "shard, policy": replace(MODES["shard"], policy=BF16)}
+ALL = {**MODES, **OWN, **WAYS, "shard, policy": replace(MODES["shard"], policy=BF16)}
 QUICK = (
     "shard, sequence and loss, checkpoints",
     "replicate, parts",
@@ -114,7 +119,8 @@ def start(folder: str, mode: Mode) -> tuple[Any, Tensor]:
         tp_transformers.data_parallel(model, mesh, mode=mode.parallel, **options)
     if mode.checkpoints:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model, BATCH.chunk(mode.copies)[mesh["dp"].get_local_rank()]
+    parts = dist.get_world_size() if mode in OWN.values() else mode.copies
+    return model, BATCH.chunk(parts)[dist.get_rank() * parts // dist.get_world_size()]
 
 
 def train(model: Any, groups: Any, batch: Tensor, clip: Any, mode: Mode) -> dict[str, Any]:
@@ -204,10 +210,10 @@ ALONE = tuple(name for name, mode in MODES.items() if mode.copies == 1)
 def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
     """(architecture, variant, ranks, modes)."""
     for name in TRAINED:
-        yield name, ARCHITECTURES[name].variants[0], 2, ALONE
+        yield name, ARCHITECTURES[name].variants[0], 2, (*ALONE, "batch-sharded")
     for variant in UNEVEN:
-        yield "llama", variant, 2, ALONE
-        yield "llama", variant, 4, tuple(MODES)
+        yield "llama", variant, 2, (*ALONE, "batch-sharded")
+        yield "llama", variant, 4, (*MODES, *OWN)
     if not WHOLE_MATRIX:
         yield "llama", (9, 3), 4, QUICK
         return
