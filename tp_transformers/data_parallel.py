@@ -124,9 +124,14 @@ def _start_alike(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | N
 
 def ranks_of(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:
     """The ranks of every copy of a model: those that share it, in the order of the `tp` axis."""
-    both = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))]
+    both = _both_axes(mesh, axis)
     ranks = both.mesh if (both.mesh_dim_names or ())[0] == axis else both.mesh.T
     return tuple(map(tuple, ranks.tolist()))
+
+
+def _both_axes(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The mesh of `axis` and `tp` alone, in the order that they have in `mesh`."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))]
 
 
 def outside(model: nn.Module) -> list[nn.Parameter]:
@@ -282,7 +287,7 @@ def _shard(model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, axis:
     blocks = list(batch_sharded(model))
     alone = set(outside(model)) if blocks else set()
     # What has copies on all ranks is cut over those of the later axis, and copied over the other.
-    both = mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))] if blocks else mesh[axis]
+    both = _both_axes(mesh, axis) if blocks else mesh[axis]
     shards = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         shard = shard_of(param)
