@@ -116,10 +116,14 @@ def _start_alike(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | N
     """Give `tensors` the values of the group's first rank."""
     for tensor in tensors:
         local = local_tensor(tensor)
-        if not local.is_contiguous():  # a buffer that is a view of one value
-            continue
-        is_short = local.ndim and local.element_size() == 1  # float8 and bool, which not every backend sends
-        dist.broadcast(local.view(torch.uint8) if is_short else local, group=process_group, group_src=0)
+        for dim, stride in enumerate(local.stride()):
+            if stride == 0:  # one value, seen several times
+                local = local.narrow(dim, 0, min(1, local.shape[dim]))
+        sent = local.contiguous()
+        is_short = sent.ndim and sent.element_size() == 1  # float8 and bool, which not every backend sends
+        dist.broadcast(sent.view(torch.uint8) if is_short else sent, group=process_group, group_src=0)
+        if sent is not local:
+            local.copy_(sent)
 
 
 def ranks_of(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:

@@ -285,6 +285,21 @@ def other_meshes(folder: str) -> list[str]:
     return said
 
 
+def strided(folder: str) -> list[float]:
+    """A parameter and a buffer with gaps in memory, of which copies begin with others."""
+    mesh = mesh_of(2)
+    model = load(folder, device_mesh=mesh)
+    values = torch.arange(6.0) + 10 * dist.get_rank()
+    model.register_parameter("with_gaps", nn.Parameter(values[::2]))
+    model.register_buffer("one_value", values[:1].expand(3))
+    tp_transformers.data_parallel(model, mesh)
+    return [*model.with_gaps.tolist(), *model.one_value.tolist()]
+
+
+def test_copies_start_alike_whatever_their_strides(pool: Pool, cases: Any) -> None:
+    assert pool.run(2, strided, cases(8, 2).folder) == [[0.0, 2.0, 4.0, 0.0, 0.0, 0.0]] * 2
+
+
 def test_what_does_not_fit_is_refused(pool: Pool, cases: Any) -> None:
     for axis, mode, option in pool.run(2, other_meshes, cases(8, 4).folder):
         assert "the axes ('dp', 'tp')" in axis
