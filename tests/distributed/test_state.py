@@ -283,3 +283,27 @@ def test_rank_0_pushes_what_one_process_would(pool: Any, cases: Any, tmp_path: P
     names = sorted(path.name for path in Path(folder).iterdir())
     assert first[0] == ("org/pushed", {"private": True, "tags": ["mine", "other"]}, names)
     assert first[1] == ("repo", {"commit_message": "why", "tags": ["mine"]}, names)
+
+
+def gradients(folder: str) -> list[bool]:
+    """Run on every rank: what `full_tensor` makes of gradients that are not there, everywhere or on one rank."""
+    model, whole = load(folder)
+    params = dict(model.named_parameters())
+    absent = [tp_transformers.full_tensor(param, param.grad) for param in params.values()]
+    for each in (model, whole):
+        each(PROMPTS, labels=PROMPTS).loss.backward()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    shard = params[name].tp_shard
+    if shard.group.rank:
+        params[name].grad = None
+    expected = whole.get_parameter(name).grad.clone()
+    kept = torch.zeros_like(expected)
+    start, stop = shard.layout.split.ranges[0][0]
+    kept[start:stop] = expected[start:stop]
+    found = tp_transformers.full_tensor(params[name], params[name].grad)
+    alone = tp_transformers.full_tensor(whole.lm_head.weight, None)
+    return [all(each is None for each in absent), relative(found, kept) < TOLERANCE, alone is None]
+
+
+def test_a_gradient_that_is_not_there_is_none(pool: Any, cases: Any) -> None:
+    assert pool.run(2, gradients, cases(9, 3).folder) == [[True] * 3] * 2

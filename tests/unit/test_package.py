@@ -46,6 +46,7 @@ ROOMS = [
     "checkpoint.hub",
     "checkpoint.exchange",
     "collectives",
+    "subgroups",
     "loss",
     "strategies.shard",
     "strategies.attach",

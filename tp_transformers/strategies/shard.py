@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from ..layout import Layout, Range, Shared, Split, chunked, even, packed
 from ..lazy import LazyTensor, Resident
 from ..mesh import TP_AXIS, TensorParallelGroup
 from ..stored import Stored
+from ..subgroups import subgroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +143,14 @@ class ParamShard:
             _put(whole, shard, self.layout, sender)
         return whole
 
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is True on any rank that holds a part of the parameter; all of them have to call it."""
+        has = torch.tensor([float(value)], device=self.group.device)
+        for process_group in (self.group.process_group if self.layout is not None else None, self.data_parallel):
+            if process_group is not None:
+                dist.all_reduce(has, dist.ReduceOp.MAX, group=process_group)
+        return bool(has)
+
     def joined(self, local: Tensor) -> Tensor:
         """This rank's shard, from the part of it that FSDP leaves on this rank (all-gather over the copies)."""
         if self.data_parallel is None or 0 in self.local_shape:
@@ -163,7 +172,7 @@ class ParamShard:
 
     def _process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         world = self.group.global_ranks
-        return _subgroups.of(tuple(world[rank] for rank in ranks))
+        return subgroups.of(tuple(world[rank] for rank in ranks))
 
 
 def shard_of(tensor: Tensor | None) -> ParamShard | None:
@@ -195,19 +204,37 @@ def settle_gradient(param: Tensor) -> Tensor | None:
     return grad
 
 
-def full_tensor(param: Tensor, value: Tensor | None = None) -> Tensor:
+_ITSELF: Any = object()
+"""The default of `full_tensor`'s `value`, since a gradient may be None."""
+
+
+@overload
+def full_tensor(param: Tensor) -> Tensor: ...
+@overload
+def full_tensor(param: Tensor, value: Tensor) -> Tensor: ...
+@overload
+def full_tensor(param: Tensor, value: Tensor | None) -> Tensor | None: ...
+def full_tensor(param: Tensor, value: Tensor | None = _ITSELF) -> Tensor | None:
     """Return the whole of a tensor-parallel parameter, on every rank; all ranks have to call it.
 
     Args:
         param: a parameter of a model loaded with `tp_plan` (DTensor or plain); any other tensor is returned as it is.
         value: a tensor that is laid out like `param` and is gathered in its place, such as `param.grad` or an
-            optimizer state.
+            optimizer state. A rank that passes None where others pass a tensor counts as zeros: its experts got no
+            token.
 
     Returns:
-        A new plain tensor of the unsharded shape, on the parameter's device, without autograd history.
+        A new plain tensor of the unsharded shape, on the parameter's device, without autograd history. None where
+        every rank passes None as `value`, as `param.grad` is before a backward.
     """
     shard = shard_of(param)
-    tensor = param if value is None else value
+    tensor = param if value is _ITSELF else value
+    if value is not _ITSELF and shard is not None and not shard.any_rank(value is not None):
+        return None
+    if tensor is None:
+        if shard is None:
+            return None
+        tensor = torch.zeros_like(param)
     is_alike = (
         not isinstance(tensor, DTensor) or not isinstance(param, DTensor) or tensor.placements == param.placements
     )
@@ -355,31 +382,3 @@ def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
         if piece.rank == rank:
             target = whole.narrow(layout.dim, piece.start, piece.length)
             target.copy_(shard.narrow(layout.dim, piece.local, piece.length))
-
-
-class _Subgroups:
-    """Process groups of some ranks of the default group, each made once.
-
-    They are let go with the default group: a group that somebody still refers to keeps its threads and sockets.
-    """
-
-    def __init__(self) -> None:
-        self._world: Any = None
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group of `ranks` (world ranks); on others, one of this rank alone.
-
-        torch calls a group by its ranks and by how many groups its process has joined. Ranks that had joined different
-        numbers of them would wait for each other forever, so all join as many.
-        """
-        if self._world is not dist.group.WORLD:
-            self._world, self._groups = dist.group.WORLD, {}
-        if ranks not in self._groups:
-            own = dist.get_rank()
-            members = list(ranks) if own in ranks else [own]
-            self._groups[ranks] = dist.new_group(members, use_local_synchronization=True)
-        return self._groups[ranks]
-
-
-_subgroups = _Subgroups()
