@@ -43,6 +43,8 @@ class TensorParallelGroup:
     """Whether no copy of the model comes before this one on the other axes of the mesh: the one that is saved."""
     copies: tuple[tuple[int, ...], ...] | None = None
     """The world ranks of every copy of a model that is data-parallel; else None."""
+    mesh_ranks: tuple[int, ...] = ()
+    """The world ranks of the whole mesh that the model was loaded on, all copies included; empty without a mesh."""
 
     @property
     def writes(self) -> bool:
@@ -155,7 +157,7 @@ class TensorParallelGroup:
             failure = error
         if self.size == 1:
             return
-        reports = self.gather(_report(failure))
+        reports = self.gather(report(failure))
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure
@@ -244,10 +246,18 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     device = _local_device(device_mesh.device_type)
     if device.type != "cpu":
         torch.get_device_module(device.type).set_device(device)
-    return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, is_first)
+    ranks = tuple((device_mesh if given is None else given).mesh.flatten().tolist())
+    return TensorParallelGroup(
+        device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, is_first, mesh_ranks=ranks
+    )
 
 
-def _report(failure: Exception | None) -> tuple[type[TensorParallelError], str] | None:
+Report = tuple[type[TensorParallelError], str] | None
+"""What one rank tells the others of its failure; None where it did not fail."""
+
+
+def report(failure: Exception | None) -> Report:
+    """What other ranks are told of a failure; those that are not ours are RemoteRankErrors there."""
     if failure is None:
         return None
     if isinstance(failure, TensorParallelError):
@@ -255,7 +265,13 @@ def _report(failure: Exception | None) -> tuple[type[TensorParallelError], str] 
     return RemoteRankError, f"{type(failure).__name__}: {failure}"
 
 
-def _common_error(reports: Sequence[tuple[type[TensorParallelError], str] | None]) -> TensorParallelError:
+def first_report(reports: Sequence[Report]) -> TensorParallelError:
+    """The error of the lowest rank that failed, in that rank's words."""
+    kind, text = next(found for found in reports if found is not None)
+    return kind(text)
+
+
+def _common_error(reports: Sequence[Report]) -> TensorParallelError:
     """The error of the lowest rank that failed."""
     rank, (kind, text) = next((rank, report) for rank, report in enumerate(reports) if report is not None)
     return kind(f"rank {rank}: {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Callable
@@ -229,23 +230,38 @@ def test_a_model_that_was_cast(pool: Pool, checkpoint: Any, sharded: Any, tmp_pa
     assert pool.run(3, same_cast, checkpoint(name), str(tmp_path / "cast")) == [True] * 3
 
 
-def on_mesh(folder: str, target: str) -> bool:
+def on_mesh(folder: str, target: str, parallel: bool, fails: str | None) -> bool:
+    """Run on every rank of two copies: save twice, and load."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = load(folder, device_mesh=mesh)
-    if mesh["dp"].get_local_rank() == 1:
+    if parallel:
+        tp_transformers.data_parallel(model, mesh)
+        model = copy.deepcopy(model)
+    for _ in range(2):
         save_sharded(model, target)
-    dist.barrier()
-    again = load(target, device_mesh=mesh)
+        again = load(target, device_mesh=mesh)
+    if fails == "write":
+        fail_on(1, model, target)
+    elif fails == "folder":
+        save_sharded(model, f"{target}/{MANIFEST_NAME}")
     return all(
         torch.equal(tp_transformers.local_tensor(a), tp_transformers.local_tensor(b))
         for a, b in zip(model.parameters(), again.parameters(), strict=True)
     )
 
 
-def test_one_replica_saves_for_all(pool: Pool, checkpoint: Any, tmp_path: Path) -> None:
-    assert pool.run(4, on_mesh, checkpoint("9/3 heads"), str(tmp_path / "s")) == [True] * 4
-    assert len([*(tmp_path / "s").glob("rank-*")]) == 2
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_first_copy_saves_for_all(pool: Pool, checkpoint: Any, tmp_path: Path, parallel: bool) -> None:
+    folder, target = checkpoint("9/3 heads"), tmp_path / "s"
+    assert pool.run(4, on_mesh, folder, str(target), parallel, None) == [True] * 4
+    assert len([*target.glob("rank-*")]) == 2
+    for fails, says in (("write", "rank 1: OSError: no space left on device"), ("folder", MANIFEST_NAME)):
+        with pytest.raises(WorkerError) as caught:
+            pool.run(4, on_mesh, folder, str(target), parallel, fails)
+        assert len(caught.value.errors) == 4
+        assert all(says in error for error in caught.value.errors.values())
+        assert len([*target.glob("rank-*")]) == 2, "the save before it is still there"
 
 
 # -- what goes wrong: one error on all ranks
@@ -300,7 +316,11 @@ def test_damaged_folders(
 
 
 def save_and_fail_on(rank: int, folder: str, target: str) -> None:
-    model = load(folder)
+    fail_on(rank, load(folder), target)
+
+
+def fail_on(rank: int, model: Any, target: str) -> None:
+    """Save where the writer of one rank fails."""
     original = SummedWriter.write
 
     def write(self: SummedWriter, name: str, value: torch.Tensor) -> None:

@@ -68,6 +68,7 @@ ROOMS = [
     "checkpoint.save",
     "checkpoint.push",
     "checkpoint.distributed",
+    "checkpoint.first_copy",
     "checkpoint.manifest",
     "checkpoint.quantization",
     "checkpoint.sharded",

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from ..lazy import LazyTensor, Leaf
 from ..stored import Stored
 from ..strategies import layout_of, local_tensor, whole_like
 from .conversion import identity
+from .first_copy import by_first_copy
 from .index import Checkpoint, read_header
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
 from .save import saved_state, write_configs
@@ -49,8 +51,8 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
 
     The folder has to be one that all ranks share. Files are written under names of this save alone, and count once
     the manifest names them, which rank 0 puts in place last: until then an earlier save in the folder stays what it is,
-    and a save that fails leaves nothing behind that could be taken for a checkpoint. With data parallelism beside
-    tensor parallelism, call it on the ranks of one replica.
+    and a save that fails leaves nothing behind that could be taken for a checkpoint. On a mesh with other axes too, the
+    ranks of all copies call it: the first copy writes, the others wait for it and raise what it raises.
 
     Raises:
         UnsupportedError: for a model that was not loaded with `tp_plan`.
@@ -70,7 +72,12 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
         raise UnsupportedError(
             "save_sharded does not write what FSDP has cut once more. Call model.save_pretrained(folder) on all ranks."
         )
-    folder, state, save = Path(folder), saved_state(model), group.gather(secrets.token_hex(4))[0]
+    by_first_copy(group, partial(_save, model, Path(folder), group))
+
+
+def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
+    """Write the files of one copy, then the manifest."""
+    state, save = saved_state(model), group.gather(secrets.token_hex(4))[0]
     path, temporary = rank_paths(folder, save, group.rank, group.size)
     try:
         # 1. Every rank writes its file.

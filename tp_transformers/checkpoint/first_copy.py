@@ -1,0 +1,42 @@
+"""A save that the first copy of a model makes for all copies, which see how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..mesh import TensorParallelGroup, agreed, first_report, report
+from ..subgroups import subgroups
+
+
+def by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
+    """Run `save` on the ranks of the first copy; all ranks of all copies have to call it, and return once it is done.
+
+    Raises on every rank what the first copy raises, which agrees on an error by itself.
+    """
+    if len(group.mesh_ranks) <= group.size:
+        save()
+        return
+    failure: Exception | None = None
+    if group.is_first_replica:
+        try:
+            save()
+        except Exception as error:
+            failure = error
+    reports = _everyone(group).gather(report(failure))
+    if failure is not None:
+        raise failure
+    if any(reports):
+        raise agreed(first_report(reports))
+
+
+def _everyone(group: TensorParallelGroup) -> TensorParallelGroup:
+    """The ranks of all copies."""
+    ranks = group.mesh_ranks
+    world = dist.group.WORLD
+    process_group = world if len(ranks) == dist.get_world_size() else subgroups.of(ranks)
+    assert process_group is not None
+    mesh = DeviceMesh.from_group(process_group, group.device.type)
+    return TensorParallelGroup(mesh, mesh.get_local_rank(), len(ranks), group.device)
