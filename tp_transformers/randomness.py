@@ -16,6 +16,7 @@ torch.utils.checkpoint restores the shared state, the same masks are drawn again
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 from weakref import WeakSet
 
@@ -98,7 +99,7 @@ class OwnRandomness:
     def enter(self) -> None:
         """Draw as this rank alone; the shared state goes on by one number, on every rank."""
         if self.draws and not self._has_entered():
-            seed = int(torch.randint(2**62, (), device="cpu"))
+            seed = _next_seed(self.device)
             self.shared = random_state(self.device)
             self.seed = (seed + _STEP * (self.rank + 1)) % 2**63
             _generator(self.device).manual_seed(self.seed)
@@ -133,7 +134,7 @@ class SharedRandomness:
         """Before the module: if it drops anything, take the first rank's next number for a seed (one all-gather)."""
         self.leave()
         if module.training and any(map(_drops, module.modules())):
-            own = torch.randint(2**62, (1,), device="cpu").to(self.group.device)
+            own = torch.tensor([_next_seed(self.group.device)], device=self.group.device)
             process_group = self.group.process_group
             assert process_group is not None
             seeds = all_gather_uneven(own, [1] * self.group.size, process_group, dim=0)
@@ -160,6 +161,18 @@ def _drops(module: nn.Module) -> bool:
     settings = {**(vars(config) if config is not None else {}), **vars(module)}
     by_setting = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings.items())
     return by_setting or any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.children())
+
+
+def _next_seed(device: torch.device) -> int:
+    """A number below 2**62 from the default generator of `device`, which goes on by one draw.
+
+    Another device than a CPU is not waited for: the number is a hash of the generator's state, which is on the host.
+    """
+    if device.type == "cpu":
+        return int(torch.randint(2**62, (), device=device))
+    state = random_state(device)
+    torch.rand((), device=device)
+    return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest(), "little") >> 2
 
 
 def _generator(device: torch.device) -> Any:
