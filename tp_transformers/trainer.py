@@ -130,10 +130,12 @@ class Trainer(transformers.Trainer):
     def _clip_grad_norm(self, model: Any) -> Any:
         if not is_tensor_parallel(model):
             return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
         return clip_grad_norm_(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is None and is_tensor_parallel(model):
+            self.accelerator.unscale_gradients()
             grad_norm = clip_grad_norm_(model, float("inf"))
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 

@@ -49,6 +49,7 @@ ROOMS = [
     "subgroups",
     "loss",
     "strategies.shard",
+    "strategies.scaler",
     "strategies.attach",
     "strategies.base",
     "strategies.linear",

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..layout import even
 from ..mesh import TensorParallelGroup
+from .scaler import share_found_inf
 from .shard import ParamShard, local_tensor, whole_like
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def attach(
         shards: what this rank holds, by parameter name within the module.
         mesh: the 1-D mesh of the `tp` axis.
     """
+    share_found_inf()
     # The hooks hold no reference to the module, so that a deep copy of it computes with its own parameters.
     module.tp_strategy = strategy  # type: ignore[assignment]
     strategy.attached(module, shards, mesh)

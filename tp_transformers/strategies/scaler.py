@@ -1,0 +1,87 @@
+"""torch's GradScaler on shards: all ranks skip a step, or none does.
+
+`torch.amp.GradScaler` looks for infinities in the gradients of one process. Of DTensors torch shares what it finds over
+their mesh; of plain shards it does not, and it refuses a list of both. One rank would skip a step that another takes,
+and they would scale the next loss by different factors. So whatever optimizer it is given the parameters of a
+tensor-parallel model with, it looks at this rank's values alone and shares what it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+
+from .shard import local_tensor, settle_gradient, shard_of
+
+Found = dict[torch.device, Tensor]
+"""For each device, a number above 0 where a gradient there is not finite."""
+
+
+def share_found_inf() -> None:
+    """From the first call on, let every GradScaler of torch share over the ranks what it finds in shards.
+
+    One all-reduce of two numbers for each axis that cuts the model, whenever gradients are unscaled. Optimizers
+    without shards are torch's own affair.
+    """
+    if not hasattr(GradScaler._unscale_grads_, "tp_shares"):
+        GradScaler._unscale_grads_ = _sharing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
+
+
+def _sharing(unscale: Callable[..., Found]) -> Callable[..., Found]:
+    """`unscale`, torch's `GradScaler._unscale_grads_`, where ranks share what they find."""
+
+    @wraps(unscale)
+    def shared(
+        self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Found:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        groups = _groups(params)
+        if not groups:
+            return unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+        grads = [local_tensor(grad) for grad in map(settle_gradient, params) if grad is not None]
+        local = SimpleNamespace(param_groups=[{"params": [_with_gradient(grad) for grad in grads]}])
+        return _reduce(unscale(self, local, inv_scale, found_inf, allow_fp16), groups, params)
+
+    shared.tp_shares = True  # type: ignore[attr-defined]
+    return shared
+
+
+def _groups(params: Iterable[Tensor]) -> Sequence[dist.ProcessGroup]:
+    """The ranks over which any of `params` is cut, axis by axis; empty where no shard is among them."""
+    groups: dict[dist.ProcessGroup | None, None] = {}
+    for param in params:
+        shard = shard_of(param)
+        if shard is not None:
+            groups.update({shard.group.process_group: None, shard.data_parallel: None})
+        elif isinstance(param, DTensor):
+            groups.update(dict.fromkeys(param.device_mesh.get_all_groups()))
+    return [group for group in groups if group is not None]
+
+
+def _with_gradient(grad: Tensor) -> Tensor:
+    """A tensor of which `grad` is the gradient."""
+    holder = grad.detach()
+    holder.grad = grad
+    return holder
+
+
+def _reduce(found: Found, groups: Iterable[dist.ProcessGroup], params: Sequence[Tensor]) -> Found:
+    """`found` with what any rank has found, on every rank; also on one that has no gradient, where another has."""
+    shard = next(filter(None, map(shard_of, params)), None)
+    device = shard.group.device if shard is not None else local_tensor(params[0]).device
+    infinite = [value.to(device) for value in found.values()]
+    total = torch.stack([*infinite, torch.zeros((), device=device)]).amax()
+    total = torch.stack([total, torch.full_like(total, bool(found))])
+    for group in groups:
+        dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+    for value in found.values():
+        value.copy_(total[0])
+    return found if found or not total[1] else {device: total[0]}
