@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.distributed.test_training import BATCH, MAX_NORM, WEIGHT_TOLERANCE, load, mesh_of
-from tests.models import relative
+from tests.distributed.test_training import BATCH, MAX_NORM, WEIGHT_TOLERANCE, load, mesh_of, with_trainer
+from tests.models import read_folder, relative
 from tests.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -107,3 +108,22 @@ def test_overflows_of_fp16_are_skipped_together(pool: Pool, cases: Any) -> None:
     assert scales[0] < 2.0**24, "the first step is skipped"
     assert moved
     assert finite
+
+
+FP16_TOLERANCE = 0.02
+"""Of fp16's 11 bits, through two layers and back."""
+
+
+def test_trainer_unscales_before_it_clips(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    folder, arguments = cases(9, 3).folder, (False, False, True)
+    (expected,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0, *arguments)
+    assert expected["scale"] == 2.0**10, "the first step was skipped"
+    one = read_folder(str(tmp_path / "one"))
+    results = pool.run(2, with_trainer, folder, str(tmp_path / "two"), 1, *arguments)
+    for result in results:
+        assert result["scale"] == expected["scale"]
+        assert relative(result["losses"], expected["losses"]) < FP16_TOLERANCE
+        assert not result["norms"][0].isfinite()
+        assert relative(result["norms"][1:], expected["norms"][1:]) < FP16_TOLERANCE
+    files = read_folder(str(tmp_path / "two"))
+    assert max(relative(files[name], value) for name, value in one.items()) < FP16_TOLERANCE

@@ -505,9 +505,11 @@ class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": BATCH[index], "labels": BATCH[index]}
 
 
-def with_trainer(folder: str, saved: str, copies: int, adapted: bool = False, loss: bool = False) -> dict[str, Any]:
+def with_trainer(
+    folder: str, saved: str, copies: int, adapted: bool = False, loss: bool = False, fp16: bool = False
+) -> dict[str, Any]:
     """Train on batches of two in all, evaluate, save; `copies`: of the model, which has two ranks each; 0 for one
-    process. `adapted`: train LoRA alone; `loss`: with logits that are cut.
+    process. `adapted`: train LoRA alone; `loss`: with logits that are cut; `fp16`: with a scaler that begins too high.
     """
     from accelerate.state import AcceleratorState
     from transformers import TrainingArguments
@@ -543,11 +545,15 @@ def with_trainer(folder: str, saved: str, copies: int, adapted: bool = False, lo
                 report_to=[],
                 use_cpu=True,
                 disable_tqdm=True,
+                fp16=fp16,
             ),
             train_dataset=Texts(),
             eval_dataset=Texts(),
             compute_metrics=lambda given: {"answers": (given.predictions.argmax(-1) * given.label_ids).sum()},
         )
+        if fp16:  # accelerate makes no scaler on a CPU, and does what it does on a GPU where there is one
+            trainer.accelerator.native_amp = True
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-20)
         trainer.train()
         trainer.save_model()
         seen = trainer.evaluate()
@@ -567,6 +573,7 @@ def with_trainer(folder: str, saved: str, copies: int, adapted: bool = False, lo
             "predicted": torch.from_numpy(predicted.predictions),
             "answers": seen["eval_answers"],
             "reloaded": reloaded,
+            "scale": trainer.accelerator.scaler.get_scale() if fp16 else None,
         }
     finally:
         logging.disable(logging.NOTSET)
