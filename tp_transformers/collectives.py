@@ -33,9 +33,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def copy_to_region(x: Tensor, group: Group) -> Tensor:
-    """Identity; backward sums the gradients of all ranks of `group` (all-reduce)."""
-    return _apply(_CopyToRegion, x, group) if torch.is_grad_enabled() and x.requires_grad else x
+def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """Identity; backward sums the gradients of all ranks of `group` (all-reduce), in `reduce_dtype` or in their own."""
+    return _apply(_CopyToRegion, x, group, reduce_dtype) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
@@ -137,13 +137,13 @@ def _own_slice(x: Tensor, widths: Sequence[int], group: Group, dim: int) -> Tens
 
 class _CopyToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _all_reduce(grads[0], ctx.group, ctx.reduce_dtype), None, None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
@@ -213,8 +213,8 @@ class _ScaleGradient(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
-def _all_reduce(x: Tensor, group: Group) -> Tensor:
+def _all_reduce(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
     # A copy: the caller's tensor may be an activation that others still read.
-    total = x.clone(memory_format=torch.contiguous_format)
+    total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
-    return total
+    return total.to(x.dtype)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -64,6 +64,9 @@ def data_parallel(
     the `tp` axis, becomes a `Shard(0)` DTensor of this rank's values over the data-parallel axis alone: its own
     `full_tensor()` is then this rank's tensor-parallel shard, `tp_transformers.full_tensor` the whole of either. Make
     optimizers after it, since the parameters are new.
+
+    Gradients are averaged in their own dtype, or in the `tp_reduce_dtype` that the model was loaded with; with `shard`,
+    an `mp_policy` of your own comes first.
 
     `model.set_requires_gradient_sync(False)` lets gradients add up without communication, in either mode, until it is
     set back to True and the next backward averages what has added up.
@@ -106,7 +109,8 @@ def data_parallel(
     if mode == "shard":
         _shard(model, copy, mesh, axis, options)
     else:
-        average = _Average(process_group, group.process_group if any(batch_sharded(model)) else None)
+        sharing = group.process_group if any(batch_sharded(model)) else None
+        average = _Average(process_group, sharing, group.reduce_dtype)
         model.register_forward_hook(average.watch)
         model.set_requires_gradient_sync = average.set_requires_gradient_sync  # type: ignore[assignment]
     return model
@@ -211,15 +215,18 @@ class _Average:
     gradients may add up over several backwards.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, sharing: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, sharing: dist.ProcessGroup | None, reduce_dtype: torch.dtype | None
+    ) -> None:
         self.process_group = process_group
+        self.reduce_dtype = reduce_dtype
         self.sharing = sharing
         """The ranks that share a copy, where each has a batch of its own; else None."""
         self.enabled = True
         self.is_queued = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Average:
-        return _Average(self.process_group, self.sharing)
+        return _Average(self.process_group, self.sharing, self.reduce_dtype)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether a backward averages the gradients, those included that added up without."""
@@ -253,18 +260,25 @@ class _Average:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             settle_gradient(param)
-        if self.sharing is not None:
-            alone = set(outside(module))
-            _average((param for param in found if param in alone), self.sharing)
-        _average(found, self.process_group)
+        alone = set(outside(module)) if self.sharing is not None else set()
+        for process_groups, params in (
+            ((self.sharing, self.process_group), [param for param in found if param in alone]),
+            ((self.process_group,), [param for param in found if param not in alone]),
+        ):
+            _average(params, process_groups, self.reduce_dtype)
 
 
-def _average(params: Iterable[nn.Parameter], process_group: dist.ProcessGroup) -> None:
-    """Average the gradients of `params` over `process_group`, in place."""
+def _average(
+    params: Iterable[nn.Parameter],
+    process_groups: Iterable[dist.ProcessGroup | None],
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    """Average the gradients of `params` over `process_groups`, one after the other, in place."""
     for bucket in _buckets([local_tensor(param.grad) for param in params if param.grad is not None]):
-        flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        dist.all_reduce(flat, group=process_group)
-        flat /= process_group.size()
+        flat = torch.cat([grad.reshape(-1) for grad in bucket]).to(reduce_dtype or bucket[0].dtype)
+        for process_group in filter(None, process_groups):
+            dist.all_reduce(flat, group=process_group)
+            flat /= process_group.size()
         for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
             grad.copy_(mean.view(grad.shape))
 
@@ -303,6 +317,8 @@ def _shard(model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, axis:
             shards[name] = dataclasses.replace(shard, data_parallel=copies)
     _unwrap(model, alone)
     options.setdefault("reshard_after_forward", True)
+    if group.reduce_dtype is not None:
+        options.setdefault("mp_policy", MixedPrecisionPolicy(reduce_dtype=group.reduce_dtype))
     for tied in _tied(blocks):
         fully_shard(tied, mesh=mesh[axis], **options)
     for layer in layers_of(model):

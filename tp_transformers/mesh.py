@@ -43,6 +43,8 @@ class TensorParallelGroup:
     """Whether no copy of the model comes before this one on the other axes of the mesh: the one that is saved."""
     copies: tuple[tuple[int, ...], ...] | None = None
     """The world ranks of every copy of a model that is data-parallel; else None."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype in which gradients of what several ranks hold are summed; None for the gradients' own."""
     mesh_ranks: tuple[int, ...] = ()
     """The world ranks of the whole mesh that the model was loaded on, all copies included; empty without a mesh."""
 

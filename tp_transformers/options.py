@@ -15,7 +15,8 @@ from .plan import Plan, is_names
 
 @dataclass(frozen=True)
 class Options:
-    """Those that are ours, each True, False, or None for what is said of None; `tp_batch_sharded` may be names too."""
+    """Those that are ours, each True, False, or None for what is said of None; `tp_batch_sharded` may be names too, and
+    `tp_reduce_dtype` is a dtype."""
 
     allow_replicated: bool | None = None
     """Whether a plan that a transformers class declares may leave whole layers on every rank. None: no."""
@@ -32,6 +33,8 @@ class Options:
     tp_batch_sharded: bool | list[str] | tuple[str, ...] | None = None
     """Whether ranks have batches of their own, which attention, MLPs and experts gather, or the modules that do. None:
     as the plan says."""
+    tp_reduce_dtype: torch.dtype | None = None
+    """The dtype in which gradients are summed over ranks that hold the same, and over copies. None: their own."""
 
     @classmethod
     def take(cls, kwargs: dict[str, Any]) -> Options:
@@ -69,6 +72,9 @@ class Options:
         """
         for option in OPTIONS:
             value = getattr(self, option)
+            if option == "tp_reduce_dtype":
+                _check_dtype(option, value)
+                continue
             names = ", or a list of modules" if option == "tp_batch_sharded" else ""
             if not (value is None or isinstance(value, bool) or (names and is_names(value))):
                 fix = f"Pass {option}=True, or leave it out."
@@ -108,6 +114,12 @@ class Options:
         if isinstance(name, str | os.PathLike) and _is_path(os.fspath(name)) and not os.path.exists(name):
             fix = "Correct the path, or name a model on the Hub (org/name)."
             raise CheckpointError(describe(f"checkpoint {name}", got="no such folder", expected="one", fix=fix))
+
+
+def _check_dtype(option: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        fix = f"Pass {option}=torch.float32, or leave it out."
+        raise PlanError(describe(option, got=repr(value), expected="a floating-point dtype of torch or None", fix=fix))
 
 
 INSTEAD = ("device_map", "distributed_config")

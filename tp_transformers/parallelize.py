@@ -179,6 +179,7 @@ def parallelize(
     whole = {name: (tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()}
     plan = resolution.plan
     group.check_same("the plan", plan.as_dict())
+    group.check_same("tp_reduce_dtype", str(group.reduce_dtype))
     group.check_same("the model's config", whole)
     if group.rank == 0:
         for note in (*resolution.notes, warning):

@@ -110,6 +110,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         # 2. Refuse what does not go together.
         check_size(group, tp_size)
         options.check(name, kwargs)
+        group = dataclasses.replace(group, reduce_dtype=options.tp_reduce_dtype)
         for other in INSTEAD:
             kwargs.pop(other, None)
         folder = _sharded_folder(args, kwargs)

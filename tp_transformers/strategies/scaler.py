@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist

@@ -97,19 +97,20 @@ class ParamShard:
             return torch.zeros_like(local) if self.added_once and self.group.rank else local
         if isinstance(param, DTensor):
             param = param.to_local()
+        dtype = self.group.reduce_dtype
         if self.added_once and self.group.process_group is not None:
-            return copy_to_region(param, self.group.process_group) * (0 if self.group.rank else 1)
+            return copy_to_region(param, self.group.process_group, dtype) * (0 if self.group.rank else 1)
         if self.sums_gradients and self.group.process_group is not None:
-            return copy_to_region(param, self.group.process_group)
+            return copy_to_region(param, self.group.process_group, dtype)
         if self.layout is None or not self._sharing:
             return param
         dim, parts, position = self.layout.dim, [], 0
         for part, process_group in self._sharing:
             if part.length == param.shape[dim]:
-                return copy_to_region(param, process_group)
+                return copy_to_region(param, process_group, dtype)
             parts.append(param.narrow(dim, position, part.local - position))
             shared = param.narrow(dim, part.local, part.length)
-            parts.append(copy_to_region(shared, process_group))
+            parts.append(copy_to_region(shared, process_group, dtype))
             position = part.local + part.length
         parts.append(param.narrow(dim, position, param.shape[dim] - position))
         return torch.cat(parts, dim)
@@ -200,7 +201,10 @@ def settle_gradient(param: Tensor) -> Tensor | None:
     """
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
-        param.grad = grad = grad.redistribute(placements=param.placements)
+        shard: ParamShard | None = getattr(param, "tp_shard", None)
+        dtype = (shard.group.reduce_dtype if shard is not None else None) or grad.dtype
+        parts: DTensor = grad.to(dtype)  # type: ignore[assignment]
+        param.grad = grad = parts.redistribute(placements=param.placements).to(grad.dtype)  # type: ignore[assignment]
     return grad
 
 
