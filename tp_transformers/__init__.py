@@ -16,6 +16,7 @@ from .loss import vocab_parallel_cross_entropy
 from .parallelize import is_tensor_parallel
 from .partitions import Partition, partition
 from .plan import Attention, Plan, Rule
+from .replicas import check_replicas
 from .strategies import (
     STRATEGIES,
     ColwiseParallel,
@@ -63,6 +64,7 @@ __all__ = [
     "TensorParallelLayer",
     "UnsupportedError",
     "check_inputs",
+    "check_replicas",
     "clip_grad_norm_",
     "data_parallel",
     "disable",

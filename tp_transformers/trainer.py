@@ -30,13 +30,17 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from .checkpoint.distributed import load_optimizer_state_dict, optimizer_state_dict
 from .errors import CheckpointError, MeshError, UnsupportedError, describe
 from .gradients import clip_grad_norm_, parameter_groups
+from .logs import get_logger
 from .mesh import random_state, set_random_state
 from .parallelize import is_tensor_parallel
+from .replicas import check_replicas
 from .strategies import batch_sharded
 from .strategies.head import whole_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = get_logger(__name__)
 
 OPTIMIZER_FOLDER = "optimizer"
 """Where a checkpoint of a tensor-parallel model has the state of the optimizer, as torch.distributed.checkpoint's."""
@@ -46,9 +50,10 @@ class Trainer(transformers.Trainer):
     """transformers' Trainer, with what a tensor-parallel model needs otherwise.
 
     Gradients are clipped by the norm of the whole model's. Optimizers get groups that do not mix DTensors with plain
-    parameters. All ranks save the model together. accelerate is told how many ranks share a batch, on CPUs too, where
-    it refuses to be told. Predictions are gathered from one rank of each copy, with whole logits also under loss
-    parallelism. Everything else is transformers'; a model without a plan is trained as ever.
+    parameters. Values that ranks share and that have drifted apart are brought together at every checkpoint. All ranks
+    save the model together. accelerate is told how many ranks share a batch, on CPUs too, where it refuses to be told.
+    Predictions are gathered from one rank of each copy, with whole logits also under loss parallelism. Everything else
+    is transformers'; a model without a plan is trained as ever.
 
     With more ranks than the `tp` axis has, the model has to have been through `tp_transformers.data_parallel`.
     Training goes on from a checkpoint on any mesh, and in one process, with this class: the optimizer's state, which
@@ -138,6 +143,18 @@ class Trainer(transformers.Trainer):
             self.accelerator.unscale_gradients()
             grad_norm = clip_grad_norm_(model, float("inf"))
         return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    def _save_checkpoint(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """All ranks go on with what the checkpoint has of values that they share: those of the first rank."""
+        if is_tensor_parallel(self.model):
+            found = check_replicas(self.model, _plain(self.optimizer), synchronize=True)
+            if found and self.model.tp_group.rank == 0:
+                worst = max(found, key=lambda name: found[name])
+                logger.warning(
+                    "%d tensors that several ranks hold had drifted apart, %s by %.1e; all ranks take the first one's",
+                    *(len(found), worst, found[worst]),
+                )
+        super()._save_checkpoint(model, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model from all ranks, and what else there is from the first; see `transformers.Trainer`."""

@@ -102,6 +102,7 @@ ROOMS = [
     "picture",
     "catalogue",
     "gradients",
+    "replicas",
     "data_parallel",
     "partitions",
     "trainer",
