@@ -159,7 +159,7 @@ class TensorParallelGroup:
             failure = error
         if self.size == 1:
             return
-        reports = self.gather(report(failure))
+        reports = self.gather(_report(failure))
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure
@@ -254,12 +254,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     )
 
 
-Report = tuple[type[TensorParallelError], str] | None
-"""What one rank tells the others of its failure; None where it did not fail."""
-
-
-def report(failure: Exception | None) -> Report:
-    """What other ranks are told of a failure; those that are not ours are RemoteRankErrors there."""
+def _report(failure: Exception | None) -> tuple[type[TensorParallelError], str] | None:
     if failure is None:
         return None
     if isinstance(failure, TensorParallelError):
@@ -267,13 +262,7 @@ def report(failure: Exception | None) -> Report:
     return RemoteRankError, f"{type(failure).__name__}: {failure}"
 
 
-def first_report(reports: Sequence[Report]) -> TensorParallelError:
-    """The error of the lowest rank that failed, in that rank's words."""
-    kind, text = next(found for found in reports if found is not None)
-    return kind(text)
-
-
-def _common_error(reports: Sequence[Report]) -> TensorParallelError:
+def _common_error(reports: Sequence[tuple[type[TensorParallelError], str] | None]) -> TensorParallelError:
     """The error of the lowest rank that failed."""
     rank, (kind, text) = next((rank, report) for rank, report in enumerate(reports) if report is not None)
     return kind(f"rank {rank}: {text}")

@@ -73,7 +73,10 @@ def scaled(folder: str, mode: str | None) -> list[tuple[bool, float]]:
     return found
 
 
-@pytest.mark.parametrize(("size", "mode"), [(2, None), (4, "shard"), (4, "replicate")])
+@pytest.mark.parametrize(
+    ("size", "mode"),
+    [(2, None), *(pytest.param(4, mode, marks=pytest.mark.slow) for mode in ("shard", "replicate"))],
+)
 def test_ranks_skip_what_one_process_skips(pool: Pool, cases: Any, size: int, mode: str | None) -> None:
     for found in pool.run(size, scaled, cases(9, 3).folder, mode):
         for same_scales, error in found:

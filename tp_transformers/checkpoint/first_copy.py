@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..mesh import TensorParallelGroup, agreed, first_report, report
+from ..mesh import TensorParallelGroup
 from ..subgroups import subgroups
 
 
@@ -25,11 +25,10 @@ def by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
             save()
         except Exception as error:
             failure = error
-    reports = _everyone(group).gather(report(failure))
-    if failure is not None:
-        raise failure
-    if any(reports):
-        raise agreed(first_report(reports))
+    with _everyone(group).agree():
+        if failure is not None:
+            failure._agreed_on = False  # type: ignore[attr-defined]  # among the ranks of the first copy alone
+            raise failure
 
 
 def _everyone(group: TensorParallelGroup) -> TensorParallelGroup:

@@ -18,7 +18,8 @@ from ..layout import Layout, Split, even, packed
 from ..lazy import LazyTensor
 from ..mesh import TensorParallelGroup, join
 from .attach import cut_module
-from .shard import ParamShard, shard_of, take, traced_layout, undo_partition
+from .shard import ParamShard, shard_of, take, undo_partition
+from .trace import traced_layout
 
 Placements = Sequence[Placement] | Placement | None
 
