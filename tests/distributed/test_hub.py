@@ -291,6 +291,8 @@ def _fail(pool: Pool, size: int, *args: Any, **arguments: Any) -> str:
         ({"refuse": {"model-00003-of-00007.safetensors": 404}}, "status 404 from localhost in 6 tries"),
         ({"refuse": {"model-00003-of-00007.safetensors": 500}}, "status 500 in 6 tries"),
         ({"refuse": {"model-00003-of-00007.safetensors": 418}}, "status 418"),
+        ({"gzip": "gzip"}, "got Content-Encoding gzip, expected the bytes as they are"),
+        ({"gzip": ""}, " bytes, expected "),
     ],
 )
 @pytest.mark.parametrize("size", [2, 3])
