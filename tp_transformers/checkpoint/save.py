@@ -25,7 +25,7 @@ from ..errors import UnsupportedError
 from ..logs import get_logger
 from ..strategies import full_tensor, local_tensor, shard_of, whole_like
 from .conversion import WholeModel
-from .writer import Writer, make_folder
+from .writer import Writer, make_folder, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,7 +111,7 @@ def save_pretrained(
                 total = sum(whole_like(param).numel() for param in model.parameters())
                 index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": cut.tensor_to_filename}
                 name = SAFE_WEIGHTS_INDEX_NAME if variant is None else f"model.safetensors.index.{variant}.json"
-                (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+                write_text(folder / name, json.dumps(index, indent=2, sort_keys=True) + "\n")
     finally:
         for writer in writers.values():
             writer.close()

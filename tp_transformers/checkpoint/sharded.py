@@ -33,7 +33,7 @@ from .index import Checkpoint, read_header
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
 from .save import saved_state, write_configs
 from .source import LocalFile, Source
-from .writer import SummedWriter, make_folder
+from .writer import SummedWriter, make_folder, put_in_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,7 +80,7 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
             local = {name: local_tensor(tensor) for name, tensor in state.items()}
             with closing(open_writer(temporary, local, save=save, rank=group.rank)) as writer:
                 writer.write_all(local)
-            temporary.rename(path)
+            put_in_place(temporary, path)
         files = group.gather(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
         # 2. Rank 0 looks at all of them as a load would.
         with group.agree():
