@@ -208,8 +208,10 @@ def _beside_nccl(folder: str, cache: str) -> dict[str, Any]:
     def fetch(requests: Any, *, group: Any, **arguments: Any) -> None:
         original(requests, group=dataclasses.replace(group, device=torch.device("cuda")), **arguments)
 
-    with mock.patch.object(loader, "fetch", fetch):
+    bound = mock.Mock()
+    with mock.patch.object(loader, "fetch", fetch), mock.patch.object(exchange, "bind_thread", bound):
         result = stream("org/model", folder, cache)
+    assert {call.args for call in bound.call_args_list} == {(torch.device("cuda"),)}, "threads choose the rank's device"
     return {**result, "groups": len(dist.distributed_c10d._world.pg_map)}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..layout import Range, union
 from ..logs import get_logger
-from ..mesh import TensorParallelGroup
+from ..mesh import TensorParallelGroup, bind_thread
 from ..words import size
 from .reader import Request
 from .source import LocalFile
@@ -74,7 +74,7 @@ def prefetch(
                 logger.info("the page cache has no room for %s that this node needs; not prefetched", size(total))
             return 0
         mine = [block for block in mine if wanted or not block[0].is_resident([block[1:]])]
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="prefetch") as pool:
+        with ThreadPoolExecutor(_THREADS, "prefetch", bind_thread, (group.device,)) as pool:
             for _ in pool.map(lambda block: block[0].prefetch(*block[1:]), mine):
                 pass
     return sum(stop - start for _, start, stop in mine)
