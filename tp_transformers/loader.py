@@ -60,8 +60,7 @@ def load(
     whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     # 1. Open the files and read their headers.
     with ExitStack() as stack:
-        with group.agree():
-            checkpoint = stack.enter_context(open_checkpoint(request, rank=group.rank))
+        checkpoint = group.together(lambda: stack.enter_context(open_checkpoint(request, rank=group.rank)))
         with group.agree():
             # 2. Say what each parameter is, in terms of checkpoint tensors; keep the slice that this rank holds.
             conversion, mismatched = express(model, checkpoint, whole, request)
@@ -95,17 +94,19 @@ def load(
         # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
         prefetched = prefetch(checkpoint.files, [*stored, *in_place], group, wanted=request.prefetch)
         with _progress(group, nbytes) as progress:
-            with group.agree():
-                statistics = read(stored, threads=group.threads, progress=progress)
-                progress(sum(each.tensor.nbytes for each in in_place))
+            statistics = group.together(lambda: read(stored, threads=group.threads, progress=progress))
+            progress(sum(each.tensor.nbytes for each in in_place))
             if request.shared:
                 fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
-            with group.agree():
+
+            def finish() -> None:
                 for leaf, destination in others:
                     leaf.fill(destination)
                     progress(leaf.nbytes)
                 for source in checkpoint.sources:
                     source.check_unchanged()
+
+            group.together(finish)
         reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
 
     # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.

@@ -47,6 +47,7 @@ ROOMS = [
     "checkpoint.exchange",
     "collectives",
     "loss",
+    "strategies.whole",
     "strategies.shard",
     "strategies.attach",
     "strategies.base",

@@ -68,16 +68,19 @@ def prefetch(
                 if file is not None and readers[turn % len(readers)] == group.rank:
                     mine.append((file, start, min(start + BLOCK_BYTES, stop)))
                 turn += 1
-    with group.agree():
+
+    def bring() -> int:
         if total + sum(each[4] for each in others) > _available_memory():
             if group.rank == others[0][1]:
                 logger.info("the page cache has no room for %s that this node needs; not prefetched", size(total))
             return 0
-        mine = [block for block in mine if wanted or not block[0].is_resident([block[1:]])]
+        lacking = [block for block in mine if wanted or not block[0].is_resident([block[1:]])]
         with ThreadPoolExecutor(_THREADS, "prefetch", bind_thread, (group.device,)) as pool:
-            for _ in pool.map(lambda block: block[0].prefetch(*block[1:]), mine):
+            for _ in pool.map(lambda block: block[0].prefetch(*block[1:]), lacking):
                 pass
-    return sum(stop - start for _, start, stop in mine)
+        return sum(stop - start for _, start, stop in lacking)
+
+    return group.together(bring)
 
 
 def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> list[list[Range]]:

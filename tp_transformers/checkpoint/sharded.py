@@ -72,21 +72,26 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
         )
     folder, state, save = Path(folder), saved_state(model), group.gather(secrets.token_hex(4))[0]
     path, temporary = rank_paths(folder, save, group.rank, group.size)
+
+    def write() -> RankFile:
+        make_folder(folder)
+        refuse_ordinary_weights(folder)
+        local = {name: local_tensor(tensor) for name, tensor in state.items()}
+        with closing(open_writer(temporary, local, save=save, rank=group.rank)) as writer:
+            writer.write_all(local)
+        put_in_place(temporary, path)
+        return RankFile(path.name, writer.size, f"{writer.crc32:08x}")
+
+    def check() -> Manifest:
+        manifest = check_save(model, folder, save, files)
+        write_configs(model, folder)
+        return manifest
+
     try:
         # 1. Every rank writes its file.
-        with group.agree():
-            make_folder(folder)
-            refuse_ordinary_weights(folder)
-            local = {name: local_tensor(tensor) for name, tensor in state.items()}
-            with closing(open_writer(temporary, local, save=save, rank=group.rank)) as writer:
-                writer.write_all(local)
-            put_in_place(temporary, path)
-        files = group.gather(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
+        files = group.gather(group.together(write))
         # 2. Rank 0 looks at all of them as a load would.
-        with group.agree():
-            if group.rank == 0:
-                manifest = check_save(model, folder, save, files)
-                write_configs(model, folder)
+        manifest = group.together(lambda: check() if group.rank == 0 else None)
     except BaseException:
         for left in (temporary, path):
             with suppress(OSError):
@@ -94,7 +99,7 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
         raise
     # 3. From here on the folder is this save.
     with group.agree():
-        if group.rank == 0:
+        if manifest is not None:
             complete_save(manifest)
 
 
