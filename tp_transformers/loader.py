@@ -18,6 +18,7 @@ from .checkpoint.exchange import fetch
 from .checkpoint.memory import empty
 from .checkpoint.prefetch import prefetch
 from .checkpoint.reader import read
+from .checkpoint.sameness import check_same_files
 from .checkpoint.source import LocalFile
 from .lazy import LazyTensor, Resident
 from .logs import get_logger
@@ -81,7 +82,8 @@ def load(
             stored, others = leaves({name: shard for name, shard in shards.items() if name not in mapped}, values)
             remote = [each for each in stored if each.tensor.source.is_remote]
             stored = [each for each in stored if not each.tensor.source.is_remote]
-        group.check_same("the checkpoint", (sorted(values), checkpoint.signature))
+        sampled = check_same_files(group, checkpoint)
+        group.check_same("the checkpoint", sorted(values))
         nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *remote))
         nbytes += sum(leaf.nbytes for leaf, _ in others)
         if request.quantization is not None and group.rank == 0:
@@ -134,6 +136,7 @@ def load(
         peak_buffer=statistics.peak_buffer,
         mapped=sum(each.tensor.nbytes for each in in_place),
         prefetched=prefetched,
+        sampled=sampled,
         fallbacks=tuple(conversion.fallbacks),
     )
     if group.rank == 0:

@@ -40,6 +40,7 @@ ROOMS = [
     "checkpoint.memory",
     "checkpoint.reader",
     "checkpoint.prefetch",
+    "checkpoint.sameness",
     "checkpoint.shares",
     "checkpoint.operations",
     "checkpoint.conversion",

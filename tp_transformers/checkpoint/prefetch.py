@@ -8,7 +8,6 @@ too short to hold it.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..logs import get_logger
 from ..mesh import TensorParallelGroup, bind_thread
 from ..words import size
 from .reader import Request
-from .source import LocalFile
+from .source import LocalFile, node
 
 logger = get_logger(__name__)
 
@@ -50,12 +49,12 @@ def prefetch(
         CheckpointError: on all ranks, where one cannot read a file.
     """
     with group.agree():
-        node, spans = _node(), _spans(files, () if wanted is False else requests)
+        here, spans = node(), _spans(files, () if wanted is False else requests)
         cold = wanted or not all(
             file is None or file.is_resident(held) for file, held in zip(files, spans, strict=True)
         )
         kept = sum(request.tensor.nbytes for request in requests)
-    others = [each for each in group.gather((node, group.rank, cold, spans, kept)) if each[0] == node]
+    others = [each for each in group.gather((here, group.rank, cold, spans, kept)) if each[0] == here]
     if not any(each[2] for each in others):
         others = []  # and on to the vote, since another node may be cold
     total = turn = 0
@@ -90,12 +89,6 @@ def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> li
         for box, _ in request.tensor.boxes(request.destination):
             spans[box.source].append((box.offset, box.stop))  # type: ignore[index]
     return [union(spans[file]) if file is not None else [] for file in files]
-
-
-def _node() -> str:
-    """What processes that share a page cache have in common."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else socket.gethostname()
 
 
 def _available_memory() -> float:

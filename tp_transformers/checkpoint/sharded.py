@@ -187,7 +187,7 @@ class ShardedCheckpoint(Checkpoint):
         return self._shards[rank]
 
     @property
-    def files(self) -> Sequence[LocalFile | None]:
+    def opened(self) -> Sequence[Source | None]:
         """The files by rank; None for one that is not opened here."""
         return self._files
 

@@ -116,12 +116,12 @@ class ParamShard:
 
     def full(self, local: Tensor) -> Tensor:
         """Gather the whole tensor on every rank (all-gathers) from each rank's `local` values."""
-        process_group = self.group.process_group
+        process_group, given = self.group.process_group, local
         if self.data_parallel is not None and 0 not in self.local_shape:
             rows = Layout(0, chunked(self.local_shape[0], self.data_parallel.size()))
             local = on_all(local, self.local_shape, rows, self.data_parallel, self.group.device)
         if self.layout is None or process_group is None:
-            return local.clone()
+            return local.clone() if local is given else local
         return on_all(local, self.shape, self.layout, process_group, self.group.device)
 
     def gather(self, local: Tensor) -> Tensor | None:
