@@ -9,6 +9,7 @@ folder from a process of its own, whose first line of output is what HF_ENDPOINT
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import itertools
 import json
@@ -45,6 +46,10 @@ class Faults:
     stall_every: int = 0
     """Every so many answers send nothing after half of their bytes, for `stall` seconds."""
     stall: float = 0.0
+    gzip: str | None = None
+    """Content-Encoding of answers whose bodies are compressed, whatever was asked for; "" compresses without a word."""
+    longer: int = 0
+    """Bytes that bodies are longer than their range, without a header of their length; negative for shorter."""
     ignore_range: bool = False
     """Answer 200 and the whole file to Range requests."""
     expire_after: int = 0
@@ -237,6 +242,17 @@ class _Handler(BaseHTTPRequestHandler):
             if start >= size:
                 return self._say(416, {"Content-Range": f"bytes */{size}"})
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        if faults.gzip is not None and self.command == "GET":
+            body = gzip.compress(path.read_bytes()[start:stop])
+            encoding = {"Content-Encoding": faults.gzip} if faults.gzip else {}
+            return self._say(status, {**headers, **encoding}, body)
+        if faults.longer and self.command == "GET":
+            body = (path.read_bytes()[start:stop] + bytes(abs(faults.longer)))[: stop - start + faults.longer]
+            self._head(status, {**headers, "Transfer-Encoding": "chunked"})
+            for part in (body[:10], body[10:]):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+            self.wfile.write(b"0\r\n\r\n")
+            return None
         self._head(status, {**headers, "Content-Length": str(stop - start)})
         if self.command == "HEAD":
             return None

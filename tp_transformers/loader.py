@@ -18,6 +18,7 @@ from .checkpoint.exchange import fetch
 from .checkpoint.memory import empty
 from .checkpoint.prefetch import prefetch
 from .checkpoint.reader import read
+from .checkpoint.sameness import check_same_files
 from .checkpoint.source import LocalFile
 from .lazy import LazyTensor, Resident
 from .logs import get_logger
@@ -60,8 +61,7 @@ def load(
     whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     # 1. Open the files and read their headers.
     with ExitStack() as stack:
-        with group.agree():
-            checkpoint = stack.enter_context(open_checkpoint(request, rank=group.rank))
+        checkpoint = group.together(lambda: stack.enter_context(open_checkpoint(request, rank=group.rank)))
         with group.agree():
             # 2. Say what each parameter is, in terms of checkpoint tensors; keep the slice that this rank holds.
             conversion, mismatched = express(model, checkpoint, whole, request)
@@ -82,7 +82,8 @@ def load(
             stored, others = leaves({name: shard for name, shard in shards.items() if name not in mapped}, values)
             remote = [each for each in stored if each.tensor.source.is_remote]
             stored = [each for each in stored if not each.tensor.source.is_remote]
-        group.check_same("the checkpoint", (sorted(values), checkpoint.signature))
+        sampled = check_same_files(group, checkpoint)
+        group.check_same("the checkpoint", sorted(values))
         nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *remote))
         nbytes += sum(leaf.nbytes for leaf, _ in others)
         if request.quantization is not None and group.rank == 0:
@@ -95,17 +96,19 @@ def load(
         # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
         prefetched = prefetch(checkpoint.files, [*stored, *in_place], group, wanted=request.prefetch)
         with _progress(group, nbytes) as progress:
-            with group.agree():
-                statistics = read(stored, threads=group.threads, progress=progress)
-                progress(sum(each.tensor.nbytes for each in in_place))
+            statistics = group.together(lambda: read(stored, threads=group.threads, progress=progress))
+            progress(sum(each.tensor.nbytes for each in in_place))
             if request.shared:
                 fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
-            with group.agree():
+
+            def finish() -> None:
                 for leaf, destination in others:
                     leaf.fill(destination)
                     progress(leaf.nbytes)
                 for source in checkpoint.sources:
                     source.check_unchanged()
+
+            group.together(finish)
         reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
 
     # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
@@ -133,6 +136,7 @@ def load(
         peak_buffer=statistics.peak_buffer,
         mapped=sum(each.tensor.nbytes for each in in_place),
         prefetched=prefetched,
+        sampled=sampled,
         fallbacks=tuple(conversion.fallbacks),
     )
     if group.rank == 0:

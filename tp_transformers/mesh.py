@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -119,15 +118,22 @@ class TensorParallelGroup:
             pass
 
     def together(self, function: Callable[[], T]) -> T:
-        """Run `function` on all ranks, however long it takes on some; where one fails, all do."""
+        """Run `function` on all ranks, however long it takes on some; where one fails, all do.
+
+        It runs in the thread that calls, where signals arrive; meanwhile another thread meets those of other ranks.
+        """
         if self.size == 1:
             return function()
-        with self.agree():  # that all ranks are here
-            executor = ThreadPoolExecutor(1)
-        with executor:
-            with self.agree():  # and that each has a thread for it
-                job = executor.submit(copy_context().run, function)
-            self.meet([job])
+        job: Future[T] = Future()
+        with ThreadPoolExecutor(1, initializer=bind_thread, initargs=(self.device,)) as executor:
+            with self.agree():  # that all ranks are here, each with a thread
+                executor.submit(int).result()
+            meeting = executor.submit(self.meet, [job])
+            try:
+                job.set_result(function())
+            except BaseException as error:
+                job.set_exception(error)
+            meeting.result()
         with self.agree():
             return job.result()
 
@@ -170,6 +176,15 @@ def agreed(error: E) -> E:
     """The error itself, which all ranks raise: `TensorParallelGroup.agree` lets it pass without a vote."""
     error._agreed_on = True  # type: ignore[attr-defined]
     return error
+
+
+def bind_thread(device: torch.device) -> None:
+    """Make `device` this thread's own; threads start on device 0, where what they do first makes a context.
+
+    A context on a GPU that is another rank's takes about 0.5 GB of its memory.
+    """
+    if device.type != "cpu":
+        torch.get_device_module(device.type).set_device(device)
 
 
 def random_state(device: torch.device) -> torch.Tensor:
@@ -230,8 +245,8 @@ def check_ranks(device_mesh: DeviceMesh) -> None:
 def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     """Join the tensor-parallel group: from `device_mesh`, from a running process group, or from torchrun's environment.
 
-    Starts the process group if there is none and torchrun's environment is set: nccl on CUDA, gloo on CPU, the device
-    bound before the group starts. Without torchrun it is one process, with no group at all.
+    Starts the process group if there is none and torchrun's environment is set: gloo on CPU, with nccl beside it on
+    CUDA, the device bound before the group starts. Without torchrun it is one process, with no group at all.
 
     Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D) or is none of `check_ranks`, or where a node
     has more ranks than GPUs.
@@ -246,8 +261,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
         return TensorParallelGroup(None, 0, 1, _local_device(_default_device_type()))
     is_first = given is None or _is_first_replica(given)
     device = _local_device(device_mesh.device_type)
-    if device.type != "cpu":
-        torch.get_device_module(device.type).set_device(device)
+    bind_thread(device)
     ranks = tuple((device_mesh if given is None else given).mesh.flatten().tolist())
     return TensorParallelGroup(
         device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, is_first, mesh_ranks=ranks
@@ -312,7 +326,8 @@ def _start_process_group() -> str:
     if device_type == "cuda":
         device = _local_device(device_type)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        # Gloo beside it: FSDP2 with CPU offload has parameters on the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
     atexit.register(_stop_process_group)

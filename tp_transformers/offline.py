@@ -30,7 +30,7 @@ from .checkpoint.manifest import Manifest, RankFile
 from .checkpoint.reader import read
 from .checkpoint.save import write_configs
 from .checkpoint.sharded import check_save, complete_save, open_writer, rank_paths, refuse_ordinary_weights
-from .checkpoint.writer import make_folder
+from .checkpoint.writer import make_folder, put_in_place
 from .errors import CheckpointError, TensorParallelError, UsageError, describe, list_faults
 from .hook import enable
 from .layout import Layout
@@ -171,7 +171,7 @@ class _Work:
                     writer.finish()
             reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
         for (path, temporary), writer in zip(self.paths, writers, strict=True):
-            temporary.rename(path)
+            put_in_place(temporary, path)
             self.files.append(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
         for name, tensor in _outlines(values, 0).items():
             place(model, name, tensor)

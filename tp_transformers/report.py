@@ -31,6 +31,8 @@ class LoadReport:
     """Bytes of the shard that are pages of the files (`tp_map`), and were not copied."""
     prefetched: int = 0
     """Bytes that this rank brought into a cold page cache, for itself and the others of its node."""
+    sampled: int = 0
+    """Bytes that this rank read beside `bytes_read`, at most 64 KiB a file, to compare copies on several nodes."""
     fallbacks: tuple[str, ...] = ()
     """Parameters whose sources were read whole, because a conversion could not be expressed in slices."""
 
@@ -62,6 +64,8 @@ class LoadReport:
             notes.append(f"mapped {size(self.mapped)}")
         if self.prefetched:
             notes.append(f"prefetched {size(self.prefetched)}")
+        if self.sampled:
+            notes.append(f"sampled {size(self.sampled)}")
         if self.fallbacks:
             notes.append(f"{len(self.fallbacks)} parameters converted whole ({self.fallbacks[0]}, ...)")
         return "; ".join(notes)

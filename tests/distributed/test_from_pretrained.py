@@ -778,7 +778,7 @@ def load_differently(folders: list[str], what: str) -> None:
         ("size", "MeshError: rank 1: tp_size: got 3, expected 2"),
         ("device_map", "PlanError: rank 1: from_pretrained: got both tp_plan and device_map"),
         ("plan", "MeshError: the plan: got one on rank 0 and another on rank 1"),
-        ("weights", "MeshError: the checkpoint: got one on rank 0 and another on rank 1"),
+        ("weights", "CheckpointError: the checkpoint: got another list of files on rank 1 than on rank 0"),
     ],
 )
 def test_ranks_that_ask_for_different_things_all_stop(

@@ -208,8 +208,10 @@ def _beside_nccl(folder: str, cache: str) -> dict[str, Any]:
     def fetch(requests: Any, *, group: Any, **arguments: Any) -> None:
         original(requests, group=dataclasses.replace(group, device=torch.device("cuda")), **arguments)
 
-    with mock.patch.object(loader, "fetch", fetch):
+    bound = mock.Mock()
+    with mock.patch.object(loader, "fetch", fetch), mock.patch.object(exchange, "bind_thread", bound):
         result = stream("org/model", folder, cache)
+    assert {call.args for call in bound.call_args_list} == {(torch.device("cuda"),)}, "threads choose the rank's device"
     return {**result, "groups": len(dist.distributed_c10d._world.pg_map)}
 
 
@@ -291,6 +293,8 @@ def _fail(pool: Pool, size: int, *args: Any, **arguments: Any) -> str:
         ({"refuse": {"model-00003-of-00007.safetensors": 404}}, "status 404 from localhost in 6 tries"),
         ({"refuse": {"model-00003-of-00007.safetensors": 500}}, "status 500 in 6 tries"),
         ({"refuse": {"model-00003-of-00007.safetensors": 418}}, "status 418"),
+        ({"gzip": "gzip"}, "got Content-Encoding gzip, expected the bytes as they are"),
+        ({"gzip": ""}, " bytes, expected "),
     ],
 )
 @pytest.mark.parametrize("size", [2, 3])

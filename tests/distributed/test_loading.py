@@ -12,19 +12,26 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import tp_transformers
 from tests.models import MASK, PROMPTS, headers, held, relative
 from tests.pool import WorkerError
-from tp_transformers.checkpoint import prefetch, reader
+from tp_transformers import loader, mesh
+from tp_transformers.checkpoint import prefetch, reader, sharded
 from tp_transformers.checkpoint.mapping import FileMap
 from tp_transformers.checkpoint.source import LocalFile
+from tp_transformers.checkpoint.writer import SummedWriter, Writer
 
 pytestmark = pytest.mark.distributed
 
@@ -148,7 +155,7 @@ def test_a_cache_without_room_is_left_alone(pool: Any, cases: Any) -> None:
 
 def on_nodes_of_their_own(folder: str, how: list[bool | None]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    undo = patched(prefetch, "_node", lambda: f"node {rank}")
+    undo = patched(prefetch, "node", lambda: f"node {rank}")
     try:
         return report(folder, how[rank], False)
     finally:
@@ -399,3 +406,58 @@ def test_an_initialisation_that_fails_on_one_rank_stops_the_others(
         pool.run(2, initialise, str(tmp_path), rank, timeout=30)
     expected = f"RemoteRankError: rank {rank}: RuntimeError: no memory for the head"
     assert caught.value.errors == {0: expected, 1: expected}
+
+
+# -- what is slow
+
+
+def slowly(owner: Any, name: str, rank: int, seen: list[str]) -> Any:
+    """Let the first call of a function take longer than a collective may, on one rank."""
+    original = getattr(owner, name)
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        if int(os.environ["RANK"]) == rank and name not in seen:
+            seen.append(name)
+            time.sleep(2.5)
+        return original(*arguments, **named)
+
+    return mock.patch.object(owner, name, slow)
+
+
+def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
+    """Load and save with collectives that give up after 2 seconds, while one rank is slow in all that it does."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    seen: list[str] = []
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(mesh, "HEARTBEAT", 0.3))
+        for owner, name in (
+            (loader, "open_checkpoint"),
+            (LocalFile, "prefetch"),
+            (reader, "_run"),
+            (LocalFile, "check_unchanged"),
+            (SummedWriter, "write_all"),
+            (sharded, "check_save"),
+            (Writer, "write"),
+            (Writer, "finish"),
+        ):
+            stack.enter_context(slowly(owner, name, rank, seen))
+        model = load(folder, tp_prefetch=True)
+        tp_transformers.save_sharded(model, to + "/sharded")
+        before = set(seen)
+        seen.clear()
+        model.save_pretrained(to + "/whole")
+    assert all(
+        torch.equal(tp_transformers.full_tensor(param), tp_transformers.full_tensor(again))
+        for name in ("sharded", "whole")
+        for param, again in zip(model.parameters(), load(f"{to}/{name}").parameters(), strict=True)
+    )
+    return before, set(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_wait_longer_than_a_collective_may(pool: Any, cases: Any, tmp_path: Path, rank: int) -> None:
+    seen = pool.run(2, in_a_hurry, cases(9, 3).folder, str(tmp_path), rank, timeout=120)
+    assert seen[1 - rank] == (set(), set())
+    of_all = {"open_checkpoint", "prefetch", "_run", "check_unchanged", "write_all", "write", "finish"}
+    assert seen[rank] == ((of_all | {"check_save"}, {"write", "finish"}) if rank == 0 else (of_all, set()))

@@ -374,4 +374,6 @@ def test_ranks_that_load_different_saves_all_stop(pool: Pool, checkpoint: Any, s
     pool.run(2, save, checkpoint("9/3 heads"), str(tmp_path / "other"))
     with pytest.raises(WorkerError) as caught:
         pool.run(2, load_own, [sharded("9/3 heads", 2), str(tmp_path / "other")], timeout=60)
-    assert one_error(caught, 2).startswith("MeshError: the checkpoint: got one on rank 0 and another on rank 1")
+    assert one_error(caught, 2).startswith(
+        "CheckpointError: the checkpoint: got another list of files on rank 1 than on rank 0"
+    )

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import close_session
 
+from tests import hub_server
 from tests.hub_server import HubServer, commit_of
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint import http
@@ -117,6 +118,10 @@ def test_threads_read_at_once(server: HubServer, monkeypatch: pytest.MonkeyPatch
         ({"drop_every": 1, "refuse": {"model.safetensors": 502}}, {}, "got status 502 in 6 tries"),
         ({"refuse": {"model.safetensors": 403}}, {}, "got status 403 from localhost in 6 tries"),
         ({"refuse": {"model.safetensors": 412}}, {}, "changed"),
+        ({"gzip": "gzip"}, {}, "got Content-Encoding gzip, expected the bytes as they are"),
+        ({"gzip": ""}, {}, "got a body of 1023 bytes, expected 1000"),
+        ({"longer": 1}, {}, "got a body of more than 1000 bytes, expected 1000"),
+        ({"longer": -1}, {}, "got a body of 999 bytes, expected 1000"),
         ({}, {"location": "http://127.0.0.1:9/nothing"}, "got ConnectError: "),
     ],
 )
@@ -129,6 +134,18 @@ def test_what_does_not_pass_is_one_error(
     with pytest.raises(CheckpointError, match=r"^checkpoint file it: ") as caught:
         read(file, 10, 1000), read(file, 10, 1000)
     assert says in str(caught.value)
+
+
+def test_plain_bytes_are_asked_for_and_may_be_called_so(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = hub_server._Handler._head
+    monkeypatch.setattr(
+        hub_server._Handler,
+        "_head",
+        lambda self, status, headers: head(self, status, {**headers, "Content-Encoding": "Identity"}),
+    )
+    assert read(remote(server), 10, 1000) == [CONTENT[10:1010]]
+    (seen,) = [seen for seen in server.seen if seen.is_weights]
+    assert seen.headers["Accept-Encoding"] == "identity"
 
 
 def test_a_file_that_is_another_after_its_url_expired(server: HubServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import tempfile
@@ -21,9 +22,10 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 import tp_transformers
 from tests.models import assert_same_files
 from tp_transformers import CheckpointError, UnsupportedError, save_sharded, verify_sharded
+from tp_transformers.checkpoint import writer
 from tp_transformers.checkpoint.manifest import MANIFEST_NAME, Manifest, RankFile, WholeTensor
 from tp_transformers.checkpoint.sharded import ShardedCheckpoint
-from tp_transformers.checkpoint.writer import SummedWriter
+from tp_transformers.checkpoint.writer import SummedWriter, Writer
 from tp_transformers.layout import Layout, Split, even, packed
 from tp_transformers.stored import Stored
 from tp_transformers.strategies.shard import take
@@ -368,6 +370,35 @@ def test_a_writer_writes_in_order(tmp_path: Path) -> None:
         writer.write("b", tensors["b"])
     writer.close()
     assert not (tmp_path / "a.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", [Writer, SummedWriter, None])
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        done.append(f"fsync {path.name} of {os.fstat(fd).st_size} bytes" if path.is_file() else f"fsync {path.name}/")
+        fsync(fd)
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(f"rename {self.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    if kind is None:
+        writer.write_text(tmp_path / "file", "text")
+    else:
+        begun = kind(tmp_path / "file", {"a": torch.ones(500)})
+        begun.write("a", torch.ones(500))
+        begun.finish()
+    size = (tmp_path / "file").stat().st_size
+    assert done == [f"fsync file.partial of {size} bytes", "rename file.partial", f"fsync {tmp_path.name}/"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..mesh import TensorParallelGroup
+from ..mesh import TensorParallelGroup, bind_thread
 from ..stored import Selection, Stored
 from .reader import Request
 from .shares import Bytes, Need, Part, Positions, divide, pieces
@@ -63,7 +63,8 @@ def fetch(
     count = max(-(-len(blocks) // group.size), *map(len, ranges))
     rounds = [_Round(number, group, sources, blocks, ranges[group.rank]) for number in range(count)]
     # 3. Fetch it, round by round.
-    with _gloo(group) as channel, ThreadPoolExecutor(CONNECTIONS) as executor, _closed_on_failure(sources):
+    pool = partial(ThreadPoolExecutor, CONNECTIONS, initializer=bind_thread, initargs=(group.device,))
+    with _gloo(group) as channel, pool() as executor, _closed_on_failure(sources):
         waiting, under_way = iter(rounds), deque[tuple[_Round, list[Future[None]]]]()
 
         def start() -> None:

@@ -184,48 +184,49 @@ class RemoteFile(Source):
             with get_session().stream(
                 "GET", location, headers=headers, timeout=timeout, follow_redirects=False
             ) as answer:
-                self._check(answer, location, target)
+                stop = self._check(answer, location, target)
                 for chunk in answer.iter_raw():
                     if self._closed.is_set():
                         raise CheckpointError(f"checkpoint file {self.name}: closed while it was read")
-                    if len(chunk) > target.stop - target.position:
-                        raise _TryAgainError("more bytes than were asked for")
+                    if len(chunk) > stop - target.position:
+                        raise self._misserved(f"a body of more than {stop - start} bytes", str(stop - start))
                     target.put(memoryview(chunk))
+                if target.position < stop:  # and yet complete: a connection that breaks is an error of its own
+                    raise self._misserved(f"a body of {target.position - start} bytes", str(stop - start))
         finally:
             self.count(target.position - start)
 
-    def _check(self, answer: Any, location: str, target: _Target) -> None:
-        """Raise unless `answer` is the part of this very file that was asked for."""
+    def _check(self, answer: Any, location: str, target: _Target) -> int:
+        """Where in the file `answer` ends. Raises unless it is the part of this very file that was asked for."""
         status = answer.status_code
         if status == 206:
             found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", answer.headers.get("Content-Range", ""))
             if not found or int(found[1]) != target.position or int(found[2]) >= target.stop:
-                raise self._fault(
-                    f"Content-Range {answer.headers.get('Content-Range')!r}",
-                    f"bytes {target.position}-{target.stop - 1} of {self.size}",
-                    "The server, or a proxy before it, does not serve ranges rightly.",
-                )
+                got = f"Content-Range {answer.headers.get('Content-Range')!r}"
+                raise self._misserved(got, f"bytes {target.position}-{target.stop - 1} of {self.size}")
             if found[3] not in (str(self.size), "*"):
                 raise self._changed(f"{found[3]} bytes", f"{self.size} bytes")
             self._compare(location, answer.headers.get("ETag"))
-        elif status == 200:
-            raise self._fault(
-                "the whole file in answer to a Range request",
-                "a part of it",
-                "The server, or a proxy before it, does not serve ranges; load without tp_stream.",
-            )
-        elif answer.has_redirect_location:
+            encoding = answer.headers.get("Content-Encoding", "identity")
+            if encoding.strip().lower() != "identity":
+                raise self._misserved(f"Content-Encoding {encoding}", "the bytes as they are")
+            expected = int(found[2]) + 1 - target.position
+            if (length := answer.headers.get("Content-Length", str(expected))) != str(expected):
+                raise self._misserved(f"a body of {length} bytes", str(expected))
+            return target.position + expected
+        if status == 200:
+            raise self._misserved("the whole file in answer to a Range request", "a part of it")
+        if answer.has_redirect_location:
             self.location = urljoin(location, answer.headers["Location"])
             raise _TryAgainError(f"a redirect to {urlsplit(self.location).hostname}", 0)
-        elif status in _TRANSIENT:
+        if status in _TRANSIENT:
             raise _TryAgainError(f"status {status}", _asked_wait(answer.headers))
-        elif status in _EXPIRED and location != self.url:
+        if status in _EXPIRED and location != self.url:
             self._resolve_anew(location)
             raise _TryAgainError(f"status {status} from {urlsplit(location).hostname}", 0)
-        elif status in (412, 416):
+        if status in (412, 416):
             raise self._changed(f"status {status}", "the range that was asked for")
-        else:
-            raise self._fault(f"status {status}", "a part of the file", "Check the token, and that the file is there.")
+        raise self._fault(f"status {status}", "a part of the file", "Check the token, and that the file is there.")
 
     def _compare(self, location: str, etag: str | None) -> None:
         """Raise CheckpointError where a host calls the file another one than it did before."""
@@ -251,6 +252,10 @@ class RemoteFile(Source):
                     f"ETag {metadata.etag} and {metadata.size} bytes", f"ETag {self.etag} and {self.size} bytes"
                 )
             self.location = metadata.location
+
+    def _misserved(self, got: str, expected: str) -> CheckpointError:
+        fix = "The server, or a proxy before it, does not serve ranges rightly; load without tp_stream."
+        return self._fault(got, expected, fix)
 
     def _changed(self, got: str, expected: str) -> CheckpointError:
         return self._fault(got, expected, "The file changed while it was read; load again.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -93,15 +94,19 @@ class Checkpoint:
         return sum(source.reads for source in self.sources)
 
     @property
+    def opened(self) -> Sequence[Source | None]:
+        """The files of the checkpoint, in the same order on all ranks; None for one that is not opened here."""
+        return self.sources
+
+    @property
     def files(self) -> Sequence[LocalFile | None]:
-        """The files of the checkpoint, in the same order on all ranks; None for one that is not on this node, or not
-        opened here."""
-        return [source if isinstance(source, LocalFile) else None for source in self.sources]
+        """`opened`, with None for those that are not on this node too."""
+        return [source if isinstance(source, LocalFile) else None for source in self.opened]
 
     @property
     def signature(self) -> object:
-        """What is the same on all ranks if they read the same checkpoint."""
-        return [source.size for source in self.sources]
+        """What is the same on all ranks if they read the same checkpoint, whatever its files hold."""
+        return [os.path.basename(source.name) for source in self.sources]
 
     def close(self) -> None:
         """Close all files; a second call does nothing."""
@@ -173,6 +178,7 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
         )
     text = bytearray(length)
     source.read(8, [memoryview(text)])
+    source.header_hash = hashlib.blake2b(text, digest_size=16).hexdigest()
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError and UnicodeDecodeError

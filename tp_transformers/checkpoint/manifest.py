@@ -19,7 +19,6 @@ and says so. A folder is complete when it has a manifest, which is written last 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from ..errors import CheckpointError, describe
 from ..layout import Layout, Split
 from .index import DTYPE_NAMES
+from .writer import write_text
 
 VARIANT = "sharded"
 """What `from_pretrained` has to be given as `variant` for transformers to find the rank files."""
@@ -130,16 +130,7 @@ class Manifest:
             },
             "files": [vars(file) for file in self.files],
         }
-        path = self.folder / MANIFEST_NAME
-        temporary = path.with_suffix(f".{self.save}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_text(self.folder / MANIFEST_NAME, json.dumps(content))
 
 
 def ordinary_weights(folder: Path) -> list[str]:

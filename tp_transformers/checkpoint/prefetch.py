@@ -8,17 +8,16 @@ too short to hold it.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..layout import Range, union
 from ..logs import get_logger
-from ..mesh import TensorParallelGroup
+from ..mesh import TensorParallelGroup, bind_thread
 from ..words import size
 from .reader import Request
-from .source import LocalFile
+from .source import LocalFile, node
 
 logger = get_logger(__name__)
 
@@ -50,12 +49,12 @@ def prefetch(
         CheckpointError: on all ranks, where one cannot read a file.
     """
     with group.agree():
-        node, spans = _node(), _spans(files, () if wanted is False else requests)
+        here, spans = node(), _spans(files, () if wanted is False else requests)
         cold = wanted or not all(
             file is None or file.is_resident(held) for file, held in zip(files, spans, strict=True)
         )
         kept = sum(request.tensor.nbytes for request in requests)
-    others = [each for each in group.gather((node, group.rank, cold, spans, kept)) if each[0] == node]
+    others = [each for each in group.gather((here, group.rank, cold, spans, kept)) if each[0] == here]
     if not any(each[2] for each in others):
         others = []  # and on to the vote, since another node may be cold
     total = turn = 0
@@ -68,16 +67,19 @@ def prefetch(
                 if file is not None and readers[turn % len(readers)] == group.rank:
                     mine.append((file, start, min(start + BLOCK_BYTES, stop)))
                 turn += 1
-    with group.agree():
+
+    def bring() -> int:
         if total + sum(each[4] for each in others) > _available_memory():
             if group.rank == others[0][1]:
                 logger.info("the page cache has no room for %s that this node needs; not prefetched", size(total))
             return 0
-        mine = [block for block in mine if wanted or not block[0].is_resident([block[1:]])]
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="prefetch") as pool:
-            for _ in pool.map(lambda block: block[0].prefetch(*block[1:]), mine):
+        lacking = [block for block in mine if wanted or not block[0].is_resident([block[1:]])]
+        with ThreadPoolExecutor(_THREADS, "prefetch", bind_thread, (group.device,)) as pool:
+            for _ in pool.map(lambda block: block[0].prefetch(*block[1:]), lacking):
                 pass
-    return sum(stop - start for _, start, stop in mine)
+        return sum(stop - start for _, start, stop in lacking)
+
+    return group.together(bring)
 
 
 def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> list[list[Range]]:
@@ -87,12 +89,6 @@ def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> li
         for box, _ in request.tensor.boxes(request.destination):
             spans[box.source].append((box.offset, box.stop))  # type: ignore[index]
     return [union(spans[file]) if file is not None else [] for file in files]
-
-
-def _node() -> str:
-    """What processes that share a page cache have in common."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else socket.gethostname()
 
 
 def _available_memory() -> float:

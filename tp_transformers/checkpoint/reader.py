@@ -23,6 +23,7 @@ from time import perf_counter
 import torch
 
 from ..errors import CheckpointError
+from ..mesh import bind_thread
 from ..stored import Box, Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
 from .mapping import handle_signals, may_map, survive_truncation
@@ -289,18 +290,19 @@ def _run(jobs: deque[_Job], context: _Context, threads: int, progress: Callable[
     stop = threading.Event()
 
     def work() -> None:
-        torch.set_num_threads(1)  # of this thread: copies are shared among ours
-        while not stop.is_set():
-            try:
-                job = jobs.popleft()
-            except IndexError:
-                return
-            try:
+        try:
+            if context.staging is not None:
+                bind_thread(context.staging.device)
+            torch.set_num_threads(1)  # of this thread: copies are shared among ours
+            while not stop.is_set():
+                try:
+                    job = jobs.popleft()
+                except IndexError:
+                    return
                 job.run(context)
-            except BaseException as error:
-                finished.put(error)
-                return
-            finished.put(job.nbytes)
+                finished.put(job.nbytes)
+        except BaseException as error:
+            finished.put(error)
 
     left = len(jobs)
     torch_threads = torch.get_num_threads()

@@ -1,8 +1,9 @@
 """Shards -> a standard checkpoint, written by rank 0 one tensor after the other.
 
-No rank ever holds more than its shards and the few whole tensors of one module: the files are written in a stream
-rather than collected first. Names and tensors are those of transformers' own `save_pretrained`, and so are the file
-cuts, unless the checkpoint is converted (transformers then counts the sizes of shared storages).
+The files are written in a stream rather than collected first: rank 0 gathers the few whole tensors of one module on its
+CPU, and no GPU holds more than its shards and a box of them on its way. Names and tensors are those of transformers'
+own `save_pretrained`, and so are the file cuts, unless the checkpoint is converted (transformers then counts the sizes
+of shared storages).
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import UnsupportedError
 from ..logs import get_logger
-from ..strategies import full_tensor, local_tensor, shard_of, whole_like
+from ..strategies import local_tensor, shard_of, whole_like
 from .conversion import WholeModel
-from .writer import Writer, make_folder
+from .writer import Writer, make_folder, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,23 +98,26 @@ def save_pretrained(
                 _remove_old_weights(folder, weights_name, keep=cut.filename_to_tensors)
                 for file, names in cut.filename_to_tensors.items():
                     writers[file] = Writer(folder / file, {name: state[name] for name in names})
+
         # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
-        for names in _convertible_groups(whole_model, meta, state, save_original_format):
-            whole = {name: gather(tensors[name], group) for name in names}
-            with group.agree():
-                values = {name: value for name, value in whole.items() if value is not None}
-                if writes:
-                    for target, value in _reverted(whole_model, values, save_original_format).items():
-                        writers[cut.tensor_to_filename[target]].write(target, value)
-            del whole, values
-        with group.agree():
+        def write(values: dict[str, Tensor]) -> None:
+            for target, value in _reverted(whole_model, values, save_original_format).items():
+                writers[cut.tensor_to_filename[target]].write(target, value)
+
+        def finish() -> None:
             for writer in writers.values():
                 writer.finish()
             if writes and cut.is_sharded:
                 total = sum(whole_like(param).numel() for param in model.parameters())
                 index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": cut.tensor_to_filename}
                 name = SAFE_WEIGHTS_INDEX_NAME if variant is None else f"model.safetensors.index.{variant}.json"
-                (folder / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+                write_text(folder / name, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+        for names in _convertible_groups(whole_model, meta, state, save_original_format):
+            gathered = {name: gather(tensors[name], group) for name in names}
+            group.together(partial(write, {n: value for n, value in gathered.items() if value is not None and writes}))
+            del gathered
+        group.together(finish)
     finally:
         for writer in writers.values():
             writer.close()
@@ -129,12 +135,13 @@ def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
-    """The whole tensor on rank 0; None elsewhere."""
+    """The whole tensor on the CPU of rank 0; None elsewhere."""
     shard = shard_of(tensor)
     if shard is not None:
         return shard.gather(local_tensor(tensor))
-    whole = full_tensor(tensor)
-    return whole if group.rank == 0 else None
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu() if group.rank == 0 else None
 
 
 def _reverted(model: WholeModel, state: dict[str, Tensor], save_original_format: bool) -> dict[str, Tensor]:

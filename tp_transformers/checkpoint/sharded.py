@@ -35,7 +35,7 @@ from .index import Checkpoint, read_header
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
 from .save import saved_state, write_configs
 from .source import LocalFile, Source
-from .writer import SummedWriter, make_folder
+from .writer import SummedWriter, make_folder, put_in_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,21 +79,26 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
     """Write the files of one copy, then the manifest."""
     state, save = saved_state(model), group.gather(secrets.token_hex(4))[0]
     path, temporary = rank_paths(folder, save, group.rank, group.size)
+
+    def write() -> RankFile:
+        make_folder(folder)
+        refuse_ordinary_weights(folder)
+        local = {name: local_tensor(tensor) for name, tensor in state.items()}
+        with closing(open_writer(temporary, local, save=save, rank=group.rank)) as writer:
+            writer.write_all(local)
+        put_in_place(temporary, path)
+        return RankFile(path.name, writer.size, f"{writer.crc32:08x}")
+
+    def check() -> Manifest:
+        manifest = check_save(model, folder, save, files)
+        write_configs(model, folder)
+        return manifest
+
     try:
         # 1. Every rank writes its file.
-        with group.agree():
-            make_folder(folder)
-            refuse_ordinary_weights(folder)
-            local = {name: local_tensor(tensor) for name, tensor in state.items()}
-            with closing(open_writer(temporary, local, save=save, rank=group.rank)) as writer:
-                writer.write_all(local)
-            temporary.rename(path)
-        files = group.gather(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
+        files = group.gather(group.together(write))
         # 2. Rank 0 looks at all of them as a load would.
-        with group.agree():
-            if group.rank == 0:
-                manifest = check_save(model, folder, save, files)
-                write_configs(model, folder)
+        manifest = group.together(lambda: check() if group.rank == 0 else None)
     except BaseException:
         for left in (temporary, path):
             with suppress(OSError):
@@ -101,7 +106,7 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
         raise
     # 3. From here on the folder is this save.
     with group.agree():
-        if group.rank == 0:
+        if manifest is not None:
             complete_save(manifest)
 
 
@@ -189,7 +194,7 @@ class ShardedCheckpoint(Checkpoint):
         return self._shards[rank]
 
     @property
-    def files(self) -> Sequence[LocalFile | None]:
+    def opened(self) -> Sequence[Source | None]:
         """The files by rank; None for one that is not opened here."""
         return self._files
 

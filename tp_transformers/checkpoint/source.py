@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -18,6 +20,9 @@ _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 _SAMPLE_BYTES = 1 << 20
 """Of how many bytes one is looked at to tell whether they are in the page cache."""
 
+BLOCKS, BLOCK_BYTES = 16, 4 << 10
+"""How many blocks of a file are hashed to tell it from others, and how long they are."""
+
 
 class Source(ABC):
     """A file of known size that several threads may read from any offset. Use as a context manager, or `close()` it."""
@@ -26,6 +31,8 @@ class Source(ABC):
     """What error messages call it."""
     size: int
     """Length in bytes."""
+    header_hash: str | None = None
+    """The hash of its safetensors header, once that is read."""
     is_remote: bool = False
     """Whether reading crosses a network, so that ranks should share what they fetch."""
 
@@ -92,7 +99,12 @@ class LocalFile(Source):
             ) from None
         except OSError as error:
             raise CheckpointError(f"checkpoint file {self.name} cannot be opened: {error.strerror}") from error
-        self._identity = _identity(os.fstat(self._fd))
+        self.bytes_sampled = 0
+        """Bytes that `sample` has read, which count in no other place."""
+        status = os.fstat(self._fd)
+        self.copy = (node(), status.st_dev, *_identity(status))
+        """The same for all processes that read this very file, and for no others."""
+        self._identity = _identity(status)
         self.size = self._identity[1]
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -174,6 +186,20 @@ class LocalFile(Source):
             except OSError as error:
                 raise self._failed(offset, error) from error
 
+    def sample(self) -> str:
+        """The hash of a few blocks, at offsets that the size alone tells; of a short file, of all of it."""
+        digest = hashlib.blake2b(digest_size=16)
+        block, room = memoryview(bytearray(BLOCK_BYTES)), max(self.size - BLOCK_BYTES, 0)
+        count = min(BLOCKS, -(-self.size // BLOCK_BYTES))
+        for offset in (room * index // max(count - 1, 1) for index in range(count)):
+            try:
+                length = os.preadv(self._fd, [block], offset)
+            except OSError as error:
+                raise self._failed(offset, error) from error
+            digest.update(block[:length])
+            self.bytes_sampled += length
+        return digest.hexdigest()
+
     def check_unchanged(self) -> None:
         """See `Source.check_unchanged`; by inode, size and time of the last change."""
         try:
@@ -211,3 +237,10 @@ class LocalFile(Source):
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
     """What tells a file, and a version of it, from another: inode, size and time of the last change."""
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@cache
+def node() -> str:
+    """What processes that share files and a page cache have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -26,6 +27,35 @@ def make_folder(folder: Path) -> None:
         raise CheckpointError(
             describe(f"folder {folder}", got=got, expected="a folder, or room for one", fix="Choose another.")
         ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in place of another one: it is whole and on the disk when it has its name."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        put_in_place(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Give a file, which is on the disk, the name `path`; so is the name when this returns.
+
+    A crash leaves what was there before or the new file. Without an fsync of the folder, POSIX promises neither.
+    """
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know no fsync of a folder
+            raise
+    finally:
+        os.close(folder)
 
 
 class Writer:
@@ -73,11 +103,13 @@ class Writer:
         self._put(self._data_start + position, byte_view(value.contiguous().cpu()))
 
     def finish(self) -> None:
-        """Close a complete file. Raises RuntimeError where a tensor was never written."""
+        """Close a complete file, which is on the disk then. Raises RuntimeError where a tensor was never written."""
         if self.pending:
             raise RuntimeError(f"{self.path}: never written: {', '.join(self.pending)}")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        put_in_place(self._partial, self.path)
         self._file.close()
-        self._partial.replace(self.path)
 
     def close(self) -> None:
         """Close the file, and remove it unless it is complete."""
@@ -103,12 +135,6 @@ class SummedWriter(Writer):
         for name in list(self.pending):
             self.write(name, tensors[name])
         self.finish()
-
-    def finish(self) -> None:
-        """Close a complete file, whose bytes are on the disk then. Raises RuntimeError where a tensor is missing."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        super().finish()
 
     def _put(self, position: int, data: bytes | memoryview) -> None:
         if position != self._end:

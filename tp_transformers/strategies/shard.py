@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..collectives import all_gather_uneven, copy_to_region
+from ..collectives import copy_to_region
 from ..layout import Layout, Range, Shared, chunked, even, packed
 from ..lazy import LazyTensor, Resident
 from ..mesh import TP_AXIS, TensorParallelGroup
 from ..subgroups import subgroups
+from .whole import on_all, on_first
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,33 +116,16 @@ class ParamShard:
         return torch.cat(parts, dim)
 
     def full(self, local: Tensor) -> Tensor:
-        """Gather the whole tensor on every rank (one all-gather) from each rank's `local` values."""
-        process_group = self.group.process_group
+        """Gather the whole tensor on every rank (all-gathers) from each rank's `local` values."""
+        process_group, given = self.group.process_group, local
         local = self.joined(local)
         if self.layout is None or process_group is None:
-            return local.clone()
-        dim, widths = self.layout.dim, self.layout.split.widths
-        gathered = all_gather_uneven(local, widths, process_group, dim=dim)
-        return undo_partition(gathered.split(widths, dim), self.layout, self.shape)
+            return local.clone() if local is given else local
+        return on_all(local, self.shape, self.layout, process_group, self.group.device)
 
     def gather(self, local: Tensor) -> Tensor | None:
-        """Gather the whole tensor on rank 0 alone, shard by shard; None on the others."""
-        rank, process_group = self.group.rank, self.group.process_group
-        local = self.joined(local)
-        if self.layout is None or process_group is None:
-            return local if rank == 0 else None
-        senders = sorted({piece.rank for piece in self.layout.split.pieces} - {0})
-        if rank:
-            if rank in senders:
-                dist.send(local.contiguous(), group=process_group, group_dst=0)
-            return None
-        whole = local.new_empty(self.shape)
-        _put(whole, local, self.layout, 0)
-        for sender in senders:
-            shard = local.new_empty(self.layout.local_shape(self.shape, sender))
-            dist.recv(shard, group=process_group, group_src=sender)
-            _put(whole, shard, self.layout, sender)
-        return whole
+        """Gather the whole tensor on the CPU of rank 0 alone, of the first copy under FSDP; None on the others."""
+        return on_first(local, self.shape, self.layout, self.group, self.data_parallel)
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is True on any rank that holds a part of the parameter; all of them have to call it."""
@@ -155,8 +139,8 @@ class ParamShard:
         """This rank's shard, from the part of it that FSDP leaves on this rank (all-gather over the copies)."""
         if self.data_parallel is None or 0 in self.local_shape:
             return local
-        widths = chunked(self.local_shape[0], self.data_parallel.size()).widths
-        return all_gather_uneven(local, widths, self.data_parallel, dim=0)
+        rows = Layout(0, chunked(self.local_shape[0], self.data_parallel.size()))
+        return on_all(local, self.local_shape, rows, self.data_parallel, self.group.device)
 
     @property
     def rows(self) -> Range:
