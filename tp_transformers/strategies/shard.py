@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..collectives import all_gather_uneven, copy_to_region
-from ..layout import Layout, Range, Shared, Split, chunked, even, packed
+from ..collectives import all_gather_uneven, copy_shared, copy_to_region
+from ..layout import Layout, Range, Split, chunked, even, packed
 from ..lazy import LazyTensor, Resident
 from ..mesh import TP_AXIS, TensorParallelGroup
 from ..stored import Stored
@@ -34,8 +34,6 @@ class ParamShard:
     data_parallel: dist.ProcessGroup | None = None
     """The ranks over which FSDP cuts dim 0 of this rank's shard once more, as torch.chunk does; None without FSDP. They
     may be those that share the model, where each has a batch of its own and the parameter would be whole on all."""
-    _sharing: list[tuple[Shared, dist.ProcessGroup]] = field(default_factory=list, init=False)
-    """What this rank holds together with others, and the process group of those; filled by `connect`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamShard:
         return self
@@ -70,26 +68,16 @@ class ParamShard:
         param.tp_shard = self  # type: ignore[attr-defined]
         return param
 
-    def connect(self) -> None:
-        """Create the process groups of all ranks that hold the same indices; every rank has to call it.
-
-        Here and not in the first forward, which torch.compile may trace.
-        """
-        if self.layout is not None:
-            for ranks in self.layout.split.holders:
-                self._process_group(ranks)
-        self._sharing[:] = [(part, self._process_group(part.ranks)) for part in self._shared]
-
     @property
     def needs_view(self) -> bool:
         """Whether the parameter is not itself what a local forward computes with."""
-        return self.placement is not None or self.sums_gradients or self.added_once or bool(self._shared)
+        return self.placement is not None or self.sums_gradients or self.added_once or self._has_shared
 
     def view(self, param: Tensor) -> Tensor:
         """What the local forward computes with: the local tensor, with gradients routed back as the layout needs.
 
         The gradient of indices that several ranks hold is summed over those ranks (all-reduce in backward), so that
-        each of them has the whole of it.
+        each of them has the whole of it. All ranks of the axis take part in that, also those that share nothing.
         """
         if not torch.is_grad_enabled():
             local = param._local_tensor if isinstance(param, DTensor) else param
@@ -100,18 +88,10 @@ class ParamShard:
             return copy_to_region(param, self.group.process_group) * (0 if self.group.rank else 1)
         if self.sums_gradients and self.group.process_group is not None:
             return copy_to_region(param, self.group.process_group)
-        if self.layout is None or not self._sharing:
+        if self.layout is None or self.group.process_group is None or not self._has_shared:
             return param
-        dim, parts, position = self.layout.dim, [], 0
-        for part, process_group in self._sharing:
-            if part.length == param.shape[dim]:
-                return copy_to_region(param, process_group)
-            parts.append(param.narrow(dim, position, part.local - position))
-            shared = param.narrow(dim, part.local, part.length)
-            parts.append(copy_to_region(shared, process_group))
-            position = part.local + part.length
-        parts.append(param.narrow(dim, position, param.shape[dim] - position))
-        return torch.cat(parts, dim)
+        split, dim = self.layout.split, self.layout.dim
+        return copy_shared(param, split.shared(self.group.rank), split.shared_length, self.group.process_group, dim=dim)
 
     def full(self, local: Tensor) -> Tensor:
         """Gather the whole tensor on every rank (one all-gather) from each rank's `local` values."""
@@ -158,12 +138,9 @@ class ParamShard:
         return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
 
     @property
-    def _shared(self) -> tuple[Shared, ...]:
-        return self.layout.split.shared(self.group.rank) if self.layout is not None else ()
-
-    def _process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        world = self.group.global_ranks
-        return _subgroups.of(tuple(world[rank] for rank in ranks))
+    def _has_shared(self) -> bool:
+        """Whether several ranks hold some indices together; the same on all ranks."""
+        return self.layout is not None and self.layout.split.shared_length > 0
 
 
 def shard_of(tensor: Tensor | None) -> ParamShard | None:
@@ -355,31 +332,3 @@ def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
         if piece.rank == rank:
             target = whole.narrow(layout.dim, piece.start, piece.length)
             target.copy_(shard.narrow(layout.dim, piece.local, piece.length))
-
-
-class _Subgroups:
-    """Process groups of some ranks of the default group, each made once.
-
-    They are let go with the default group: a group that somebody still refers to keeps its threads and sockets.
-    """
-
-    def __init__(self) -> None:
-        self._world: Any = None
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group of `ranks` (world ranks); on others, one of this rank alone.
-
-        torch calls a group by its ranks and by how many groups its process has joined. Ranks that had joined different
-        numbers of them would wait for each other forever, so all join as many.
-        """
-        if self._world is not dist.group.WORLD:
-            self._world, self._groups = dist.group.WORLD, {}
-        if ranks not in self._groups:
-            own = dist.get_rank()
-            members = list(ranks) if own in ranks else [own]
-            self._groups[ranks] = dist.new_group(members, use_local_synchronization=True)
-        return self._groups[ranks]
-
-
-_subgroups = _Subgroups()
