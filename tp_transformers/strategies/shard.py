@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..collectives import all_gather_uneven, copy_shared, copy_to_region
-from ..layout import Layout, Range, Split, chunked, even, packed
+from ..layout import Layout, Range, Shared, Split, chunked, even, packed
 from ..lazy import LazyTensor, Resident
 from ..mesh import TP_AXIS, TensorParallelGroup
 from ..stored import Stored
@@ -34,6 +34,16 @@ class ParamShard:
     data_parallel: dist.ProcessGroup | None = None
     """The ranks over which FSDP cuts dim 0 of this rank's shard once more, as torch.chunk does; None without FSDP. They
     may be those that share the model, where each has a batch of its own and the parameter would be whole on all."""
+    _shared: tuple[Shared, ...] = field(init=False)
+    """Indices that this rank holds together with others."""
+    _shared_length: int = field(init=False)
+    """Number of indices that several ranks hold; the same on all ranks."""
+
+    def __post_init__(self) -> None:
+        # Here and not in the first forward, which torch.compile may trace.
+        split = self.layout.split if self.layout is not None else None
+        object.__setattr__(self, "_shared", split.shared(self.group.rank) if split is not None else ())
+        object.__setattr__(self, "_shared_length", split.shared_length if split is not None else 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamShard:
         return self
@@ -71,7 +81,7 @@ class ParamShard:
     @property
     def needs_view(self) -> bool:
         """Whether the parameter is not itself what a local forward computes with."""
-        return self.placement is not None or self.sums_gradients or self.added_once or self._has_shared
+        return self.placement is not None or self.sums_gradients or self.added_once or self._shared_length > 0
 
     def view(self, param: Tensor) -> Tensor:
         """What the local forward computes with: the local tensor, with gradients routed back as the layout needs.
@@ -88,10 +98,9 @@ class ParamShard:
             return copy_to_region(param, self.group.process_group) * (0 if self.group.rank else 1)
         if self.sums_gradients and self.group.process_group is not None:
             return copy_to_region(param, self.group.process_group)
-        if self.layout is None or self.group.process_group is None or not self._has_shared:
+        if self.layout is None or self.group.process_group is None or not self._shared_length:
             return param
-        split, dim = self.layout.split, self.layout.dim
-        return copy_shared(param, split.shared(self.group.rank), split.shared_length, self.group.process_group, dim=dim)
+        return copy_shared(param, self._shared, self._shared_length, self.group.process_group, dim=self.layout.dim)
 
     def full(self, local: Tensor) -> Tensor:
         """Gather the whole tensor on every rank (one all-gather) from each rank's `local` values."""
@@ -136,11 +145,6 @@ class ParamShard:
             return 0, self.local_shape[0]
         length, copies = self.local_shape[0], self.data_parallel
         return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
-
-    @property
-    def _has_shared(self) -> bool:
-        """Whether several ranks hold some indices together; the same on all ranks."""
-        return self.layout is not None and self.layout.split.shared_length > 0
 
 
 def shard_of(tensor: Tensor | None) -> ParamShard | None:
