@@ -10,6 +10,10 @@ function's backward is the other collective of its pair.
     gather_to_region             forward: all-gather      backward: reduce-scatter   (f, where the sequence is cut)
     reduce_scatter_from_region   forward: reduce-scatter  backward: all-gather       (g, where the sequence is cut)
     exchange_regions             forward: all-to-all      backward: all-to-all
+    copy_shared                  forward: nothing         backward: all-reduce       (f, of what some ranks share)
+
+Backwards apply the other function of the pair, so that gradients of gradients are exact, too: where autograd records a
+backward (`create_graph=True`), it records the collectives in it with their own backwards.
 
 Sharded dims need not divide: `widths` gives the length of every rank's slice.
 """
@@ -22,11 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+
+from .layout import Shared
 
 Group = dist.ProcessGroup
 Cut = tuple[int, tuple[int, ...]]
 """(dim, length of every rank's slice along it)."""
+Place = tuple[int, int, int]
+"""(start in this rank's shard, start in what all ranks sum, length)."""
 
 # Their names until torch 2.12; the old ones warn from then on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,7 +47,7 @@ def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = N
 
 def reduce_from_region(x: Tensor, group: Group) -> Tensor:
     """Sum over the ranks of `group` (all-reduce); backward is the identity."""
-    return _apply(_ReduceFromRegion, x, group)
+    return _apply(_ReduceFromRegion, x, group, None)
 
 
 def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
@@ -80,9 +87,37 @@ def exchange_regions(
     return _apply(_Exchange, x, (dim % x.ndim, tuple(widths)), (into % x.ndim, tuple(parts)), group)
 
 
+def copy_shared(
+    x: Tensor,
+    shared: Sequence[Shared],
+    length: int,
+    group: Group,
+    reduce_dtype: torch.dtype | None = None,
+    *,
+    dim: int,
+) -> Tensor:
+    """Identity; backward sums the gradients of what several ranks hold over the ranks that hold it.
+
+    One all-reduce over all ranks of `group`, of `length` indices along `dim`: everything that several ranks hold has a
+    slot there, which is zero on other ranks. So no process group of the ranks that share something is needed.
+
+    Args:
+        x: what this rank holds.
+        shared: what of it other ranks hold too, along `dim`; nothing on some ranks.
+        length: indices that several ranks hold, the same on all ranks.
+        group: all ranks, also those that share nothing.
+        reduce_dtype: dtype of the sum, which is then rounded to the gradient's; None for the gradient's own.
+        dim: the dim that is cut.
+    """
+    if not torch.is_grad_enabled() or not x.requires_grad:
+        return x
+    places = tuple((part.local, part.slot, part.length) for part in shared)
+    return _apply(_CopyShared, x, places, length, dim, group, reduce_dtype)
+
+
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """Identity; backward multiplies the gradient by `factor`."""
-    return _apply(_ScaleGradient, x, factor) if torch.is_grad_enabled() and x.requires_grad else x
+    return _apply(_Scale, x, 1.0, factor) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
@@ -143,17 +178,21 @@ class _CopyToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _all_reduce(grads[0], ctx.group, ctx.reduce_dtype), None, None
+        return _apply(_ReduceFromRegion, grads[0], ctx.group, ctx.reduce_dtype), None, None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, group: Group) -> Tensor:
-        return _all_reduce(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
+        # A copy: the caller's tensor may be an activation that others still read.
+        total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return copy_to_region(grads[0], ctx.group, ctx.reduce_dtype), None, None
 
 
 class _GatherFromRegion(torch.autograd.Function):
@@ -164,7 +203,7 @@ class _GatherFromRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _own_slice(grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+        return _apply(_ScatterToRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
 
 
 class _ScatterToRegion(torch.autograd.Function):
@@ -175,13 +214,13 @@ class _ScatterToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_gather_uneven(grads[0], ctx.widths, ctx.group, dim=ctx.dim), None, None, None
+        return _apply(_GatherFromRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
 
 
 class _GatherToRegion(_GatherFromRegion):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return reduce_scatter_uneven(grads[0], ctx.widths, ctx.group, dim=ctx.dim), None, None, None
+        return _apply(_ReduceScatterFromRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
 
 
 class _ReduceScatterFromRegion(_ScatterToRegion):
@@ -189,6 +228,10 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
         return reduce_scatter_uneven(x, widths, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(_GatherToRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -199,22 +242,51 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all_uneven(grads[0], ctx.into, ctx.cut, ctx.group), None, None, None
+        return _apply(_Exchange, grads[0], ctx.into, ctx.cut, ctx.group), None, None, None
 
 
-class _ScaleGradient(torch.autograd.Function):
+class _CopyShared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(
+        ctx: Any, x: Tensor, places: tuple[Place, ...], length: int, dim: int, group: Group, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.settings = (places, length, dim, group, dtype)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.factor, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return _apply(_ReduceShared, grads[0], *ctx.settings), None, None, None, None, None
 
 
-def _all_reduce(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    # A copy: the caller's tensor may be an activation that others still read.
-    total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total.to(x.dtype)
+class _ReduceShared(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, places: tuple[Place, ...], length: int, dim: int, group: Group, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.settings = (places, length, dim, group, dtype)
+        total = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
+        if places == ((0, 0, length),) and x.shape[dim] == length:  # all that there is
+            dist.all_reduce(total, group=group)
+            return total.to(x.dtype)
+        buffer = total.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+        for local, slot, width in places:
+            buffer.narrow(dim, slot, width).copy_(x.narrow(dim, local, width))
+        dist.all_reduce(buffer, group=group)
+        for local, slot, width in places:
+            total.narrow(dim, local, width).copy_(buffer.narrow(dim, slot, width))
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return _apply(_CopyShared, grads[0], *ctx.settings), None, None, None, None, None
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float, of_gradient: float) -> Tensor:
+        ctx.factors = (of_gradient, factor)
+        return x.view_as(x) if factor == 1 else x * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Scale, grads[0], *ctx.factors), None, None

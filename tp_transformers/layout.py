@@ -13,10 +13,11 @@ ranks, a `Layout` says which dim of a tensor is cut by which split.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 Range = tuple[int, int]
 """A half-open index range, (start, stop)."""
@@ -34,9 +35,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shared:
-    """`length` indices, from `local` on in what this rank holds, that all of `ranks` hold."""
+    """`length` indices, from `local` on in what this rank holds, that all of `ranks` hold.
+
+    They stand from `slot` on where all indices that several ranks hold stand one after the other.
+    """
 
     local: int
+    slot: int
     length: int
     ranks: tuple[int, ...]
 
@@ -65,23 +70,36 @@ class Split:
         """Local length of every rank."""
         return tuple(self.local_length(rank) for rank in range(self.size))
 
+    @cached_property
+    def _shared_slots(self) -> dict[Range, int]:
+        """The ranges that several ranks hold, ascending, each with the sum of the lengths of those before it."""
+        if sum(self.widths) == self.length:
+            return {}
+        counts = Counter(held for ranges in self.ranges for held in set(ranges) if held[0] < held[1])
+        several = sorted(held for held, ranks in counts.items() if ranks > 1)
+        lengths = (stop - start for start, stop in several)
+        return dict(zip(several, accumulate(lengths, initial=0), strict=False))
+
+    @cached_property
+    def shared_length(self) -> int:
+        """Number of indices that several ranks hold, each counted once."""
+        return sum(stop - start for start, stop in self._shared_slots)
+
     def shared(self, rank: int) -> tuple[Shared, ...]:
-        """What `rank` holds together with others."""
+        """The indices that `rank` holds together with others."""
         shared = []
         local = 0
         for held in self.ranges[rank]:
             length = held[1] - held[0]
-            ranks = tuple(other for other in range(self.size) if length and held in self.ranges[other])
-            if len(ranks) > 1:
-                shared.append(Shared(local, length, ranks))
+            if held in self._shared_slots:
+                ranks = tuple(other for other in range(self.size) if held in self.ranges[other])
+                shared.append(Shared(local, self._shared_slots[held], length, ranks))
             local += length
         return tuple(shared)
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """Every set of ranks that hold some indices together."""
-        if sum(self.widths) == self.length:
-            return ()
         return tuple(sorted({part.ranks for rank in range(self.size) for part in self.shared(rank)}))
 
     @property

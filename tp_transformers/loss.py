@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from .collectives import Group, all_gather_uneven
+from .collectives import Group, all_gather_uneven, copy_to_region
 from .errors import PlanError, describe
 from .mesh import TensorParallelGroup
 
@@ -160,17 +160,46 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         settings: _Settings = ctx.settings
         logits, target, exponential = ctx.saved_tensors
+        is_recorded = torch.is_grad_enabled()  # a gradient of this gradient may be asked for
         grad = grads[0].masked_fill(target < 0, 0)
+        if is_recorded:
+            grad = copy_to_region(grad, settings.group) if settings.group is not None else grad
+            exponential = _recorded_sum(logits, exponential, settings.group)
         wide = logits.to(exponential.dtype)
         own, here = _local(target, settings.start, wide.shape[-1])
         weight = grad * (1 + 2 * settings.z_loss * exponential) if settings.z_loss else grad
-        slope = (wide - exponential.unsqueeze(-1)).exp_().mul_(weight.unsqueeze(-1))
+        slope = (wide - exponential.unsqueeze(-1)).exp_()
+        slope = slope * weight.unsqueeze(-1) if is_recorded else slope.mul_(weight.unsqueeze(-1))
         if settings.label_smoothing:
             slope.sub_((grad * (settings.label_smoothing / settings.vocabulary)).unsqueeze(-1))
         if wide.shape[-1]:
             taken = (grad * (1 - settings.label_smoothing)).masked_fill(~here, 0)
             slope.scatter_add_(-1, own.unsqueeze(-1), -taken.unsqueeze(-1))
         return slope.to(logits.dtype), None, None
+
+
+class _LogSumExp(torch.autograd.Function):
+    """The logarithm of the sum of exponentials, known from a forward; backward as if it had been computed here."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, known: Tensor, group: Group | None) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(logits, known)
+        return known.view_as(known)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, known = ctx.saved_tensors
+        grad = copy_to_region(grads[0], ctx.group) if ctx.group is not None else grads[0]
+        known = _recorded_sum(logits, known, ctx.group) if torch.is_grad_enabled() else known
+        slope = (logits.to(known.dtype) - known.unsqueeze(-1)).exp() * grad.unsqueeze(-1)
+        return slope.to(logits.dtype), None, None
+
+
+def _recorded_sum(logits: Tensor, known: Tensor, group: Group | None) -> Tensor:
+    """`known`, the logarithm of the sum over all ranks, as a function of this rank's logits; used on this rank's."""
+    total: Tensor = _LogSumExp.apply(logits, known, group)
+    return copy_to_region(total, group) if group is not None else total
 
 
 def _local(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:

@@ -209,8 +209,6 @@ def parallelize(
         for name, strategy in _owners(resolution).items():
             module = model.get_submodule(name)
             own = {param: shards[f"{name}.{param}".lstrip(".")] for param, _ in module.named_parameters(recurse=False)}
-            for shard in own.values():
-                shard.connect()
             attach(module, strategy, own, group.device_mesh)
         for module in model.modules():
             if module._parameters:

@@ -693,17 +693,6 @@ def feed_a_shard(folder: str) -> None:
     model.model.layers[0].mlp.down_proj(torch.ones(1, 50))
 
 
-def threads_after_a_load(folder: str) -> int:
-    load(folder)
-    return len(os.listdir("/proc/self/task"))
-
-
-def test_process_groups_are_let_go_with_the_default_group(pool: Any, cases: Any) -> None:
-    # Two KV heads on four ranks: groups of their own for the ranks that share one. Each would keep its threads.
-    counts = [pool.run(4, threads_after_a_load, cases(8, 2).folder) for _ in range(4)]
-    assert counts[-1] == counts[-2]
-
-
 def load_only_a_head(folder: str, **options: Any) -> int:
     plan = dataclasses.replace(tp_transformers.Plan.from_dict({"lm_head": "colwise_rep"}, source="it"), declared=True)
     return len(tp_transformers.local_tensor(load(folder, tp_plan=plan, **options).lm_head.weight))
@@ -815,7 +804,6 @@ def load_with_own_plan(folder: str) -> None:
 
 
 def test_a_plan_that_does_not_fit_on_one_rank_stops_all(pool: Any, cases: Any) -> None:
-    # Replicated KV heads need process groups of their own, which must not be waited for.
     with pytest.raises(WorkerError) as caught:
         pool.run(4, load_with_own_plan, cases(8, 1).folder, timeout=60)
     assert len(caught.value.errors) == 4

@@ -70,7 +70,6 @@ def shard_module(module: nn.Module, rules: Rules, group: Any) -> nn.Module:
         own = take(param.detach(), shard.layout, group.rank).clone()
         modules[owner]._parameters[param_type] = shard.wrap(own, requires_grad=True)
         shards[owner][param_type] = shard
-        shard.connect()
     for name, strategy in module_strategies.items():
         attach(modules[name], strategy, shards[name], group.device_mesh)
     return local
@@ -709,7 +708,6 @@ def run_shared_heads() -> list[float]:
     layout = Layout(0, packed([query, kv, kv]))
     weight = torch.arange(12.0, dtype=torch.float64).reshape(12, 1)
     shard = ParamShard(weight.shape, layout, group)
-    shard.connect()
     local = shard.wrap(take(weight, layout, group.rank).clone(), requires_grad=True)
     # Every rank adds its rank + 1 to the gradient of all that it holds.
     (shard.view(local) * (group.rank + 1)).sum().backward()
@@ -729,7 +727,6 @@ def run_groups_of_different_ranks() -> list[list[float]]:
     results = []
     for kv in (2, 1, 2):
         shard = ParamShard(torch.Size([kv]), Layout(0, heads(8, kv, group.size)[1]), group)
-        shard.connect()
         local = shard.wrap(torch.ones(1), requires_grad=True)
         (shard.view(local) * (group.rank + 1)).sum().backward()
         results.append(tp_transformers.full_tensor(local, local.grad).tolist())

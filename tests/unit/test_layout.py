@@ -108,6 +108,18 @@ def test_shared_names_exactly_the_indices_that_others_hold(split: Split) -> None
 
 
 @given(splits())
+def test_every_index_that_several_ranks_hold_has_one_slot(split: Split) -> None:
+    several = [
+        index for index in range(split.length) if sum(index in indices(split, rank) for rank in range(split.size)) > 1
+    ]
+    assert split.shared_length == len(several)
+    for rank in range(split.size):
+        mine = indices(split, rank)
+        for part in split.shared(rank):
+            assert mine[part.local : part.local + part.length] == several[part.slot : part.slot + part.length]
+
+
+@given(splits())
 def test_holders_are_the_ranks_that_share_an_index(split: Split) -> None:
     ranks = [[rank for rank in range(split.size) if index in indices(split, rank)] for index in range(split.length)]
     assert split.holders == tuple(sorted({tuple(held) for held in ranks if len(held) > 1}))

@@ -34,7 +34,6 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
             if not param.is_meta:
                 dist.broadcast(whole, group=group.process_group, group_src=0)
             shard = strategy.shard(name, param.shape, group)
-            shard.connect()
             part = strategy.partition_tensor(whole, whole_like(param), name, None, True, group.rank, mesh)
             own = local_tensor(part).clone()  # type: ignore[arg-type]
             param.tp_part = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..collectives import copy_to_region
+from ..collectives import copy_shared, copy_to_region
 from ..layout import Layout, Range, Shared, chunked, even, packed
 from ..lazy import LazyTensor, Resident
 from ..mesh import TP_AXIS, TensorParallelGroup
-from ..subgroups import subgroups
 from .whole import on_all, on_first
 
 
@@ -35,8 +34,16 @@ class ParamShard:
     data_parallel: dist.ProcessGroup | None = None
     """The ranks over which FSDP cuts dim 0 of this rank's shard once more, as torch.chunk does; None without FSDP. They
     may be those that share the model, where each has a batch of its own and the parameter would be whole on all."""
-    _sharing: list[tuple[Shared, dist.ProcessGroup]] = field(default_factory=list, init=False)
-    """What this rank holds together with others, and the process group of those; filled by `connect`."""
+    _shared: tuple[Shared, ...] = field(init=False)
+    """Indices that this rank holds together with others."""
+    _shared_length: int = field(init=False)
+    """Number of indices that several ranks hold; the same on all ranks."""
+
+    def __post_init__(self) -> None:
+        # Here and not in the first forward, which torch.compile may trace.
+        split = self.layout.split if self.layout is not None else None
+        object.__setattr__(self, "_shared", split.shared(self.group.rank) if split is not None else ())
+        object.__setattr__(self, "_shared_length", split.shared_length if split is not None else 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamShard:
         return self
@@ -71,26 +78,16 @@ class ParamShard:
         param.tp_shard = self  # type: ignore[attr-defined]
         return param
 
-    def connect(self) -> None:
-        """Create the process groups of all ranks that hold the same indices; every rank has to call it.
-
-        Here and not in the first forward, which torch.compile may trace.
-        """
-        if self.layout is not None:
-            for ranks in self.layout.split.holders:
-                self._process_group(ranks)
-        self._sharing[:] = [(part, self._process_group(part.ranks)) for part in self._shared]
-
     @property
     def needs_view(self) -> bool:
         """Whether the parameter is not itself what a local forward computes with."""
-        return self.placement is not None or self.sums_gradients or self.added_once or bool(self._shared)
+        return self.placement is not None or self.sums_gradients or self.added_once or self._shared_length > 0
 
     def view(self, param: Tensor) -> Tensor:
         """What the local forward computes with: the local tensor, with gradients routed back as the layout needs.
 
         The gradient of indices that several ranks hold is summed over those ranks (all-reduce in backward), so that
-        each of them has the whole of it.
+        each of them has the whole of it. All ranks of the axis take part in that, also those that share nothing.
         """
         if not torch.is_grad_enabled():
             local = param._local_tensor if isinstance(param, DTensor) else param
@@ -102,18 +99,10 @@ class ParamShard:
             return copy_to_region(param, self.group.process_group, dtype) * (0 if self.group.rank else 1)
         if self.sums_gradients and self.group.process_group is not None:
             return copy_to_region(param, self.group.process_group, dtype)
-        if self.layout is None or not self._sharing:
+        if self.layout is None or self.group.process_group is None or not self._shared_length:
             return param
-        dim, parts, position = self.layout.dim, [], 0
-        for part, process_group in self._sharing:
-            if part.length == param.shape[dim]:
-                return copy_to_region(param, process_group, dtype)
-            parts.append(param.narrow(dim, position, part.local - position))
-            shared = param.narrow(dim, part.local, part.length)
-            parts.append(copy_to_region(shared, process_group, dtype))
-            position = part.local + part.length
-        parts.append(param.narrow(dim, position, param.shape[dim] - position))
-        return torch.cat(parts, dim)
+        dim, process_group = self.layout.dim, self.group.process_group
+        return copy_shared(param, self._shared, self._shared_length, process_group, dtype, dim=dim)
 
     def full(self, local: Tensor) -> Tensor:
         """Gather the whole tensor on every rank (all-gathers) from each rank's `local` values."""
@@ -149,14 +138,6 @@ class ParamShard:
             return 0, self.local_shape[0]
         length, copies = self.local_shape[0], self.data_parallel
         return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
-
-    @property
-    def _shared(self) -> tuple[Shared, ...]:
-        return self.layout.split.shared(self.group.rank) if self.layout is not None else ()
-
-    def _process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        world = self.group.global_ranks
-        return subgroups.of(tuple(world[rank] for rank in ranks))
 
 
 def shard_of(tensor: Tensor | None) -> ParamShard | None:
