@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
@@ -144,6 +146,35 @@ def by_keyword(folder: str, options: dict[str, Any]) -> float:
 def test_keywords_are_bound_by_the_signature(pool: Pool, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
     assert max(pool.run(2, by_keyword, str(tmp_path), options)) < GRADIENT_TOLERANCE
+
+
+# -- adapters
+
+
+def watch(folder: str) -> tuple[int, int, int, int]:
+    """How many hooks every module of the process passes: before a model is loaded, with it, with a copy, after both."""
+    hooks = nn.modules.module._global_module_registration_hooks
+    found = [len(hooks)]
+    ours, theirs = load(folder)
+    tp_transformers.disable()
+    found.append(len(hooks))
+    copied = copy.deepcopy(ours)
+    del ours
+    gc.collect()
+    found.append(len(hooks))
+    adapted = []
+    for model in (copied, theirs):
+        torch.manual_seed(1)
+        adapted.append(get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False)))
+    with torch.no_grad():
+        assert relative(*(model(PROMPTS).logits for model in adapted)) < LOGITS_TOLERANCE
+    del copied, adapted, model
+    gc.collect()
+    return (*found, len(hooks))
+
+
+def test_no_hook_outlives_the_models(pool: Pool, cases: Any) -> None:
+    assert pool.run(2, watch, cases(8, 2).folder) == [(0, 1, 1, 0)] * 2
 
 
 # -- nested, and computed again

@@ -80,6 +80,7 @@ ROOMS = [
     "adapter_files",
     "adapter_layers",
     "adapters",
+    "kernels",
     "generation",
     "outputs",
     "randomness",
