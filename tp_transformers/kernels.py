@@ -43,7 +43,7 @@ def check_kernels(model: PreTrainedModel) -> Iterator[None]:
                 raise UnsupportedError(
                     describe(
                         "use_kernels=True",
-                        got=f"kernels in place of {', '.join(unfit)}, which would leave out what ranks communicate there",
+                        got=f"kernels in place of {', '.join(unfit)}, which would leave out what ranks communicate",
                         expected="kernels for modules that hold no others",
                         fix="Load the model without use_kernels, or with a kernel_config that names other modules.",
                     )
