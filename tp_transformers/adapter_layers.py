@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from .layout import Layout, Split
-from .strategies import RowwiseParallel, local_tensor, take
+from .strategies import RowwiseParallel, begun_forward, local_tensor, take
 
 
 class _Adapted:
@@ -57,15 +57,17 @@ class _Adapted:
         if not isinstance(strategy, RowwiseParallel):
             return super()._embed(ids, weight, *functions, **named)  # type: ignore[misc,no-any-return]
         mesh = next(iter(self.lora_embedding_A.tp_shards.values())).group.device_mesh  # type: ignore[attr-defined]
-        (ids,) = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, base, (ids,), mesh)
-        local = strategy.local_attributes(base, mesh.get_local_rank())
-        saved = {name: getattr(base, name) for name in local}
-        base.__dict__.update(local)
-        try:
-            found = super()._embed(ids, weight)  # type: ignore[misc]
-        finally:
-            base.__dict__.update(saved)
-        return strategy._prepare_output_fn(strategy.output_layouts, True, base, found, mesh)  # type: ignore[no-any-return]
+        with begun_forward(base):
+            layouts = strategy.input_layouts, strategy.desired_input_layouts
+            (ids,) = strategy._prepare_input_fn(*layouts, base, (ids,), mesh)
+            local = strategy.local_attributes(base, mesh.get_local_rank())
+            saved = {name: getattr(base, name) for name in local}
+            base.__dict__.update(local)
+            try:
+                found = super()._embed(ids, weight)  # type: ignore[misc]
+            finally:
+                base.__dict__.update(saved)
+            return strategy._prepare_output_fn(strategy.output_layouts, True, base, found, mesh)  # type: ignore[no-any-return]
 
 
 @cache

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from .adapter_files import push_peft_model, save_peft_model
 from .adapter_layers import SlicedDropout, adapted_class
@@ -48,10 +50,34 @@ INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that look at no weight of the base layer, which is cut."""
 
 
-@cache
-def watch_adapters() -> None:
-    """From the first call on, let whatever of peft is put around a tensor-parallel model know what that is."""
-    nn.modules.module.register_module_module_registration_hook(_joined)
+class _Watch:
+    """The hook of torch that every module of the process passes, which is there for as long as models are."""
+
+    def __init__(self) -> None:
+        self.models = 0
+        self.hook: RemovableHandle | None = None
+
+    def begin(self, model: nn.Module) -> None:
+        """Watch until `model` is gone."""
+        self.models += 1
+        weakref.finalize(model, self.end).atexit = False
+        if self.hook is None:
+            self.hook = nn.modules.module.register_module_module_registration_hook(_joined)
+
+    def end(self) -> None:
+        """Forget one model; after the last, the hook is removed."""
+        self.models -= 1
+        if not self.models and self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
+
+_watch = _Watch()
+
+
+def watch_adapters(model: nn.Module) -> None:
+    """As long as `model` lives, let whatever of peft is put around a tensor-parallel model know what that is."""
+    _watch.begin(model)
 
 
 def _joined(outer: nn.Module, name: str, inner: nn.Module | None) -> None:

@@ -64,10 +64,18 @@ class TensorParallelGeneration:
         return _SharedCriteria(criteria, self.tp_group, call)
 
     def _get_static_cache_init_shape(self) -> Any:
-        """(KV heads, head size) where transformers counts this rank's heads right; else caches see what they get."""
+        """(KV heads, head size), each a number or one for every layer, where transformers counts this rank's heads
+        right; None elsewhere, so that a cache takes its shape from what it is given first.
+        """
         shape = super()._get_static_cache_init_shape()  # type: ignore[misc]
-        heads = {heads.kv.widths[self.tp_group.rank] for heads in self.tp_resolution.attention.values()}
-        return shape if shape is not None and heads == {shape[0]} else None
+        for name, heads in self.tp_resolution.attention.items():
+            counted, own = shape[0] if shape is not None else None, heads.kv.widths[self.tp_group.rank]
+            if isinstance(counted, list):
+                layer = getattr(self.get_submodule(name), "layer_idx", None)  # type: ignore[attr-defined]
+                counted = counted[layer] if isinstance(layer, int) and layer < len(counted) else None
+            if counted != own:
+                return None
+        return shape if self.tp_resolution.attention else None
 
 
 @dataclass

@@ -18,6 +18,7 @@ from .checkpoint.push import push, save_and_push
 from .checkpoint.save import save_pretrained
 from .errors import UnsupportedError, describe
 from .generation import TensorParallelGeneration
+from .kernels import check_kernels
 from .logs import get_logger
 from .mesh import TensorParallelGroup
 from .outputs import return_whole_attentions
@@ -115,6 +116,18 @@ class TensorParallelModel:
             return resize()
         return resize_embeddings(self, resize)  # type: ignore[arg-type]
 
+    def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+        """Take kernels of the Hub in place of forwards; every rank has to call it.
+
+        Raises UnsupportedError on all ranks where one would leave out what a rank communicates; see `check_kernels`.
+        """
+        use = partial(super().set_use_kernels, use_kernels, *args, **kwargs)  # type: ignore[misc]
+        if not use_kernels:
+            use()
+            return
+        with check_kernels(self):  # type: ignore[arg-type]
+            use()
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """What is behind `to`, `half`, `cuda`, ...: on the mesh's own device, shards stay shards."""
         check_device(fn, self.tp_group)
@@ -122,8 +135,9 @@ class TensorParallelModel:
             return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
 
     def __copy__(self) -> Any:
-        copied = type(self).__new__(type(self))
+        copied: nn.Module = type(self).__new__(type(self))  # type: ignore[assignment]
         copied.__dict__.update(self.__dict__)
+        watch_adapters(copied)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -148,6 +162,7 @@ class TensorParallelModel:
         for name, param in module.named_parameters(remove_duplicate=False):
             if hasattr(param, "tp_shard"):
                 copies[name].tp_shard = param.tp_shard  # type: ignore[attr-defined]
+        watch_adapters(copied)
         return copied
 
 
@@ -225,7 +240,7 @@ def parallelize(
                 SharedRandomness(group).attach(model.get_submodule(name))
 
     # 5. The model knows what it is, and so does what is put around it.
-    watch_adapters()
+    watch_adapters(model)
     for module in list(model.modules()):
         if hasattr(module, "save_pretrained"):
             _become_tensor_parallel(module, resolution, group)

@@ -57,3 +57,29 @@ def test_the_state_of_the_models_device_goes_along(monkeypatch: pytest.MonkeyPat
     generation._set_random_states(torch.device("cuda", 1), shared)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(states["cuda:1"], torch.tensor([9]))
+
+
+@pytest.mark.parametrize(
+    ("counted", "own", "fits"),
+    [
+        (2, {0: 2, 1: 2}, True),
+        (2, {0: 2, 1: 1}, False),
+        ([2, 1], {0: 2, 1: 1}, True),
+        ([2, 2], {0: 2, 1: 1}, False),
+        ([2, 1, 7], {0: 2, 1: 1}, True),  # the last keeps no keys and values
+        ([2], {0: 2, 1: 1}, False),
+        (2, {}, False),
+        (None, {0: 2}, False),
+    ],
+)
+def test_a_static_cache_is_made_early_where_heads_are_counted_right(counted: Any, own: Any, fits: bool) -> None:
+    shape = None if counted is None else (counted, [8] * len(counted) if isinstance(counted, list) else 8)
+    heads = {str(layer): SimpleNamespace(kv=SimpleNamespace(widths=(9, width))) for layer, width in own.items()}
+    attributes = {
+        "tp_group": SimpleNamespace(rank=1),
+        "tp_resolution": SimpleNamespace(attention=heads),
+        "get_submodule": lambda self, name: SimpleNamespace(layer_idx=int(name)),
+    }
+    base = type("Base", (), {"_get_static_cache_init_shape": lambda self: shape})
+    model = type("Model", (generation.TensorParallelGeneration, base), attributes)()
+    assert model._get_static_cache_init_shape() == (shape if fits else None)

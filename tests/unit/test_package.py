@@ -86,6 +86,7 @@ ROOMS = [
     "adapter_files",
     "adapter_layers",
     "adapters",
+    "kernels",
     "generation",
     "outputs",
     "randomness",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, MutableMapping
 from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError, describe
-from .attach import attach, cut_module
+from .attach import attach, begun_forward, cut_module
 from .attention import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
 from .base import LocalConfig, TensorParallelLayer, holds_experts
 from .batch import BatchStates, batch_sharded, same_inputs
@@ -80,8 +80,9 @@ __all__ = [
     "TensorParallelLayer",
     "as_strategy",
     "attach",
-    "cut_module",
     "batch_sharded",
+    "begun_forward",
+    "cut_module",
     "features",
     "full_tensor",
     "get_packed_weights",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -53,37 +56,100 @@ def attach(
         mesh: the 1-D mesh of the `tp` axis.
     """
     share_found_inf()
-    # The hooks hold no reference to the module, so that a deep copy of it computes with its own parameters.
+    # The hooks take all that is the module's own from the module that they are called for, which may be a deep copy.
     module.tp_strategy = strategy  # type: ignore[assignment]
+    module.tp_forwards = []  # type: ignore[assignment]
+    strategy.arguments = argument_names(module)
     strategy.attached(module, shards, mesh)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
     rank = mesh.get_local_rank()
-    replaced: list[tuple[dict[str, Any], dict[str, Any]] | None] = []
 
     def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        strategy: TensorParallelLayer = mod.tp_strategy  # type: ignore[assignment]
+        forward = Forward({**dict(zip(strategy.arguments, args, strict=False)), **kwargs})
+        outer: list[Forward] = mod.tp_forwards  # type: ignore[assignment]
+        is_local = any(other.replaced is not None for other in outer)
+        outer.append(forward)
         kwargs = strategy.prepare_keywords(kwargs, rank)
-        keyword = None if args or not kwargs else next(iter(kwargs))
-        inputs = args if keyword is None else (kwargs[keyword],)
+        names = _input_names(strategy.arguments, args, kwargs)
+        inputs = (*args, *(kwargs[name] for name in names))
+        given = len(inputs)
         inputs = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, mod, inputs, mesh)
-        if any(isinstance(value, DTensor) for value in inputs):
-            replaced.append(None)
-        else:
-            replaced.append(_enter_local_view(mod, strategy, views, rank))
-        args, kwargs = (inputs, kwargs) if keyword is None else ((), {**kwargs, keyword: inputs[0]})
-        return mod.tp_strategy.prepare_beside(mod, args, kwargs, mesh)  # type: ignore[operator,union-attr,no-any-return]
+        if not is_local and not any(isinstance(value, DTensor) for value in inputs):
+            forward.replaced = _enter_local_view(mod, strategy, views, rank)
+        count = len(args) if len(inputs) == given else len(inputs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in names}
+        kwargs.update(zip(names, inputs[count:], strict=False))
+        args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
+        forward.given = {}
+        return args, kwargs
 
     def after(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        saved = replaced.pop() if replaced else None
-        if saved is not None:
-            mod._parameters.update(saved[0])
-            mod.__dict__.update(saved[1])
-        if output is None:  # the forward raised
-            strategy.interrupted(mod)
+        strategy: TensorParallelLayer = mod.tp_strategy  # type: ignore[assignment]
+        forwards: list[Forward] = mod.tp_forwards  # type: ignore[assignment]
+        if not forwards:  # another hook raised before this forward began
             return None
-        return strategy._prepare_output_fn(strategy.output_layouts, strategy.use_local_output, mod, output, mesh)
+        try:
+            if forwards[-1].replaced is not None:
+                mod._parameters.update(forwards[-1].replaced[0])
+                mod.__dict__.update(forwards[-1].replaced[1])
+            if output is None:  # the forward raised
+                strategy.interrupted(mod)
+                return None
+            return strategy._prepare_output_fn(strategy.output_layouts, strategy.use_local_output, mod, output, mesh)
+        finally:
+            forwards.pop()
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
+
+
+class Forward:
+    """The state of one forward of one module, which a deep copy of the module begins without."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+        """The arguments by name, until the module's own forward begins."""
+        self.replaced: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """The parameters and the attributes of the module in whose place it sees local ones."""
+        self.notes: dict[str, Any] = {}
+        """Values that the strategy keeps from the input to the output."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        return Forward({})
+
+
+def forward_of(module: nn.Module) -> Forward:
+    """The forward of `module` that is under way; of several, which are nested, the innermost."""
+    return module.tp_forwards[-1]  # type: ignore[union-attr,index,return-value]
+
+
+@contextmanager
+def begun_forward(module: nn.Module) -> Iterator[None]:
+    """Let a strategy's input and output functions be called for `module` without its forward."""
+    forwards: list[Forward] = module.tp_forwards  # type: ignore[assignment]
+    forwards.append(Forward({}))
+    try:
+        yield
+    finally:
+        forwards.pop()
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments of the module's forward that can be given by position, in order."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+
+
+def _input_names(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keywords that go on where the positional arguments end, as though they were positional too.
+
+    Without positional arguments, they begin at the first that is given.
+    """
+    rest = names[len(args) :]
+    if not args:
+        rest = tuple(dropwhile(lambda name: name not in kwargs, rest)) or tuple(kwargs)[:1]
+    return tuple(takewhile(lambda name: name in kwargs, rest))
 
 
 def _enter_local_view(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..collectives import copy_to_region, reduce_from_region
+from .attach import forward_of
 from .base import Placements, TensorParallelLayer
 from .linear import LAST
 
@@ -63,14 +64,14 @@ class ShardedNormParallel(TensorParallelLayer):
         total = copy_to_region(reduce_from_region(squares / holders, group), group)
         epsilon = _epsilon(mod) or 0.0
         scale = torch.sqrt((squares / x.shape[LAST] + epsilon) / (total / layout.split.length + epsilon))
-        mod.__dict__["_tp_norm"] = (scale, x.dtype)
+        forward_of(mod).notes["norm"] = (scale, x.dtype)
         return (wide, *inputs[1:])
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        scale, dtype = mod.__dict__.pop("_tp_norm")
+        scale, dtype = forward_of(mod).notes["norm"]
         return (outputs * scale).to(dtype)
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:

@@ -59,6 +59,9 @@ class TensorParallelLayer(ParallelStyle):
     parts: int | Sequence[int | str] | None = None
     """Of a fused projection: how many equal parts, or their lengths; each is cut by itself."""
 
+    arguments: tuple[str, ...] = ()
+    """Names of the arguments of the module's forward that can be given by position, once it is attached."""
+
     def __init__(
         self,
         *,
@@ -293,7 +296,11 @@ class TensorParallelLayer(ParallelStyle):
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
-        """Turn the module's inputs into what its local forward needs. The bound strategy is `mod.tp_strategy`."""
+        """Turn the module's inputs into what its local forward needs. The bound strategy is `mod.tp_strategy`.
+
+        `inputs` are the module's arguments in the order of its forward's signature, also where they came by keyword,
+        up to the first that is left out.
+        """
         return inputs
 
     @staticmethod

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -29,8 +28,9 @@ from transformers.utils import ModelOutput
 from ..collectives import Group, all_gather_uneven, scale_gradient, scatter_to_region
 from ..errors import MeshError, TensorParallelError, UnsupportedError, describe
 from ..mesh import agreed
+from .attach import forward_of
 from .base import Placements, TensorParallelLayer
-from .region import Widths
+from .region import Widths, in_backward
 
 BATCH = 0
 """The batch dim of a model's activations: (batch, sequence, hidden)."""
@@ -127,14 +127,14 @@ def batch_of(x: Tensor, mesh: DeviceMesh, *, in_layers: bool = False) -> Batch |
     """The samples of all ranks, of which `x` are this rank's; None where all ranks have the same.
 
     Where no forward is under way (a block that is computed again in a backward, as gradient checkpointing does, or a
-    head that is called by itself), the ranks agree anew, unless all that were trained have been alike, and x is
-    `in_layers`.
+    head that is called by itself), the ranks agree anew, unless x is `in_layers`, in a backward, and all forwards that
+    were trained have been alike.
     """
     if _same_inputs.get():
         return None
     group = mesh.get_group()
     batch, alike = _current.get(group), _alike.get(group)
-    if batch is None and in_layers and alike is not None:
+    if batch is None and in_layers and alike is not None and in_backward() >= 0:
         batch = replace(alike, joined={})
     return batch if batch is not None else Batch.agree(tuple(x.shape), _POSITIONS, 0, x.device, group)
 
@@ -155,11 +155,11 @@ class BatchStates(TensorParallelLayer):
         """See `TensorParallelLayer.prepare_beside`: no cache is made, which would hold the samples of all ranks."""
         if _same_inputs.get():
             return args, keywords
-        names = list(signature(type(module).forward).parameters)[1:]
-        given = {**dict(zip(names, args, strict=False)), **keywords}
+        names, given = self.arguments, forward_of(module).given
         ids = given.get("input_ids")
         ids = given["inputs_embeds"] if ids is None else ids
         group, (kind, extra) = mesh.get_group(), _kind(module, given)
+        forward_of(module).notes["group"] = group
         batch = _current[group] = Batch.agree(tuple(ids.shape), kind, extra, ids.device, group)
         if torch.is_grad_enabled() and _alike.setdefault(group, replace(batch, joined={})) != batch:
             _alike[group] = None
@@ -193,7 +193,9 @@ class BatchStates(TensorParallelLayer):
 
     def interrupted(self, module: nn.Module) -> None:
         """See `TensorParallelLayer.interrupted`."""
-        _current.clear()
+        group = forward_of(module).notes.get("group")
+        if group is not None:  # None before the ranks had agreed
+            _current.pop(group, None)
 
     def __repr__(self) -> str:
         return "holds samples of its own"

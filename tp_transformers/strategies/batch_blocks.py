@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from inspect import signature
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..collectives import (
     scale_gradient,
 )
 from ..errors import PlanError, describe
+from .attach import Forward, forward_of
 from .base import Placements, TensorParallelLayer
 from .batch import BATCH, Batch, batch_of
 from .linear import LAST, ColwiseParallel, RowwiseParallel
@@ -36,49 +37,69 @@ class BatchBlock(RegionBlock):
 
     dim = BATCH
     splits_batch = True
-    batch: Batch | None = None
-    """Of the forward that is under way."""
-    x: Tensor | None = None
-    """Its input, joined."""
 
-    def parts_of(self, x: Tensor, mesh: DeviceMesh) -> Widths | None:
+    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
         """See `RegionBlock.parts_of`."""
-        self.batch = batch_of(x, mesh, in_layers=True)
-        return None if self.batch is None else self.batch.widths
+        forward.notes["batch"] = batch = batch_of(x, mesh, in_layers=True)
+        return None if batch is None else batch.widths
 
     def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
         """See `RegionBlock.rows_of`."""
         return x.unflatten(0, (sum(widths), -1)) if x.shape[0] % sum(widths) == 0 else x
 
-    def enter(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+    def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
         """See `RegionBlock.enter`; the gradient is that of the sum of losses again."""
-        self.x = super().enter(x if widths is None else scale_gradient(x, group.size()), widths, group)
-        return self.x
+        x = super().enter(x if widths is None else scale_gradient(x, group.size()), widths, group, forward)
+        forward.notes["x"] = x
+        return x
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
         """See `RegionBlock.leave`; the gradient becomes that of the mean of losses."""
         x = super().leave(x, widths, group)
         return x if widths is None else scale_gradient(x, 1 / group.size())
 
-    def stop(self) -> None:
-        """See `RegionBlock.stop`."""
-        super().stop()
-        self.batch = self.x = None
-
     def prepare_beside(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `TensorParallelLayer.prepare_beside`: whatever goes with samples is joined, too."""
-        if self.batch is None:
+        notes = forward_of(module).notes
+        x = notes.pop("x")  # which nothing here may keep
+        if notes["batch"] is None:
             return args, keywords
-        names = [*signature(type(module).forward).parameters][1:] + [""] * len(args)
-        args = tuple(self._beside(name, value, module, mesh) for name, value in zip(names, args, strict=False))
-        return args, {name: self._beside(name, value, module, mesh) for name, value in keywords.items()}
+        names = [*self.arguments, *[""] * len(args)]
+        beside = _Beside(self, module, notes["batch"], x, mesh)
+        args = tuple(beside.join(name, value) for name, value in zip(names, args, strict=False))
+        return args, {name: beside.join(name, value) for name, value in keywords.items()}
 
-    def _beside(self, name: str, value: Any, module: nn.Module, mesh: DeviceMesh) -> Any:
-        """The argument `name` for the samples of all ranks."""
-        batch, group = self.batch, mesh.get_group()
-        assert batch is not None
+    def misfit(self, got: str, expected: str) -> PlanError:
+        """See `RegionBlock.misfit`."""
+        return PlanError(
+            describe(
+                self.name,
+                got=got,
+                expected=f"{expected} along dim 0, as the batch is cut",
+                fix="Leave it out of tp_batch_sharded.",
+            )
+        )
+
+    def __repr__(self) -> str:
+        return "input: batch-sharded"
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """The arguments beside the input of one forward of a block, for the samples of all ranks."""
+
+    block: BatchBlock
+    module: nn.Module
+    batch: Batch
+    x: Tensor
+    """The input, joined."""
+    mesh: DeviceMesh
+
+    def join(self, name: str, value: Any) -> Any:
+        """The argument `name`; one that is the same for all samples stays as it is."""
+        batch = self.batch
         if value is self.x or not (isinstance(value, Tensor | tuple) or name == "attention_mask"):
             return value
         # All samples have the same; but what is kept for a backward has the shape that it would have, computed again.
@@ -89,51 +110,33 @@ class BatchBlock(RegionBlock):
         if name == "attention_mask" and not batch.differs and value is None:
             return None
         if name == "attention_mask" and batch.differs:  # transformers leaves out what masks nothing, on each rank
-            assert self.x is not None
             vote = torch.tensor([-1 if value is None else which], device=self.x.device)
-            dist.all_reduce(vote, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.mesh.get_group())
             which = int(vote.item())
             if which < 0:
                 return None
         if which == len(known):
-            own, whole = batch.widths[mesh.get_local_rank()], self._mask(module) if value is None else value
-            whole = _each(whole, lambda tensor: self._join_beside(name, tensor, own, batch.widths, group))
-            known.append((value, whole))
+            whole = self._mask() if value is None else value
+            known.append((value, _each(whole, lambda tensor: self._join(name, tensor))))
         return known[which][1]
 
-    def _join_beside(self, name: str, tensor: Tensor, own: int, widths: Widths, group: Group) -> Tensor:
+    def _join(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.ndim < 2:
             return tensor
-        if tensor.shape[0] not in (1, own):
-            raise self.misfit(name, tensor, own)
-        tensor = tensor.expand(own, *tensor.shape[1:])
+        widths, mesh = self.batch.widths, self.mesh
+        self.block.check_fit(name, tensor.shape[0], widths, mesh, broadcasts=True)
+        tensor = tensor.expand(widths[mesh.get_local_rank()], *tensor.shape[1:])
         if not tensor.requires_grad:
-            return all_gather_uneven(tensor, widths, group, dim=BATCH)
-        return self.join(scale_gradient(tensor, group.size()), widths, group)
+            return all_gather_uneven(tensor, widths, mesh.get_group(), dim=BATCH)
+        return self.block.join(scale_gradient(tensor, mesh.size()), widths, mesh.get_group())
 
-    def _mask(self, module: nn.Module) -> Tensor:
-        """What no mask stands for: (batch, length) for flash attention, else (batch, 1, length, length)."""
-        assert self.batch is not None
-        assert self.x is not None
-        length, device = self.x.shape[1], self.x.device
+    def _mask(self) -> Tensor:
+        """The mask that no mask stands for: (batch, length) for flash attention, else (batch, 1, length, length)."""
+        length, device, module = self.x.shape[1], self.x.device, self.module
         if "flash" in str(getattr(getattr(module, "config", None), "_attn_implementation", None)):
             return torch.ones(1, length, dtype=torch.bool, device=device)
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
         return mask.tril() if getattr(module, "is_causal", True) else mask
-
-    def misfit(self, what: str, x: Tensor, length: int) -> PlanError:
-        """See `RegionBlock.misfit`."""
-        return PlanError(
-            describe(
-                self.name,
-                got=f"{what} of shape {tuple(x.shape)}",
-                expected=f"({length}, ...), as the batch is cut",
-                fix="Leave it out of tp_batch_sharded.",
-            )
-        )
-
-    def __repr__(self) -> str:
-        return "input: batch-sharded"
 
 
 def _each(value: Any, function: Any) -> Any:
@@ -168,7 +171,6 @@ class BatchColwise(ColwiseParallel):
     """
 
     splits_batch = True
-    batch: Batch | None = None
 
     def __init__(self, name: str) -> None:
         """`name`: what a plan calls the strategy that it is."""
@@ -185,12 +187,12 @@ class BatchColwise(ColwiseParallel):
     ) -> tuple[Any, ...]:
         strategy, x = mod.tp_strategy, to_local(inputs)[0]
         assert isinstance(strategy, BatchColwise)
-        strategy.batch = batch_of(x, device_mesh)
+        batch = forward_of(mod).notes["batch"] = batch_of(x, device_mesh)
         if not strategy.is_embedding:
             strategy.check_width(x, strategy.in_features)
-        if strategy.batch is None:
+        if batch is None:
             return ColwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
-        return (_joined(x, strategy.batch, device_mesh), *inputs[1:])
+        return (_joined(x, batch, device_mesh), *inputs[1:])
 
     @staticmethod
     def _prepare_output_fn(
@@ -198,15 +200,11 @@ class BatchColwise(ColwiseParallel):
     ) -> Any:
         strategy = mod.tp_strategy
         assert isinstance(strategy, BatchColwise)
-        batch, strategy.batch = strategy.batch, None
+        batch = forward_of(mod).notes["batch"]
         if batch is None:
             return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
         own = exchange_regions(outputs, strategy.output_split.widths, batch.widths, device_mesh.get_group())
         return scale_gradient(own, 1 / device_mesh.size())
-
-    def interrupted(self, module: nn.Module) -> None:
-        """See `TensorParallelLayer.interrupted`."""
-        module.tp_strategy.batch = None  # type: ignore[union-attr]
 
     def __repr__(self) -> str:
         return f"{self.plain}, input: batch-sharded"
@@ -218,7 +216,6 @@ class BatchVocabulary(RowwiseParallel):
     """
 
     splits_batch = True
-    batch: Batch | None = None
 
     @staticmethod
     def _prepare_input_fn(
@@ -228,11 +225,10 @@ class BatchVocabulary(RowwiseParallel):
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
-        strategy, ids = mod.tp_strategy, to_local(inputs)[0]
-        assert isinstance(strategy, BatchVocabulary)
-        strategy.batch = batch_of(ids, device_mesh)
-        if strategy.batch is not None:
-            ids = _joined(ids, strategy.batch, device_mesh)
+        ids = to_local(inputs)[0]
+        batch = forward_of(mod).notes["batch"] = batch_of(ids, device_mesh)
+        if batch is not None:
+            ids = _joined(ids, batch, device_mesh)
         return RowwiseParallel._prepare_input_fn(
             input_layouts, desired_input_layouts, mod, (ids, *inputs[1:]), device_mesh
         )
@@ -241,18 +237,12 @@ class BatchVocabulary(RowwiseParallel):
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        strategy = mod.tp_strategy
-        assert isinstance(strategy, BatchVocabulary)
-        batch, strategy.batch = strategy.batch, None
+        batch = forward_of(mod).notes["batch"]
         if batch is None:
             return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
-        outputs = outputs.masked_fill(mod.__dict__.pop("_tp_outside").unsqueeze(LAST), 0)
+        outputs = outputs.masked_fill(forward_of(mod).notes["outside"].unsqueeze(LAST), 0)
         own = reduce_scatter_from_region(outputs, batch.widths, device_mesh.get_group(), dim=BATCH)
         return scale_gradient(own, 1 / device_mesh.size())
-
-    def interrupted(self, module: nn.Module) -> None:
-        """See `TensorParallelLayer.interrupted`."""
-        module.tp_strategy.batch = None  # type: ignore[union-attr]
 
     def __repr__(self) -> str:
         return "embedding_rowwise, input: batch-sharded"

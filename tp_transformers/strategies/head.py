@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.distributed.tensor import Replicate
 from ..collectives import gather_from_region
 from ..loss import CausalLMLoss
 from ..mesh import TensorParallelGroup
+from .attach import forward_of
 from .base import Placements, TensorParallelLayer
 from .linear import ColwiseParallel
 
@@ -47,24 +47,6 @@ class LossParallel(TensorParallelLayer):
     A loss function that a user sets on the model gets whole logits.
     """
 
-    def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
-        """See `TensorParallelLayer.bind`; where labels stand among the arguments is read here, once."""
-        bound = super().bind(module, size, **options)
-        assert isinstance(bound, LossParallel)
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        bound.position = names.index("labels") if "labels" in names else len(names)
-        return bound
-
-    position = 0
-    """Of the labels among the arguments of the forward."""
-    is_labelled = False
-    """Whether the forward that is under way is given labels by name."""
-
-    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
-        """See `TensorParallelLayer.prepare_keywords`; nothing is changed."""
-        self.is_labelled = keywords.get("labels") is not None
-        return keywords
-
     @staticmethod
     def _prepare_input_fn(
         input_layouts: Placements,
@@ -73,10 +55,8 @@ class LossParallel(TensorParallelLayer):
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
-        strategy, heads = mod.tp_strategy, _heads(mod)
-        assert isinstance(strategy, LossParallel)
-        labelled = strategy.is_labelled or any(value is not None for value in inputs[strategy.position :][:1])
-        if labelled and isinstance(mod.__dict__.get("_loss_function"), CausalLMLoss | None):
+        heads, labels = _heads(mod), forward_of(mod).given.get("labels")
+        if labels is not None and isinstance(mod.__dict__.get("_loss_function"), CausalLMLoss | None):
             # Anew, since embeddings may have been resized.
             mod.loss_function = CausalLMLoss(device_mesh, heads[0].output_split.widths)  # type: ignore[assignment]
             for head in heads:

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from ..collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..errors import PlanError, describe
 from ..layout import Layout, Split, even
+from .attach import forward_of
 from .base import Placements, TensorParallelLayer, as_sharded, only
 from .shard import take
 
@@ -212,7 +213,7 @@ class RowwiseParallel(_WeightParallel):
             start, stop = strategy.input_split.ranges[device_mesh.get_local_rank()][0]
             # Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
             outside = ((x >= 0) & (x < start)) | ((x >= stop) & (x < strategy.in_features))
-            mod.__dict__["_tp_outside"] = outside
+            forward_of(mod).notes["outside"] = outside
             x = (x - start).masked_fill(outside, 0)
         elif isinstance(x, DTensor):
             strategy.check_width(x, strategy.in_features)
@@ -232,7 +233,7 @@ class RowwiseParallel(_WeightParallel):
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        outside = mod.__dict__.pop("_tp_outside", None)
+        outside = forward_of(mod).notes.get("outside")
         if outside is not None:
             outputs = outputs.masked_fill(outside.unsqueeze(LAST), 0)
         outputs = reduce_from_region(outputs, device_mesh.get_group())

@@ -10,6 +10,8 @@ computes on the whole.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,15 +23,33 @@ from torch.distributed.tensor import DTensor, Shard
 from ..collectives import Group, all_gather_uneven, gather_from_region, scatter_to_region
 from ..errors import PlanError, describe
 from ..layout import chunked, even
+from .attach import Forward, forward_of
 from .base import Placements, TensorParallelLayer, as_sharded
 from .regather import remember
-from .region import GatherMixin, RegionBlock, WholeMixin, Widths
+from .region import GatherMixin, RegionBlock, WholeMixin, Widths, all_lengths, in_backward
 
 SEQUENCE = 1
 """The sequence dim of a model's activations: (batch, sequence, hidden)."""
 
-_current: WeakKeyDictionary[Group, Widths | None] = WeakKeyDictionary()
-"""How the sequence of the forward that is under way over some ranks is cut; None where every rank has the whole."""
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a sequence is cut, for the modules that compute on its parts."""
+
+    widths: Widths | None
+    """Length of every rank's part; None where every rank has the whole."""
+    backward: int
+    """Number of the backward that computes a layer again, of which it is the sequence; -1 in a forward."""
+    scope: str
+    """Name of that layer."""
+
+    def holds(self, name: str) -> bool:
+        """Whether the module `name`, which runs now, is given parts of this sequence."""
+        return self.backward == in_backward() and (self.backward < 0 or name.startswith(self.scope))
+
+
+_current: WeakKeyDictionary[Group, _Cut] = WeakKeyDictionary()
+"""The sequence of the forward that is under way over some ranks."""
 
 
 class SequenceParallel(TensorParallelLayer):
@@ -54,10 +74,6 @@ class SequenceParallel(TensorParallelLayer):
             use_dtensor=use_dtensor,
         )
 
-    def interrupted(self, module: nn.Module) -> None:
-        """See `TensorParallelLayer.interrupted`."""
-        module.__dict__.pop("_tp_sequence", None)
-
     @property
     def takes_sharded_input(self) -> bool:
         """Its features are whole; the sequence is cut."""
@@ -81,14 +97,14 @@ class SequenceParallel(TensorParallelLayer):
         if isinstance(x, DTensor):
             length = x.shape[strategy.sequence_dim]
             x = x.redistribute(device_mesh, desired_input_layouts).to_local()  # type: ignore[arg-type]
-        mod.__dict__["_tp_sequence"] = (length, x)
+        forward_of(mod).notes["sequence"] = (length, x)
         return (x, *inputs[1:])
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        (length, x), strategy = mod.__dict__.pop("_tp_sequence"), mod.tp_strategy
+        (length, x), strategy = forward_of(mod).notes["sequence"], mod.tp_strategy
         assert isinstance(strategy, SequenceParallel)
         if use_local_output:
             remember(outputs, mod, x)
@@ -115,8 +131,9 @@ class SequenceParallelRep(SequenceParallel):
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        del mod.__dict__["_tp_sequence"]
-        widths, group = _widths(device_mesh), device_mesh.get_group()
+        strategy, group = mod.tp_strategy, device_mesh.get_group()
+        assert isinstance(strategy, SequenceParallelRep)
+        widths = _widths(strategy.name, outputs, device_mesh)
         return outputs if widths is None else gather_from_region(outputs, widths, group, dim=SEQUENCE)
 
 
@@ -145,7 +162,8 @@ class SequenceScatterParallel(TensorParallelLayer):
         # Re-entrant checkpointing runs forwards that are trained without gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
         widths = even(length, device_mesh.size()).widths if trains or length >= device_mesh.size() else None
-        _current[device_mesh.get_group()] = widths
+        name = mod.tp_strategy.name  # type: ignore[union-attr]
+        _current[device_mesh.get_group()] = _Cut(widths, in_backward(), f"{name}.")
         return (x if widths is None else scatter_to_region(x, widths, device_mesh.get_group(), dim=SEQUENCE), *others)
 
 
@@ -154,38 +172,34 @@ class SequenceBlock(RegionBlock):
 
     dim = SEQUENCE
 
-    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
-        """See `TensorParallelLayer.prepare_keywords`; from here is known how long the sequence is.
+    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
+        """See `RegionBlock.parts_of`.
 
-        A block that is computed again in a backward (gradient checkpointing) may follow other forwards.
+        Where a layer is computed again in a backward (gradient checkpointing), which may follow other forwards, its
+        attention is told positions, of which there are as many as tokens; its other blocks go by that.
         """
-        positions, rotations = keywords.get("position_ids"), keywords.get("position_embeddings")
-        if positions is not None:
-            self.length = positions.shape[-1]
-        elif isinstance(rotations, tuple):
-            self.length = rotations[0].shape[-2]
-        return keywords
-
-    length: int | None = None
-    """Of the sequence, where the module is told."""
-
-    def parts_of(self, x: Tensor, mesh: DeviceMesh) -> Widths | None:
-        """See `RegionBlock.parts_of`."""
-        if torch.is_grad_enabled() and self.length is not None:
-            _current[mesh.get_group()] = even(self.length, mesh.size()).widths
-        return _widths(mesh)
+        length, task, cut = _told_length(forward.given), in_backward(), _current.get(mesh.get_group())
+        is_under_way = task < 0 and cut is not None and cut.backward < 0
+        if length is None or is_under_way or not torch.is_grad_enabled():
+            return _widths(self.name, x, mesh)
+        widths = even(length, mesh.size()).widths
+        if task >= 0:
+            _current[mesh.get_group()] = _Cut(widths, task, f"{self.name.rpartition('.')[0]}.")
+        else:  # a layer that is trained by itself, whose norms sum up gradients of parts
+            self.agreed = frozenset()
+        return widths
 
     def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
         """See `RegionBlock.rows_of`."""
         return x.unflatten(0, (-1, sum(widths))) if x.shape[0] % sum(widths) == 0 else x
 
-    def misfit(self, what: str, x: Tensor, length: int) -> PlanError:
+    def misfit(self, got: str, expected: str) -> PlanError:
         """See `RegionBlock.misfit`."""
         return PlanError(
             describe(
                 self.name,
-                got=f"{what} of shape {tuple(x.shape)}",
-                expected=f"(batch, {length}, features), as the sequence is cut",
+                got=got,
+                expected=f"{expected} along dim 1, as the sequence is cut",
                 fix="Sequence parallelism does not fit this model; load it without.",
             )
         )
@@ -215,13 +229,29 @@ class SequenceWholeParallel(WholeMixin, SequenceBlock):
 class SequenceStatesParallel(TensorParallelLayer):
     """Around a model whose layers compute on parts: join the `hidden_states` that it returns (all-gather; backward: own
     slice). Its last one is that of `sequence_parallel_rep`, and whole.
+
+    A forward begins and ends here: what is called outside of one is given whole sequences.
     """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        forward_of(mod).notes["group"] = device_mesh.get_group()
+        _current.pop(device_mesh.get_group(), None)
+        return inputs
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        widths, group = _widths(device_mesh), device_mesh.get_group()
+        group = device_mesh.get_group()
+        cut = _current.pop(group, None)
+        widths = cut.widths if cut is not None else None
         if widths is None:
             return outputs
         last = outputs[0]
@@ -235,6 +265,10 @@ class SequenceStatesParallel(TensorParallelLayer):
             outputs["hidden_states"] = tuple(map(whole, outputs["hidden_states"]))
         return outputs
 
+    def interrupted(self, module: nn.Module) -> None:
+        """See `TensorParallelLayer.interrupted`."""
+        _current.pop(forward_of(module).notes["group"], None)
+
 
 def _are_states(value: Any, last: Tensor) -> bool:
     """Whether a value of a model's output is its hidden states: a tuple of tensors as wide as the last, and of its
@@ -246,14 +280,29 @@ def _are_states(value: Any, last: Tensor) -> bool:
     )
 
 
+def _told_length(given: Mapping[str, Any]) -> int | None:
+    """Tokens of the whole sequence, where the arguments of a module tell."""
+    positions, rotations = given.get("position_ids"), given.get("position_embeddings")
+    if isinstance(positions, Tensor):
+        return positions.shape[-1]
+    return rotations[0].shape[-2] if isinstance(rotations, tuple) else None
+
+
 def is_cut(group: Group) -> bool:
     """Whether a module between blocks is given this rank's part of a sequence.
 
     What is trained always is cut, also where a backward computes it again after another forward.
     """
-    return torch.is_grad_enabled() or _current.get(group) is not None
+    cut = _current.get(group)
+    return torch.is_grad_enabled() or (cut is not None and cut.backward == in_backward() and cut.widths is not None)
 
 
-def _widths(mesh: DeviceMesh) -> Widths | None:
-    """How the sequence of the forward that is under way is cut; None where every rank has the whole."""
-    return _current.get(mesh.get_group())
+def _widths(name: str, x: Tensor, mesh: DeviceMesh) -> Widths | None:
+    """How the sequence is cut of which the module `name` has the part `x`; None where `x` is whole.
+
+    Computed again in a backward without what says so, it is what the ranks have (one all-gather of a number).
+    """
+    cut = _current.get(mesh.get_group())
+    if cut is not None and cut.holds(name):
+        return cut.widths
+    return all_lengths(x.shape[SEQUENCE], mesh) if in_backward() >= 0 else None
