@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..layout import even
 from ..mesh import TensorParallelGroup
@@ -42,7 +42,12 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
 
 
 def attach(
-    module: nn.Module, strategy: TensorParallelLayer, shards: Mapping[str, ParamShard], mesh: DeviceMesh
+    module: nn.Module,
+    strategy: TensorParallelLayer,
+    shards: Mapping[str, ParamShard],
+    mesh: DeviceMesh,
+    *,
+    takes_dtensors: bool = True,
 ) -> None:
     """Make `module` compute with this rank's shards: its forward sees local tensors, `strategy` communicates around it.
 
@@ -51,11 +56,15 @@ def attach(
         strategy: bound to the module; stays reachable as `module.tp_strategy`.
         shards: what this rank holds, by parameter name within the module.
         mesh: the 1-D mesh of the `tp` axis.
+        takes_dtensors: whether the module may be given DTensors; where not, and nothing else is to be done, its
+            forward is left alone.
     """
     # The hooks hold no reference to the module, so that a deep copy of it computes with its own parameters.
     module.tp_strategy = strategy  # type: ignore[assignment]
     strategy.attached(module, shards, mesh)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
+    if not (views or takes_dtensors or strategy.acts):
+        return
     rank = mesh.get_local_rank()
     replaced: list[tuple[dict[str, Any], dict[str, Any]] | None] = []
 
@@ -65,7 +74,7 @@ def attach(
         inputs = args if keyword is None else (kwargs[keyword],)
         inputs = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, mod, inputs, mesh)
         if any(isinstance(value, DTensor) for value in inputs):
-            replaced.append(None)
+            replaced.append(_enter_dtensor_view(mod, shards, mesh))
         else:
             replaced.append(_enter_local_view(mod, strategy, views, rank))
         args, kwargs = (inputs, kwargs) if keyword is None else ((), {**kwargs, keyword: inputs[0]})
@@ -85,6 +94,24 @@ def attach(
     module.register_forward_hook(after, always_call=True)
 
 
+def _enter_dtensor_view(
+    module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Let the module see DTensors in place of the parameters that are whole; returns what was there.
+
+    The gradient of one is summed over the ranks where DTensors say that each has a part of it.
+    """
+    parameters = module._parameters
+    saved: dict[str, Any] = {
+        name: param
+        for name, param in parameters.items()
+        if param is not None and name in shards and shards[name].layout is None and not isinstance(param, DTensor)
+    }
+    for name, param in saved.items():
+        parameters[name] = DTensor.from_local(param, mesh, [Replicate()], run_check=False)  # type: ignore[assignment]
+    return saved, {}
+
+
 def _enter_local_view(
     module: nn.Module, strategy: TensorParallelLayer, views: Mapping[str, ParamShard], rank: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -102,3 +129,15 @@ def _enter_local_view(
     saved_attributes = {name: module.__dict__[name] for name in attributes}
     module.__dict__.update(attributes)
     return saved, saved_attributes
+
+
+class LocalConfig:
+    """A module's view of a config that it shares with the whole model, with other values for some attributes."""
+
+    def __init__(self, config: Any, **local: Any) -> None:
+        self.__dict__.update(local, _shared=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_shared":
+            raise AttributeError(name)
+        return getattr(self._shared, name)
