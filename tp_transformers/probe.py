@@ -98,6 +98,10 @@ def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tens
         shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
         speech = {"input_features": torch.randn(shape, generator=generator)}
         return {**speech, "decoder_input_ids": ids}, speech, False
+    if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        channels = getattr(config, "num_channels", 3)
+        images = {"pixel_values": torch.randn((2, channels, *[config.image_size] * 2), generator=generator)}
+        return images, images, True
     if config.is_encoder_decoder:
         return {**text, "decoder_input_ids": ids.flip(1)}, text, False
     image = _image(model, generator)
