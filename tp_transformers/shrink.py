@@ -138,6 +138,13 @@ def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return chosen
 
 
+def outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model without values."""
+    with supported(f"a {config.model_type}"), torch.device("meta"):
+        model: PreTrainedModel = cls._from_config(config)
+    return model
+
+
 def _levels(level: Level) -> Iterator[Level]:
     """The config and those within it; what is in `rope_parameters` belongs to the level around it."""
     yield level

@@ -318,14 +318,8 @@ class TensorParallelLayer(ParallelStyle):
         return f"{type(self).__name__}(input={only(self.input_layouts)}, output={only(self.output_layouts)})"
 
 
-_ACTS = (
-    "_prepare_input_fn",
-    "_prepare_output_fn",
-    "prepare_keywords",
-    "prepare_beside",
-    "local_attributes",
-    "interrupted",
-)
+_ACTS: tuple[str, ...] = ("_prepare_input_fn", "_prepare_output_fn", "prepare_keywords", "prepare_beside")
+_ACTS += ("local_attributes", "interrupted")
 
 
 def _is_distributed(param: Tensor) -> bool:
