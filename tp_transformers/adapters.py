@@ -272,7 +272,7 @@ def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: 
     if not param.is_meta:
         torch.distributed.broadcast(param.data, group=group.process_group, group_src=0)
     part = take(param.data, layout, group.rank)
-    shard = ParamShard(param.shape, layout, group)
+    shard = ParamShard(param.shape, layout, group, use_dtensor=layout is not None)
     owner._parameters[name] = shard.wrap(part.clone(), requires_grad=param.requires_grad)  # type: ignore[union-attr]
     owner.__dict__.setdefault("tp_shards", {})[name] = shard
     keep_state(owner)

@@ -55,7 +55,7 @@ def data_parallel(
     later axis and copied over the other.
 
     With `shard`, FSDP2's `fully_shard` is applied to every decoder layer, then to the model. A DTensor parameter
-    becomes a DTensor over both axes. A plain one (uneven heads, replicated KV heads), which no placement describes over
+    becomes a DTensor over both axes. A plain one (whole, uneven heads, replicated KV heads), which is no DTensor over
     the `tp` axis, becomes a `Shard(0)` DTensor of this rank's values over the data-parallel axis alone: its own
     `full_tensor()` is then this rank's tensor-parallel shard, `tp_transformers.full_tensor` the whole of either. Make
     optimizers after it, since the parameters are new.

@@ -21,7 +21,7 @@ from .strategies import ColwiseParallel, RowwiseParallel, take
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# fp32 sums in another order; the same as in the tests of every architecture.
+# fp32 sums in another order, where a model cannot compute in fp64; the same as in the tests of every architecture.
 OUTPUT_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3
 NOISE = 1e-6

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .strategies import local_tensor, settle_gradient, shard_of
 
@@ -92,7 +94,8 @@ def parameter_groups(
     """Groups for an optimizer, in each of which all parameters are DTensors of one mesh, or all are plain.
 
     torch's optimizers compute a group at a time (`foreach`, `fused`), and its operators refuse to mix DTensors with
-    plain tensors or with those of another mesh. Values and states do not depend on the grouping.
+    plain tensors or with those of another mesh. Values and states do not depend on the grouping. The optimizers of
+    torch that know `foreach` need no such groups once a model has been loaded with a plan: see `split_steps`.
 
     Args:
         parameters: a model, parameters, or groups of an optimizer, each of which keeps its other settings.
@@ -110,6 +113,30 @@ def parameter_groups(
             kinds.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
         result += [{**group, "params": params} for params in kinds.values()]
     return result
+
+
+@cache
+def split_steps() -> None:
+    """Let every optimizer of torch that knows `foreach` take groups that mix DTensors with plain parameters.
+
+    Each of its steps computes with the groups of `parameter_groups`; `param_groups` and states stay as they are. This
+    is a hook of all optimizers of the process, registered once.
+    """
+    register_optimizer_step_pre_hook(_split_step)
+
+
+def _split_step(
+    optimizer: Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a step: another optimizer of the same state, whose groups are not mixed, takes it."""
+    if not type(optimizer).__module__.startswith("torch.optim.") or "foreach" not in optimizer.defaults:
+        return None
+    groups = parameter_groups(optimizer.param_groups)
+    if len(groups) == len(optimizer.param_groups):
+        return None
+    apart = object.__new__(type(optimizer))
+    apart.__dict__.update(vars(optimizer), param_groups=groups)
+    return (apart, *args[1:]), keywords
 
 
 def _is_cut_over_copies(param: Tensor) -> bool:

@@ -18,6 +18,7 @@ from .checkpoint.push import push, save_and_push
 from .checkpoint.save import save_pretrained
 from .errors import UnsupportedError, describe
 from .generation import TensorParallelGeneration
+from .gradients import split_steps
 from .kernels import check_kernels
 from .logs import get_logger
 from .mesh import TensorParallelGroup
@@ -35,7 +36,15 @@ from .state import (
     replace_embeddings,
     resize_embeddings,
 )
-from .strategies import BatchWhole, LocalConfig, ParamShard, SequenceBlock, TensorParallelLayer, attach
+from .strategies import (
+    BatchWhole,
+    LocalConfig,
+    ParamShard,
+    SequenceBlock,
+    TensorParallelLayer,
+    attach,
+    passes_dtensors,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -221,10 +230,11 @@ def parallelize(
 
     # 4. Communication.
     if group.device_mesh is not None:
+        takes_dtensors = any(map(passes_dtensors, resolution.module_strategies.values()))
         for name, strategy in _owners(resolution).items():
             module = model.get_submodule(name)
             own = {param: shards[f"{name}.{param}".lstrip(".")] for param, _ in module.named_parameters(recurse=False)}
-            attach(module, strategy, own, group.device_mesh)
+            attach(module, strategy, own, group.device_mesh, takes_dtensors=takes_dtensors)
         for module in model.modules():
             if module._parameters:
                 keep_state(module)
@@ -241,6 +251,7 @@ def parallelize(
 
     # 5. The model knows what it is, and so does what is put around it.
     watch_adapters(model)
+    split_steps()
     for module in list(model.modules()):
         if hasattr(module, "save_pretrained"):
             _become_tensor_parallel(module, resolution, group)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -81,6 +82,50 @@ def make(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedMode
     return model
 
 
+class _Doubled(TorchFunctionMode):
+    """Whatever asks for float32 gets float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        if func is getattr(torch, "_grouped_mm", None) and args[0].dtype == torch.float64:  # which it does not know
+            return _grouped_product(args[0], args[1], kwargs["offs"])
+        return func(*args, **kwargs)
+
+
+def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows of `x: (rows, in)` by the matrix of their group; `weights: (groups, in, out)`, `ends: (groups,)` of rows."""
+    stops = ends.tolist()
+    products = [x[start:stop] @ weight for start, stop, weight in zip([0, *stops], stops, weights, strict=False)]
+    return torch.cat([*products, x.new_zeros(x.shape[0] - stops[-1], weights.shape[-1])])
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Let models of `dtype` compute in it from end to end: with float64, casts to float32 within a forward too.
+
+    A gated delta rule, whose code casts to float32, multiplies the rounding of sums by thousands: in float32, ranks
+    that are right cannot be told from ranks that are wrong.
+    """
+    if dtype != torch.float64:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _Doubled():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def in_dtype(question: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The arguments of a forward, those of floating point in `dtype`."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in question.items()}
+
+
 def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
     """(arguments of the forward, arguments of generate, whether there is an image) of a left-padded batch of two.
 
@@ -98,6 +143,10 @@ def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tens
         shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
         speech = {"input_features": torch.randn(shape, generator=generator)}
         return {**speech, "decoder_input_ids": ids}, speech, False
+    if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        channels = getattr(config, "num_channels", 3)
+        images = {"pixel_values": torch.randn((2, channels, *[config.image_size] * 2), generator=generator)}
+        return images, images, True
     if config.is_encoder_decoder:
         return {**text, "decoder_input_ids": ids.flip(1)}, text, False
     image = _image(model, generator)

@@ -53,7 +53,10 @@ HEAD_WIDTHS = (8, 16, 32, 64)
 PATCHES = 4
 """Patches along each side of an image."""
 
-_UNUSED = ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version", "output_attentions")
+_UNUSED = (
+    *("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version", "output_attentions"),
+    *("out_features", "out_indices", "stage_names"),  # of a backbone: by default its last layer
+)
 
 Level = dict[str, Any]
 """A config as a dict; configs within it, such as `text_config`, are levels of their own."""
@@ -102,7 +105,7 @@ def supported(subject: str) -> Iterator[None]:
                 expected="a model that transformers can make and run in one process",
                 fix="See whether the config is whole; if it is, verify the plan on a real checkpoint.",
             )
-        ) from error
+        ) from (None if isinstance(error, StopIteration) else error)  # contextlib would raise that cause itself
 
 
 def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -133,6 +136,13 @@ def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         )
     chosen: type[PreTrainedModel] = next((cls for cls in classes if cls.can_generate()), classes[0])
     return chosen
+
+
+def outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model without values."""
+    with supported(f"a {config.model_type}"), torch.device("meta"):
+        model: PreTrainedModel = cls._from_config(config)
+    return model
 
 
 def _levels(level: Level) -> Iterator[Level]:
@@ -169,10 +179,11 @@ def _shrink_widths(levels: list[Level]) -> None:
 
 def _attention(level: Level) -> tuple[int, int, int]:
     """(query heads, the width that they are counted from, the width of one); 0 where the level does not say."""
-    heads = math.lcm(*(level[name] for name in HEADS if level.get(name)))
+    named = [level[name] for name in HEADS if level.get(name)]
+    heads = math.lcm(*named) if named else 0
     hidden = next((level[name] for name in HIDDEN if level.get(name)), 0)
     widths = [level[name] for name in level if HEAD_WIDTH.fullmatch(name) and level[name]]
-    if hidden % heads:
+    if not heads or hidden % heads:
         heads = hidden = 0
     return heads, hidden, min(widths) if widths else hidden // (heads or 1)
 

@@ -85,6 +85,12 @@ def _take_own(
 
 def _own_part(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
     """This rank's part of a value that is whole, or already laid out like the parameter; None if it is neither."""
+    if (
+        isinstance(value, DTensor)
+        and shard.placement is None
+        and all(place.is_replicate() for place in value.placements)
+    ):
+        value = local_tensor(value)  # whole
     if isinstance(value, DTensor):
         placements = param.placements if isinstance(param, DTensor) else (shard.placement,)
         return local_tensor(value) if value.placements == placements else None

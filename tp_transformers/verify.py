@@ -33,7 +33,7 @@ from .mesh import TP_AXIS
 from .plan import Plan
 from .pretrained import auto_plan, read_plan
 from .resolve import Resolution, check_layers_are_cut, resolve
-from .shrink import generating_class, shrink, supported
+from .shrink import generating_class, outline, shrink, supported
 from .strategies import STRATEGIES, ParallelInterface, full_tensor
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def verify(
     grads: bool = False,
     timeout: float = 600,
 ) -> list[Verdict]:
-    """Hold tensor parallelism on `sizes` ranks against one process, in fp32 on CPUs; returns a verdict for each size.
+    """Hold tensor parallelism on `sizes` ranks against one process, in fp64 on CPUs; returns a verdict for each size.
 
     Args:
         config: a config, the path of a config.json, a folder with one, or a name on the Hub; no weights are read.
@@ -90,7 +90,7 @@ def verify(
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
     config = read_config(config)
     cls, small = generating_class(config), shrink(config)
-    true, model = _outline(cls, config), _outline(cls, small)
+    true, model = outline(cls, config), outline(cls, small)
     given = read_plan("auto" if plan is None else plan)
     chosen = given if isinstance(given, Plan) else auto_plan(true, quietly=True)
     verdicts: dict[int, Verdict] = {}
@@ -136,26 +136,38 @@ class _Proof:
         timeout: float,
     ) -> None:
         self.folder, self.grads, self.timeout = folder, grads, timeout
+        self.sees = hasattr(config, "vision_config")
         with supported(f"a small {config.model_type}"):
             with torch.random.fork_rng(devices=[]):
                 made = probe.make(cls, config)
                 made.save_pretrained(folder / "checkpoint")
-            # Loaded, as ranks load it: what is converted while it loads has another form in a model that was made.
-            model: PreTrainedModel = cls.from_pretrained(folder / "checkpoint", dtype=torch.float32)
-            *questions, self.has_image = probe.questions(model)
-            self.sees = hasattr(config, "vision_config")
-            self.whole = probe.Observation()
-            labels = probe.labels(model, questions[0])
-            probe.observe(model, questions, self.whole, labels)
-            for name, param in made.named_parameters():  # what a class freezes may thaw when one process loads it
-                model.get_parameter(name).requires_grad_(param.requires_grad)
-            self.gradients = probe.gradients(model, questions[0], labels) if grads else {}
-        torch.save((questions, labels, self.gradients), folder / "questions.pt")
+            try:
+                self.dtype = torch.float64
+                asked = self._ask(cls, made)
+            except Exception:  # an operator of the model knows no float64
+                self.dtype = torch.float32
+                asked = self._ask(cls, made)
+        torch.save((*asked, self.gradients), folder / "questions.pt")
         built_in = ParallelInterface()
         own = {name: strategy for name, strategy in STRATEGIES.items() if built_in.get(name) is not strategy}
         with (folder / "request.pickle").open("wb") as file:
             pickle.dump(sys.path, file)  # first: what follows may be of modules that are found by it
-            pickle.dump((cls, plan, own, grads), file)
+            pickle.dump((cls, plan, own, grads, self.dtype), file)
+
+    def _ask(self, cls: type[PreTrainedModel], made: PreTrainedModel) -> tuple[Any, Any]:
+        """Let one process answer, in `self.dtype`; returns the questions and the labels."""
+        # Loaded, as ranks load it: what is converted while it loads has another form in a model that was made.
+        model: PreTrainedModel = cls.from_pretrained(self.folder / "checkpoint", dtype=self.dtype)
+        for name, param in made.named_parameters():  # what a class freezes may thaw when one process loads it
+            model.get_parameter(name).requires_grad_(param.requires_grad)
+        *asked, self.has_image = probe.questions(made)
+        questions = [probe.in_dtype(question, self.dtype) for question in asked]
+        self.whole = probe.Observation()
+        with probe.computing_in(self.dtype):
+            labels = probe.labels(model, questions[0])
+            probe.observe(model, questions, self.whole, labels)
+            self.gradients = probe.gradients(model, questions[0], labels) if self.grads else {}
+        return questions, labels
 
     def run(self, model: PreTrainedModel, resolution: Resolution, verdict: Verdict) -> Verdict:
         """The verdict on one size; `verdict` has what was known before."""
@@ -226,7 +238,7 @@ def _rank(folder: Path, reports: Path, deadline: float) -> int:
     """One rank: load, answer, and leave an Observation in `reports`; ends with 1 where something was raised."""
     with (folder / "request.pickle").open("rb") as file:
         sys.path[:] = pickle.load(file)
-        cls, plan, own, grads = pickle.load(file)
+        cls, plan, own, grads, dtype = pickle.load(file)
     for name, strategy in own.items():
         STRATEGIES[name] = strategy
     questions, labels, expected = torch.load(folder / "questions.pt")
@@ -248,11 +260,13 @@ def _rank(folder: Path, reports: Path, deadline: float) -> int:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
         with enable():
-            model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, device_mesh=mesh, dtype=torch.float32)
-        probe.observe(model, questions, seen, labels)
+            model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, device_mesh=mesh, dtype=dtype)
+        with probe.computing_in(dtype):
+            probe.observe(model, questions, seen, labels)
+            if grads:
+                seen.doing = "computing gradients"
+                grown = probe.gradients(model, questions[0], labels)
         if grads:
-            seen.doing = "computing gradients"
-            grown = probe.gradients(model, questions[0], labels)
             params = dict(model.named_parameters())
             whole = {
                 name: full_tensor(params[name], grown.get(name, torch.zeros_like(params[name]))) for name in expected
@@ -283,13 +297,6 @@ def read_config(config: PretrainedConfig | str | Path) -> PretrainedConfig:
             )
         ) from error
     return found
-
-
-def _outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model without values."""
-    with supported(f"a {config.model_type}"), torch.device("meta"):
-        model: PreTrainedModel = cls._from_config(config)
-    return model
 
 
 def _same(tokens: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as checkpoint
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
@@ -318,7 +317,6 @@ def one_axis(folder: str) -> dict[str, Any]:
     seen = train(model, groups, BATCH, tp_transformers.clip_grad_norm_, fused=True)
     trained, expected = one_process(folder)
     result: dict[str, Any] = differences(model, seen, trained, expected)
-    result["kinds"] = len({isinstance(param, DTensor) for param in model.parameters()})
     for name, autocast, checkpoints in (("checkpoints", False, True), ("autocast", True, True)):
         grads = []
         for either in (model, trained):
@@ -339,7 +337,6 @@ def one_axis(folder: str) -> dict[str, Any]:
 def test_three_ranks_train_as_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for result in pool.run(3, one_axis, cases(*heads).folder):
         check(result)
-        assert result["kinds"] == 2, "DTensors and plain parameters"
         assert result["checkpoints"] < GRADIENT_TOLERANCE
         assert result["autocast"] < 0.05  # bf16 has 8 bits, and what is summed over ranks is rounded once more
         assert result["autocast dtypes"] == {"torch.float32"}

@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, Olmo2Config, Phi3Config, Qwen3Config
+from transformers import LlamaConfig, Olmo2Config, Phi3Config, Qwen3Config, Qwen3NextConfig
 
 from tests.pool import Pool
-from tp_transformers import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, cli, verify
+from tp_transformers import (
+    STRATEGIES,
+    ColwiseParallel,
+    ReplicateParallel,
+    RowwiseParallel,
+    cli,
+    get_tensor_shard,
+    verify,
+)
 from tp_transformers.collectives import reduce_from_region
 from tp_transformers.strategies.head import LossParallel
 from tp_transformers.verify import Verdict
@@ -59,6 +67,13 @@ class Deaf(ColwiseParallel):
         return inputs
 
 
+class Swapped(ColwiseParallel):
+    """Gives every rank the features of another."""
+
+    def partition_tensor(self, param: Any, empty: Any, kind: str, dtype: Any, to: bool, rank: int, mesh: Any) -> Any:
+        return get_tensor_shard(param, empty, mesh, mesh.size() - 1 - rank, 0)
+
+
 class OneRaises(ColwiseParallel):
     """Raises on rank 1 alone, when the others have long gone on to wait for it."""
 
@@ -79,7 +94,14 @@ class HalvedLoss(LossParallel):
         return LossParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, mesh)
 
 
-OWN = {"halved_loss": HalvedLoss, "no_sum": NoSum, "summed": Summed, "deaf": Deaf, "one_raises": OneRaises}
+OWN = {
+    "halved_loss": HalvedLoss,
+    "no_sum": NoSum,
+    "summed": Summed,
+    "swapped": Swapped,
+    "deaf": Deaf,
+    "one_raises": OneRaises,
+}
 
 
 @pytest.fixture
@@ -262,3 +284,57 @@ def test_a_wrong_request_is_told_on_stderr(
     captured = capsys.readouterr()
     assert says in captured.err
     assert captured.out == ""
+
+
+GATED = Qwen3NextConfig(
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    num_hidden_layers=4,
+)
+GATED_RULES = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    "layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "layers.*.mlp.shared_expert.up_proj": "colwise",
+    "layers.*.mlp.shared_expert.down_proj": "rowwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+}
+HEADS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "fault"),
+    [
+        ({}, None),
+        ({"layers.*.mlp.shared_expert": "summed"}, "mlp.shared_expert: its output is the first that differs"),
+        ({"layers.*.self_attn.v_proj": "swapped"}, "self_attn"),
+    ],
+)
+@pytest.mark.usefixtures("in_pool", "own_strategies")
+def test_rounding_is_far_from_any_fault_in_gated_delta_nets(
+    tmp_path: Path, rules: dict[str, Any], fault: str | None
+) -> None:
+    """In float32 rounding alone makes errors of up to 1e-3, since the recurrence multiplies it."""
+    plan = {"base_model": {**GATED_RULES, **rules}, "attention": {"layers.*.self_attn": HEADS}}
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"model_type": "qwen3_next", **plan}))
+    (verdict,) = verify.verify(GATED, plan=path, grads=fault is None)
+    assert verdict.ok is (fault is None), verdict.faults
+    if fault is None:
+        assert verdict.logits is not None
+        assert verdict.gradient is not None
+        assert verdict.logits < 1e-9
+        assert verdict.gradient[1] < 1e-8
+    else:
+        assert fault in verdict.faults[0], verdict.faults

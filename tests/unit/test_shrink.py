@@ -13,7 +13,7 @@ import tp_transformers
 from tp_transformers import probe
 from tp_transformers.plan import Plan, available_plans
 from tp_transformers.resolve import resolve
-from tp_transformers.shrink import generating_class, shrink
+from tp_transformers.shrink import generating_class, shrink, supported
 
 COUNTS = {
     *("num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_heads", "n_head", "encoder_attention_heads"),
@@ -130,3 +130,17 @@ def test_a_small_model_of_a_published_one_answers_with_all_it_has(name: str) -> 
 def test_a_config_that_cannot_be_shrunk_is_refused() -> None:
     with pytest.raises(tp_transformers.UnsupportedError, match="a small ministral: got TypeError"):
         shrink(CONFIG_MAPPING["ministral"]())  # it has no head_dim
+
+
+@pytest.mark.parametrize("model_type", ["idefics2", "xglm", "dinov2", "mamba"])
+def test_a_config_that_names_no_heads_shrinks_too(model_type: str) -> None:
+    """Nor a level of one: the perceiver of Idefics 2 has `resampler_n_heads`, XGLM `attention_heads`."""
+    config = CONFIG_MAPPING[model_type]()
+    small = shrink(config)
+    assert outline(small).num_parameters() < outline(config).num_parameters() / 20
+
+
+def test_an_iteration_that_stops_within_is_an_unsupported_error() -> None:
+    expected = pytest.raises(tp_transformers.UnsupportedError, match="a small thing: got StopIteration")
+    with expected, supported("a small thing"):
+        next(iter(()))

@@ -10,9 +10,9 @@ from collections.abc import Iterator, MutableMapping
 from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError, describe
-from .attach import attach, begun_forward, cut_module
+from .attach import LocalConfig, attach, begun_forward, cut_module
 from .attention import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
-from .base import LocalConfig, TensorParallelLayer, holds_experts
+from .base import TensorParallelLayer, holds_experts
 from .batch import BatchStates, batch_sharded, same_inputs
 from .batch_blocks import BATCH_SHARDED, BatchGather, BatchWhole
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
@@ -50,7 +50,7 @@ from .shard import (
     undo_partition,
     whole_like,
 )
-from .style import StyleParallel, as_strategy, style_hint
+from .style import StyleParallel, as_strategy, passes_dtensors, style_hint
 
 __all__ = [
     "BATCH_SHARDED",
@@ -90,6 +90,7 @@ __all__ = [
     "holds_experts",
     "layout_of",
     "local_tensor",
+    "passes_dtensors",
     "settle_gradient",
     "shard_of",
     "style_hint",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..layout import even
 from ..mesh import TensorParallelGroup
@@ -45,7 +45,12 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
 
 
 def attach(
-    module: nn.Module, strategy: TensorParallelLayer, shards: Mapping[str, ParamShard], mesh: DeviceMesh
+    module: nn.Module,
+    strategy: TensorParallelLayer,
+    shards: Mapping[str, ParamShard],
+    mesh: DeviceMesh,
+    *,
+    takes_dtensors: bool = True,
 ) -> None:
     """Make `module` compute with this rank's shards: its forward sees local tensors, `strategy` communicates around it.
 
@@ -54,6 +59,8 @@ def attach(
         strategy: bound to the module; stays reachable as `module.tp_strategy`.
         shards: what this rank holds, by parameter name within the module.
         mesh: the 1-D mesh of the `tp` axis.
+        takes_dtensors: whether the module may be given DTensors; where not, and nothing else is to be done, its
+            forward is left alone.
     """
     share_found_inf()
     # The hooks take all that is the module's own from the module that they are called for, which may be a deep copy.
@@ -62,6 +69,8 @@ def attach(
     strategy.arguments = argument_names(module)
     strategy.attached(module, shards, mesh)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
+    if not (views or takes_dtensors or strategy.acts):
+        return
     rank = mesh.get_local_rank()
 
     def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -75,8 +84,11 @@ def attach(
         inputs = (*args, *(kwargs[name] for name in names))
         given = len(inputs)
         inputs = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, mod, inputs, mesh)
-        if not is_local and not any(isinstance(value, DTensor) for value in inputs):
-            forward.replaced = _enter_local_view(mod, strategy, views, rank)
+        if not is_local:
+            is_dtensor = any(isinstance(value, DTensor) for value in inputs)
+            forward.replaced = (
+                _enter_dtensor_view(mod, shards, mesh) if is_dtensor else _enter_local_view(mod, strategy, views, rank)
+            )
         count = len(args) if len(inputs) == given else len(inputs)
         kwargs = {name: value for name, value in kwargs.items() if name not in names}
         kwargs.update(zip(names, inputs[count:], strict=False))
@@ -152,6 +164,24 @@ def _input_names(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[
     return tuple(takewhile(lambda name: name in kwargs, rest))
 
 
+def _enter_dtensor_view(
+    module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Let the module see DTensors in place of the parameters that are whole; returns what was there.
+
+    The gradient of one is summed over the ranks where DTensors say that each has a part of it.
+    """
+    parameters = module._parameters
+    saved: dict[str, Any] = {
+        name: param
+        for name, param in parameters.items()
+        if param is not None and name in shards and shards[name].layout is None and not isinstance(param, DTensor)
+    }
+    for name, param in saved.items():
+        parameters[name] = DTensor.from_local(param, mesh, [Replicate()], run_check=False)  # type: ignore[assignment]
+    return saved, {}
+
+
 def _enter_local_view(
     module: nn.Module, strategy: TensorParallelLayer, views: Mapping[str, ParamShard], rank: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -169,3 +199,15 @@ def _enter_local_view(
     saved_attributes = {name: module.__dict__[name] for name in attributes}
     module.__dict__.update(attributes)
     return saved, saved_attributes
+
+
+class LocalConfig:
+    """A module's view of a config that it shares with the whole model, with other values for some attributes."""
+
+    def __init__(self, config: Any, **local: Any) -> None:
+        self.__dict__.update(local, _shared=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_shared":
+            raise AttributeError(name)
+        return getattr(self._shared, name)

@@ -56,6 +56,8 @@ class TensorParallelLayer(ParallelStyle):
     """Whether what follows computes on this rank's part of the sequence."""
     splits_batch = False
     """Whether the module takes samples of each rank's own, and computes on those of all ranks."""
+    wraps_whole = False
+    """Whether a parameter that every rank holds whole is a replicated DTensor, for a module that is given DTensors."""
     parts: int | Sequence[int | str] | None = None
     """Of a fused projection: how many equal parts, or their lengths; each is cut by itself."""
 
@@ -78,7 +80,7 @@ class TensorParallelLayer(ParallelStyle):
             output_layouts: how the outputs leave.
             desired_input_layouts: how the module needs its inputs.
             use_local_output: whether outputs are plain tensors rather than DTensors.
-            use_dtensor: whether parameters become DTensors where a placement describes their shard.
+            use_dtensor: whether parameters that are cut become DTensors where a placement describes their shard.
         """
         self.input_layouts = input_layouts
         self.output_layouts = output_layouts
@@ -165,7 +167,7 @@ class TensorParallelLayer(ParallelStyle):
             shape,
             layout,
             group,
-            self.use_dtensor,
+            self.use_dtensor and (self.wraps_whole or not whole),
             self.sums_gradients and whole,
             param_type in self.added_once and whole,
         )
@@ -267,6 +269,12 @@ class TensorParallelLayer(ParallelStyle):
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Called once the parameters of `module` are cut: `shards` is what this rank holds, by name in the module."""
 
+    @property
+    def acts(self) -> bool:
+        """Whether the forward of the module needs more than its parameters as they are."""
+        own, base = type(self), TensorParallelLayer
+        return bool(self.hidden or self.widths) or any(getattr(own, name) is not getattr(base, name) for name in _ACTS)
+
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """Attributes of the module that have another value while it computes with this rank's tensors."""
         return {}
@@ -318,16 +326,8 @@ class TensorParallelLayer(ParallelStyle):
         return f"{type(self).__name__}(input={only(self.input_layouts)}, output={only(self.output_layouts)})"
 
 
-class LocalConfig:
-    """A module's view of a config that it shares with the whole model, with other values for some attributes."""
-
-    def __init__(self, config: Any, **local: Any) -> None:
-        self.__dict__.update(local, _shared=config)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_shared":
-            raise AttributeError(name)
-        return getattr(self._shared, name)
+_ACTS: tuple[str, ...] = ("_prepare_input_fn", "_prepare_output_fn", "prepare_keywords", "prepare_beside")
+_ACTS += ("local_attributes", "interrupted")
 
 
 def _is_distributed(param: Tensor) -> bool:

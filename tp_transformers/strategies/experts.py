@@ -21,7 +21,8 @@ from torch.nn.functional import pad
 
 from ..collectives import copy_to_region, reduce_from_region
 from ..layout import Split
-from .base import LocalConfig, Placements, TensorParallelLayer
+from .attach import LocalConfig
+from .base import Placements, TensorParallelLayer
 from .local import to_local
 from .shard import ParamShard
 

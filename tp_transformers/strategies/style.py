@@ -47,6 +47,8 @@ class StyleParallel(TensorParallelLayer):
         x ── style's input ── module of DTensors ── style's output ── y
     """
 
+    wraps_whole = True
+
     def __init__(self, style: ParallelStyle) -> None:
         """`style`: copied, since a style may keep to itself what it was applied to."""
         self.style = copy.deepcopy(style)
@@ -141,6 +143,11 @@ def as_strategy(value: Any) -> Any:
     """A style of torch as a strategy; a strategy, or anything else, as it is."""
     is_style = isinstance(value, ParallelStyle) and not isinstance(value, TensorParallelLayer)
     return StyleParallel(value) if is_style else value
+
+
+def passes_dtensors(strategy: TensorParallelLayer) -> bool:
+    """Whether modules inside or behind that of the strategy may be given DTensors."""
+    return isinstance(strategy, StyleParallel) or not strategy.use_local_output
 
 
 def style_hint(name: str) -> str:
