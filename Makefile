@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 .PHONY: demo test matrix bench lint versions clean
 
 demo: $(VENV)/ready
-	$(PY) -m tp_transformers.demo --ranks $(RANKS)
+	$(PY) -m benchmarks.demo --ranks $(RANKS)
 
 test: lint
 	$(PY) -m pytest

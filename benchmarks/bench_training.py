@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_transformers import demo
-from tp_transformers.launch import torchrun
+from benchmarks import demo
+from tp_transformers.ranks.launch import torchrun
 
 from . import machine
 from .curves import TOLERANCES, compare, draw, faults, summary, table

@@ -115,7 +115,16 @@ def _hub(folder: Path | None) -> Iterator[tuple[str, Callable[[], int]]]:
     if folder is None:
         yield "", lambda: 0
         return
-    command = [sys.executable, "-m", "tests.hub_server", "--folder", str(folder), "--repository", HUB_NAME, "--port=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.hub_server",
+        "--folder",
+        str(folder),
+        "--repository",
+        HUB_NAME,
+        "--port=0",
+    ]
     server = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

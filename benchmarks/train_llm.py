@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import tp_transformers
 from tp_transformers.errors import TensorParallelError, UsageError, describe
-from tp_transformers.mesh import TensorParallelGroup, join
+from tp_transformers.ranks.mesh import TensorParallelGroup, join
 
 from . import trainee
 from .corpus import Corpus, read_dataset, read_text

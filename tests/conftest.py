@@ -12,10 +12,9 @@ import transformers
 from hypothesis import HealthCheck, settings
 from transformers.utils import logging
 
-from tp_transformers import demo
-
-from .models import Case, make_case
-from .pool import Pool
+from benchmarks import demo
+from tests.support.models import Case, make_case
+from tests.support.pool import Pool
 
 logging.disable_progress_bar()
 # How fast a machine draws examples says nothing about the code.

@@ -4,19 +4,14 @@ Importing the package patches nothing and starts nothing; `enable()` does. With 
 environment, it sets the level of the package's logger.
 """
 
-from .checkpoint.distributed import load_optimizer_state_dict, optimizer_state_dict
-from .checkpoint.sharded import save_sharded, verify_sharded
-from .data_parallel import data_parallel
+from .checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
+from .checkpoint.saving.sharded import save_sharded, verify_sharded
 from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
-from .gradients import clip_grad_norm_, parameter_groups
-from .guard import check_inputs
-from .hook import disable, enable
+from .loading.hook import disable, enable
 from .logs import read_environment
-from .loss import vocab_parallel_cross_entropy
-from .parallelize import is_tensor_parallel
-from .partitions import Partition, partition
-from .plan import Attention, Plan, Rule
-from .replicas import check_replicas
+from .model.parallelize import is_tensor_parallel
+from .model.same_inputs import check_inputs
+from .plans.rules import Attention, Plan, Rule
 from .strategies import (
     STRATEGIES,
     ColwiseParallel,
@@ -35,6 +30,11 @@ from .strategies import (
     get_tensor_shard,
     local_tensor,
 )
+from .strategies.cross_entropy import vocab_parallel_cross_entropy
+from .training.clip import clip_grad_norm_, parameter_groups
+from .training.data_parallel import data_parallel
+from .training.partition import Partition, partition
+from .training.replicas import check_replicas
 
 __version__ = "0.1.0"
 

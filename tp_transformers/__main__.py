@@ -10,8 +10,8 @@ import runpy
 import sys
 
 from . import enable
-from .cli import COMMANDS
-from .cli import main as run_command
+from .commands.cli import COMMANDS
+from .commands.cli import main as run_command
 
 USAGE = """usage: torchrun --nproc-per-node N -m tp_transformers (script.py | -m module) [args ...]
        python -m tp_transformers COMMAND ..., also named tp-transformers; see its --help"""

@@ -17,12 +17,12 @@ import torch.distributed as dist
 import transformers
 
 import tp_transformers
-from tests.architectures import ARCHITECTURES, Variant, make_case, observe
-from tests.models import Case, assert_same_files, headers, held, read_folder, relative
-from tests.pool import Pool
-from tp_transformers.outline import outline
-from tp_transformers.plan import available_plans
-from tp_transformers.survey import survey
+from tests.support.architectures import ARCHITECTURES, Variant, make_case, observe
+from tests.support.models import Case, assert_same_files, headers, held, read_folder, relative
+from tests.support.pool import Pool
+from tp_transformers.commands.plan.dry_load import survey
+from tp_transformers.commands.plan.memory import outline
+from tp_transformers.plans.rules import available_plans
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.models import assert_same_files, observe, read_folder, relative
+from tests.support.models import assert_same_files, observe, read_folder, relative
 
 pytestmark = pytest.mark.distributed
 

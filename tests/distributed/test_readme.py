@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from transformers import GPTJConfig
 
-from tests.hub_server import HubServer
-from tests.readme import Block, blocks
+from tests.support.hub_server import HubServer
+from tests.support.readme import Block, blocks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -149,7 +149,7 @@ def test_the_shell(block: Block, text: Block | None, here: Path, environment: di
             target = shlex.split(command)[1]
             run(["make", "-n", target], ROOT, environment)  # a Makefile's own environment takes minutes to make
             if target == "demo":
-                demo = "python -m tp_transformers.demo --ranks 2 --folder path/to/SmolLM2-135M-Instruct"
+                demo = "python -m benchmarks.demo --ranks 2 --folder path/to/SmolLM2-135M-Instruct"
                 printed += run(demo, here, environment)
         elif command.startswith("pip install "):
             install = f"{sys.executable} -m {command} --dry-run --no-deps --no-build-isolation --no-index"

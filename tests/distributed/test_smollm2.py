@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tp_transformers
-from tests.models import relative
+from tests.support.models import relative
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

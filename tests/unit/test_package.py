@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,148 +15,43 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import tp_transformers
-from tests.models import Case
-from tp_transformers import hook
-from tp_transformers.report import LoadReport
+from tests.support.imports import ORDER, Imports
+from tests.support.models import Case
+from tp_transformers.checkpoint.reading.report import LoadReport
+from tp_transformers.loading import hook
 
 ROOT = Path(tp_transformers.__file__).parent
 
-ROOMS = [
-    "errors",
-    "words",
-    "logs",
-    "layout",
-    "lazy",
-    "stored",
-    "expressions",
-    "scaled",
-    "mesh",
-    "report",
-    "checkpoint.mapping",
-    "checkpoint.source",
-    "checkpoint.http",
-    "checkpoint.index",
-    "checkpoint.costs",
-    "checkpoint.memory",
-    "checkpoint.reader",
-    "checkpoint.prefetch",
-    "checkpoint.sameness",
-    "checkpoint.shares",
-    "checkpoint.operations",
-    "checkpoint.conversion",
-    "checkpoint.hub",
-    "checkpoint.exchange",
-    "collectives",
-    "subgroups",
-    "loss",
-    "strategies.whole",
-    "strategies.shard",
-    "strategies.trace",
-    "strategies.scaler",
-    "strategies.attach",
-    "strategies.base",
-    "strategies.linear",
-    "strategies.head",
-    "strategies.regather",
-    "strategies.local",
-    "strategies.experts",
-    "strategies.attention",
-    "strategies.region",
-    "strategies.sequence",
-    "strategies.batch",
-    "strategies.batch_blocks",
-    "strategies.replicate",
-    "strategies.style",
-    "strategies",
-    "checkpoint.writer",
-    "checkpoint.save",
-    "checkpoint.push",
-    "checkpoint.distributed",
-    "checkpoint.first_copy",
-    "checkpoint.manifest",
-    "checkpoint.quantization",
-    "checkpoint.sharded",
-    "plan",
-    "attention",
-    "fit",
-    "sums",
-    "rewrite",
-    "resolve",
-    "state",
-    "adapter_files",
-    "adapter_layers",
-    "adapters",
-    "kernels",
-    "generation",
-    "outputs",
-    "randomness",
-    "gradients",
-    "parallelize",
-    "request",
-    "loader",
-    "guard",
-    "options",
-    "pretrained",
-    "hook",
-    "offline",
-    "survey",
-    "kv_cache",
-    "outline",
-    "tree",
-    "brush",
-    "picture",
-    "catalogue",
-    "replicas",
-    "averaging",
-    "data_parallel",
-    "partitions",
-    "trainer",
-    "",
-    "launch",
-    "shrink",
-    "probe",
-    "differences",
-    "verify",
-    "feeds",
-    "flow",
-    "roles",
-    "blocks",
-    "suggest",
-    "demo",
-    "commands",
-    "commands.run",
-    "commands.shard",
-    "commands.verify",
-    "commands.suggest",
-    "commands.plan",
-    "commands.plans",
-    "cli",
-    "__main__",
-]
-"""Every module of the package, each importing only from those before it."""
+LONGEST = 300
+"""Lines of a module, at most."""
+MOST = 12
+"""Modules in one folder, at most."""
 
 
-def test_imports_go_one_way() -> None:
-    modules = {}
-    for path in ROOT.rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        modules[".".join(part for part in parts if part != "__init__")] = path
-    assert sorted(set(modules) - {"checkpoint"}) == sorted(ROOMS)  # checkpoint/__init__.py imports nothing
-    for room in ROOMS:
-        path = modules[room]
-        package = room.split(".") if path.name == "__init__.py" and room else room.split(".")[:-1]
-        tree = ast.parse(path.read_text())
-        typing_only = {
-            id(node)
-            for block in ast.walk(tree)
-            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-            for node in ast.walk(block)
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.level and id(node) not in typing_only:
-                base = package[: len(package) - node.level + 1]
-                target = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-                assert ROOMS.index(target) < ROOMS.index(room), f"{room} imports {target}"
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    return Imports()
+
+
+def test_imports_go_one_way(imports: Imports) -> None:
+    assert set(imports.of_package) == set(ORDER)
+    assert not imports.upward
+    assert not imports.circles
+
+
+def test_folders_and_modules_stay_small(imports: Imports) -> None:
+    folders = Counter(path.parent for path in imports.files.values() if path.name != "__init__.py")
+    assert not {str(folder): count for folder, count in folders.items() if count > MOST}
+    assert not {name: lines for name, lines in imports.lines.items() if lines > LONGEST}
+
+
+@pytest.mark.parametrize("room", ["commands", "verify", "trainer", "training.trainer"])
+def test_the_package_does_not_import_what_few_need(room: str) -> None:
+    program = (
+        f"import sys, tp_transformers\n"
+        f"assert 'tp_transformers.{room}' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_public_names_are_sorted_and_there() -> None:

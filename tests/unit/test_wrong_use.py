@@ -16,15 +16,8 @@ import yaml
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, ViTConfig, ViTModel
 
 import tp_transformers
-from tp_transformers import (
-    CheckpointError,
-    MeshError,
-    PlanError,
-    UnsupportedError,
-    cli,
-    save_sharded,
-    verify_sharded,
-)
+from tp_transformers import CheckpointError, MeshError, PlanError, UnsupportedError, save_sharded, verify_sharded
+from tp_transformers.commands import cli
 
 UP = "model.layers.*.mlp.up_proj"
 

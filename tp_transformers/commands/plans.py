@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ..catalogue import PROVEN_WITH, catalogue
+from ..plans.catalogue import PROVEN_WITH, catalogue
 
 SUMMARY = "list the architectures that there are plans for"
 EXAMPLE = "tp-transformers plans --json"

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from ..errors import UsageError, describe
-from ..launch import torchrun
+from ..ranks.launch import torchrun
 
 SUMMARY = "run a script, unedited, on N ranks of this machine, with the hook on"
 EXAMPLE = "tp-transformers run -n 2 generate.py --prompt 'The sky is'"

@@ -11,12 +11,8 @@ from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError, describe
 from .attach import LocalConfig, attach, begun_forward, cut_module
-from .attention import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
 from .base import TensorParallelLayer, holds_experts
-from .batch import BatchStates, batch_sharded, same_inputs
-from .batch_blocks import BATCH_SHARDED, BatchGather, BatchWhole
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
-from .head import LossColwiseParallel, LossParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel, features
 from .local import (
     AllReduceParallel,
@@ -26,9 +22,11 @@ from .local import (
     LocalPackedRowwiseParallel,
     LocalRowwiseParallel,
 )
-from .region import RegionBlock
-from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
-from .sequence import (
+from .loss_head import LossColwiseParallel, LossParallel
+from .regions.batch import BatchStates, batch_sharded, same_inputs
+from .regions.batch_blocks import BATCH_SHARDED, BatchGather, BatchWhole
+from .regions.region import RegionBlock
+from .regions.sequence import (
     SequenceBlock,
     SequenceGatherParallel,
     SequenceParallel,
@@ -37,6 +35,7 @@ from .sequence import (
     SequenceStatesParallel,
     SequenceWholeParallel,
 )
+from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
 from .shard import (
     ParamShard,
     full_tensor,
@@ -50,7 +49,8 @@ from .shard import (
     undo_partition,
     whole_like,
 )
-from .style import StyleParallel, as_strategy, passes_dtensors, style_hint
+from .sharded_norm import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
+from .torch_style import StyleParallel, as_strategy, passes_dtensors, style_hint
 
 __all__ = [
     "BATCH_SHARDED",

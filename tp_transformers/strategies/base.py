@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.modules.conv import _ConvNd
 
 from ..errors import PlanError
-from ..layout import Layout, Split, even, packed
-from ..lazy import LazyTensor
-from ..mesh import TensorParallelGroup, join
+from ..ranks.mesh import TensorParallelGroup, join
+from ..slices.layout import Layout, Split, even, packed
+from ..slices.lazy import LazyTensor
 from .attach import cut_module
 from .shard import ParamShard, shard_of, take, undo_partition
 from .trace import traced_layout

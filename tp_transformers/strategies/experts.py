@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from ..collectives import copy_to_region, reduce_from_region
-from ..layout import Split
+from ..ranks.collectives import copy_to_region, reduce_from_region
+from ..slices.layout import Split
 from .attach import LocalConfig
 from .base import Placements, TensorParallelLayer
 from .local import to_local

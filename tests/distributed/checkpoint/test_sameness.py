@@ -1,0 +1,137 @@
+"""Ranks with copies of their own, as on several nodes: one checkpoint, or an error that names the file and the rank."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.support.models import headers, held
+from tests.support.pool import Pool, WorkerError
+from tp_transformers.checkpoint.reading.header import Checkpoint
+from tp_transformers.checkpoint.reading.source import BLOCK_BYTES, BLOCKS, LocalFile
+
+pytestmark = pytest.mark.distributed
+
+FILE = "model-00004-of-00007.safetensors"
+
+
+def load(folders: list[str]) -> dict[str, Any]:
+    """Every rank loads a folder of its own."""
+    folder = folders[int(os.environ["RANK"])]
+    with tp_transformers.enable():
+        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+    report = model.tp_report
+    return {"sampled": report.sampled, "read": report.bytes_read, "needed": held(model) + headers(folder)}
+
+
+def copies(folder: str, tmp_path: Path, count: int = 2) -> list[str]:
+    return [shutil.copytree(folder, tmp_path / f"node-{each}" / "model") for each in range(count)]
+
+
+def another_fine_tune(folder: Path) -> None:
+    """Other values, in files of the same sizes and headers."""
+    path = folder / FILE
+    save_file({name: value + 1e-3 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def another_header(folder: Path) -> None:
+    """Another header of the same length."""
+    path = folder / FILE
+    data = path.read_bytes()
+    length = 8 + int.from_bytes(data[:8], "little")
+    assert b'"format":"pt"' in data[:length]
+    path.write_bytes(data[:length].replace(b'"format":"pt"', b'"format":"tp"') + data[length:])
+
+
+@pytest.mark.parametrize(
+    ("change", "what"), [(another_fine_tune, "content"), (another_header, "header")], ids=["content", "header"]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_checkpoint_on_one_node_is_one_error(
+    pool: Pool, cases: Any, tmp_path: Path, change: Any, what: str, rank: int
+) -> None:
+    folders = copies(cases(9, 3).folder, tmp_path)
+    before = (Path(folders[rank]) / FILE).stat().st_size
+    change(Path(folders[rank]))
+    assert (Path(folders[rank]) / FILE).stat().st_size == before
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, load, folders, timeout=60)
+    (error,) = set(caught.value.errors.values())
+    assert len(caught.value.errors) == 2
+    start = f"CheckpointError: checkpoint file {folders[0]}/{FILE}: got another {what} on rank 1 ({folders[1]}/{FILE}) "
+    assert error.startswith(start + "than on rank 0, expected the same on all ranks.")
+
+
+def test_copies_are_sampled_once_each_and_one_copy_never(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    """What is sampled is counted by itself: each rank still reads its own bytes and no others."""
+    folder = cases(9, 3).folder
+    files = sorted(Path(folder).glob("*.safetensors"))
+    most = sum(min(BLOCKS, -(-file.stat().st_size // BLOCK_BYTES)) * BLOCK_BYTES for file in files)
+    here, there = copies(folder, tmp_path)
+    for folders, total in (([here] * 3, 0), ([here, there, here], 2 * most)):
+        for _ in range(2):  # a second load finds the same
+            results = pool.run(3, load, folders)
+            assert sum(result["sampled"] for result in results) == total
+            assert all(result["read"] == result["needed"] for result in results)
+    assert all(result["sampled"] < most for result in (results[0], results[2])), "ranks of one node take turns"
+
+
+def test_commits_of_the_cache_are_compared(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    """Two revisions with the same weights may differ in what the config says."""
+    folders = []
+    for node, commit in enumerate(("a" * 40, "b" * 40)):
+        folder = tmp_path / f"node-{node}" / "models--org--model" / "snapshots" / commit
+        folders.append(str(shutil.copytree(cases(9, 3).folder, folder)))
+    with pytest.raises(WorkerError, match=r"got another commit on rank 1 \(.*/snapshots/bbb"):
+        pool.run(2, load, folders, timeout=60)
+
+
+def test_a_sharded_copy_that_was_changed(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    """At another size than it was saved at, ranks read parts of the same files."""
+    pool.run(2, save_sharded, cases(9, 3).folder, str(tmp_path / "saved"))
+    folders = copies(str(tmp_path / "saved"), tmp_path, 3)
+    assert sum(result["sampled"] for result in pool.run(3, load, folders)) > 0
+    changed = next(Path(folders[2]).glob("rank-00001-*"))
+    data = changed.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    changed.write_bytes(data[:start] + bytes(len(data) - start))
+    with pytest.raises(WorkerError, match=r"checkpoint file .*rank-00001-.*: got another content on rank 2"):
+        pool.run(3, load, folders, timeout=60)
+
+
+def save_sharded(folder: str, to: str) -> None:
+    with tp_transformers.enable():
+        tp_transformers.save_sharded(AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto"), to)
+
+
+@pytest.mark.parametrize("size", [1, BLOCK_BYTES, BLOCK_BYTES + 1, BLOCKS * BLOCK_BYTES, 10 * BLOCKS * BLOCK_BYTES + 7])
+def test_samples_are_bounded_and_of_the_first_and_the_last_byte(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    found = set()
+    for changed in (None, 0, size - 1):
+        content = bytearray(size)
+        if changed is not None:
+            content[changed] = 1
+        path.write_bytes(content)
+        with LocalFile(path) as source:
+            found.add(source.sample())
+            assert min(size, BLOCKS * BLOCK_BYTES) <= source.bytes_sampled <= BLOCKS * BLOCK_BYTES
+            assert source.bytes_read == source.reads == 0
+    assert len(found) == (2 if size == 1 else 3)
+
+
+def test_a_header_is_known_once_it_is_read(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        save_file({"x" if name != "c" else "y": torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    with Checkpoint([tmp_path / "a.safetensors"]) as a, Checkpoint([tmp_path / "b.safetensors"]) as b:
+        assert a.sources[0].header_hash == b.sources[0].header_hash
+    with Checkpoint([tmp_path / "c.safetensors"]) as c:
+        assert c.sources[0].header_hash != a.sources[0].header_hash

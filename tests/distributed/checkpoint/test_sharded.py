@@ -1,0 +1,379 @@
+"""Pre-sharded checkpoints on real ranks: saved at one size and loaded at others, held against what they are of."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import tp_transformers
+from tests.distributed.strategies.test_expert_parallelism import PLANS
+from tests.support.architectures import ARCHITECTURES
+from tests.support.models import assert_same_files, held, llama_config
+from tests.support.pool import Pool, WorkerError
+from tp_transformers import save_sharded, verify_sharded
+from tp_transformers.checkpoint.reading.source import LocalFile
+from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
+from tp_transformers.checkpoint.saving.writer import SummedWriter
+
+pytestmark = pytest.mark.distributed
+
+
+def load(folder: Any, **arguments: Any) -> Any:
+    with tp_transformers.enable():
+        return AutoModelForCausalLM.from_pretrained(folder, **{"tp_plan": "auto", **arguments})
+
+
+def save(folder: str, target: str, plan: str = "auto") -> None:
+    save_sharded(load(folder, tp_plan=plan), target)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "9/3 heads": lambda: LlamaForCausalLM(llama_config(9, 3)),
+    "8/2 heads": lambda: LlamaForCausalLM(llama_config(8, 2)),
+    "tied": lambda: LlamaForCausalLM(llama_config(8, 4, tie_word_embeddings=True)),
+    **{
+        name: lambda name=name: ARCHITECTURES[name].make(*ARCHITECTURES[name].variants[0])
+        for name in ("mixtral", "gpt_oss", "phi3", "deepseek_v3")  # merged, packed, latent, with a persistent buffer
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """`checkpoint(name)`: the folder of an ordinary checkpoint, made once, as a model that was loaded saves it."""
+    made: dict[str, str] = {}
+
+    def make(name: str) -> str:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("model")
+            torch.manual_seed(0)
+            model = MODELS[name]()
+            model.save_pretrained(folder / "first")
+            type(model).from_pretrained(folder / "first").save_pretrained(folder / "checkpoint")
+            made[name] = str(folder / "checkpoint")
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def sharded(pool: Pool, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], str]:
+    """`sharded(name, size)`: the folder of the same in shards, made once; to be copied by whoever changes it."""
+    made: dict[tuple[str, int], str] = {}
+
+    def make(name: str, size: int) -> str:
+        if (name, size) not in made:
+            target = str(tmp_path_factory.mktemp("sharded") / "folder")
+            pool.run(size, save, checkpoint(name), target)
+            made[name, size] = target
+        return made[name, size]
+
+    return make
+
+
+def compare(folder: str, sharded: str, plan: str, saved: str | None) -> dict[str, Any]:
+    """Load the checkpoint and its shards at this size, and say how they differ."""
+    opened: list[str] = []
+    original = LocalFile.__init__
+
+    def recorded(self: LocalFile, path: Any) -> None:
+        opened.append(Path(path).name)
+        original(self, path)
+
+    model = load(folder, tp_plan=plan)
+    LocalFile.__init__ = recorded  # type: ignore[method-assign]
+    try:
+        again, info = load(sharded, tp_plan=plan, output_loading_info=True)
+    finally:
+        LocalFile.__init__ = original  # type: ignore[method-assign]
+    ours, theirs = again.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
+    local = tp_transformers.local_tensor
+    if saved is not None:
+        again.save_pretrained(saved)
+    return {
+        "names": [*ours] == [*theirs],
+        "different": [name for name in ours if not torch.equal(local(ours[name]), local(theirs[name]))],
+        "kinds": [name for name in ours if type(ours[name]) is not type(theirs[name])],
+        "tied": len({*map(id, ours.values())}) == len({*map(id, theirs.values())}),
+        "report": [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]],
+        "files": sorted(opened),
+        "read": again.tp_report.bytes_read - sum(header(sharded, file) for file in opened),
+        "reads": again.tp_report.reads,
+        "held": held(again),
+        "dtype": again.dtype == model.dtype,
+    }
+
+
+def assert_same(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["names"]
+        assert result["different"] == []
+        assert result["kinds"] == []
+        assert result["tied"]
+        assert result["report"] == []
+        assert result["dtype"]
+
+
+def header(folder: str, name: str) -> int:
+    return 8 + int.from_bytes((Path(folder) / name).read_bytes()[:8], "little")
+
+
+SAVED_AT = {"8/2 heads": 4}
+"""At how many ranks a model is saved, where it is not 2: with replicated KV heads."""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_shards_are_the_checkpoint_at_any_size(
+    pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str, size: int
+) -> None:
+    saved_at = SAVED_AT.get(name, 2)
+    folder, shards = checkpoint(name), sharded(name, saved_at)
+    results = pool.run(size, compare, folder, shards, "auto", str(tmp_path / "back"))
+    assert_same(results)
+    for rank, result in enumerate(results):
+        assert result["read"] == result["held"]
+        if size == saved_at:  # its own file, each byte once, in a few reads
+            (file,) = result["files"]
+            assert file.startswith(f"rank-{rank:05}-of-{size:05}-")
+            assert (Path(shards) / file).stat().st_size == header(shards, file) + result["held"]
+            assert result["reads"] <= 6
+    assert_same_files(folder, str(tmp_path / "back"))
+
+
+def names_in(folder: str) -> set[str]:
+    files = Path(folder).glob("rank-*.safetensors")
+    return {name for file in files for name in load_file(file)}
+
+
+def test_tied_parameters_are_stored_once_and_buffers_where_they_persist(sharded: Any) -> None:
+    tied = names_in(sharded("tied", 2))
+    assert "model.embed_tokens.weight" in tied
+    assert "lm_head.weight" not in tied
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in names_in(sharded("deepseek_v3", 2))
+    assert not any("inv_freq" in name for name in tied)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_cut_experts_become_whole_ones_and_back(
+    pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str
+) -> None:
+    plan = tmp_path / "experts.yaml"
+    plan.write_text(PLANS[name])
+    folder = checkpoint(name)
+    for size in (2, 3):
+        results = pool.run(size, compare, folder, sharded(name, 2), str(plan), None)
+        assert_same(results)
+        for result in results:
+            assert result["read"] == result["held"]
+    pool.run(3, save, folder, str(tmp_path / "whole"), str(plan))
+    assert_same(pool.run(2, compare, folder, str(tmp_path / "whole"), "auto", str(tmp_path / "back")))
+    assert_same_files(folder, str(tmp_path / "back"))
+    results = pool.run(3, compare, folder, str(tmp_path / "whole"), str(plan), None)
+    assert_same(results)
+    assert all(len(result["files"]) == 1 for result in results)
+
+
+def prefetched(folder: str, shards: str) -> tuple[bool, int, int]:
+    model, again = load(folder), load(shards, tp_prefetch=True)
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    same = all(torch.equal(tp_transformers.local_tensor(a), tp_transformers.local_tensor(b)) for a, b in pairs)
+    return same, again.tp_report.prefetched, held(again)
+
+
+def test_a_cold_page_cache_is_filled_by_those_who_need_a_file(pool: Pool, checkpoint: Any, sharded: Any) -> None:
+    folder, shards = checkpoint("9/3 heads"), sharded("9/3 heads", 2)
+    for same, brought_in, kept in pool.run(2, prefetched, folder, shards):
+        assert same
+        assert brought_in == kept, "nobody reads another's file"
+    results = pool.run(3, prefetched, folder, shards)
+    assert all(same for same, _, _ in results)
+    stored = sum(file.stat().st_size for file in Path(shards).glob("rank-*"))
+    assert 0.9 * stored < sum(brought_in for _, brought_in, _ in results) < stored, "each byte is brought in once"
+
+
+def shard_again(shards: str, target: str, dtype: torch.dtype | None = None) -> None:
+    model = load(shards)
+    save_sharded(model if dtype is None else model.to(dtype), target)
+
+
+def test_shards_of_shards(pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path) -> None:
+    folder = checkpoint("mixtral")
+    pool.run(3, shard_again, sharded("mixtral", 2), str(tmp_path / "again"))
+    assert_same(pool.run(2, compare, folder, str(tmp_path / "again"), "auto", str(tmp_path / "back")))
+    assert_same_files(folder, str(tmp_path / "back"))  # which conversions there were is handed on
+    verify_sharded(tmp_path / "again")
+
+
+def same_cast(folder: str, shards: str) -> bool:
+    ours, theirs = load(shards), load(folder, dtype=torch.bfloat16)
+    return ours.dtype == torch.bfloat16 and all(
+        torch.equal(tp_transformers.full_tensor(a), tp_transformers.full_tensor(b))
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["tied", "9/3 heads"])  # DTensors, which a cast makes anew, and plain tensors
+def test_a_model_that_was_cast(pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str) -> None:
+    pool.run(2, shard_again, sharded(name, 2), str(tmp_path / "cast"), torch.bfloat16)
+    assert pool.run(3, same_cast, checkpoint(name), str(tmp_path / "cast")) == [True] * 3
+
+
+def on_mesh(folder: str, target: str, parallel: bool, fails: str | None) -> bool:
+    """Run on every rank of two copies: save twice, and load."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = load(folder, device_mesh=mesh)
+    if parallel:
+        tp_transformers.data_parallel(model, mesh)
+        model = copy.deepcopy(model)
+    for _ in range(2):
+        save_sharded(model, target)
+        again = load(target, device_mesh=mesh)
+    if fails == "write":
+        fail_on(1, model, target)
+    elif fails == "folder":
+        save_sharded(model, f"{target}/{MANIFEST_NAME}")
+    return all(
+        torch.equal(tp_transformers.local_tensor(a), tp_transformers.local_tensor(b))
+        for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_first_copy_saves_for_all(pool: Pool, checkpoint: Any, tmp_path: Path, parallel: bool) -> None:
+    folder, target = checkpoint("9/3 heads"), tmp_path / "s"
+    assert pool.run(4, on_mesh, folder, str(target), parallel, None) == [True] * 4
+    assert len([*target.glob("rank-*")]) == 2
+    for fails, says in (("write", "rank 1: OSError: no space left on device"), ("folder", MANIFEST_NAME)):
+        with pytest.raises(WorkerError) as caught:
+            pool.run(4, on_mesh, folder, str(target), parallel, fails)
+        assert len(caught.value.errors) == 4
+        assert all(says in error for error in caught.value.errors.values())
+        assert len([*target.glob("rank-*")]) == 2, "the save before it is still there"
+
+
+# -- what goes wrong: one error on all ranks
+
+
+def one_error(caught: Any, size: int) -> str:
+    assert len(caught.value.errors) == size
+    (error,) = set(caught.value.errors.values())
+    return str(error)
+
+
+def damage_missing(file: Path, other: Path) -> None:
+    file.unlink()
+
+
+def damage_truncated(file: Path, other: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def damage_other_save(file: Path, other: Path) -> None:
+    shutil.copy(other, file)
+
+
+def damage_manifest(file: Path, other: Path) -> None:
+    (file.parent / MANIFEST_NAME).write_text("{")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (damage_missing, "got no such file"),
+        (damage_truncated, "bytes, expected"),
+        (damage_other_save, "in its metadata, expected save"),
+        (damage_manifest, "cannot be read as JSON"),
+    ],
+)
+def test_damaged_folders(
+    pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, damage: Any, says: str, size: int
+) -> None:
+    folder = tmp_path / "sharded"
+    shutil.copytree(sharded("9/3 heads", 2), folder)
+    file = max(folder.glob("rank-*"))  # of rank 1
+    (tmp_path / "other").mkdir()
+    pool.run(2, save, checkpoint("9/3 heads"), str(tmp_path / "other"))
+    damage(file, max((tmp_path / "other").glob("rank-*")))
+    with pytest.raises(WorkerError) as caught:
+        pool.run(size, load, str(folder), timeout=60)
+    error = one_error(caught, size)
+    assert error.startswith("CheckpointError: ")
+    assert says in error
+
+
+def save_and_fail_on(rank: int, folder: str, target: str) -> None:
+    fail_on(rank, load(folder), target)
+
+
+def fail_on(rank: int, model: Any, target: str) -> None:
+    """Save where the writer of one rank fails."""
+    original = SummedWriter.write
+
+    def write(self: SummedWriter, name: str, value: torch.Tensor) -> None:
+        if model.tp_group.rank == rank and "norm" in name:
+            raise OSError("no space left on device")
+        original(self, name, value)
+
+    SummedWriter.write = write  # type: ignore[method-assign]
+    try:
+        save_sharded(model, target)
+    finally:
+        SummedWriter.write = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_fails_leaves_what_was_there(
+    pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, rank: int
+) -> None:
+    folder, target = checkpoint("9/3 heads"), tmp_path / "target"
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, save_and_fail_on, rank, folder, str(target), timeout=60)
+    assert f"rank {rank}: OSError: no space left on device" in one_error(caught, 2)
+    assert [*target.iterdir()] == []
+    shutil.copytree(sharded("9/3 heads", 2), target, dirs_exist_ok=True)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    with pytest.raises(WorkerError):
+        pool.run(2, save_and_fail_on, rank, folder, str(target), timeout=60)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    assert_same(pool.run(3, compare, folder, str(target), "auto", None))
+
+
+def save_to_own(folder: str, targets: list[str]) -> None:
+    save_sharded(load(folder), targets[int(os.environ["RANK"])])
+
+
+def test_a_folder_that_ranks_do_not_share_is_told(pool: Pool, checkpoint: Any, tmp_path: Path) -> None:
+    targets = [str(tmp_path / "a"), str(tmp_path / "b")]
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, save_to_own, checkpoint("9/3 heads"), targets, timeout=60)
+    error = one_error(caught, 2)
+    assert error.startswith("CheckpointError: rank 0: ")
+    assert "rank-00001-of-00002" in error
+    assert not [*tmp_path.glob("*/*")]
+
+
+def load_own(folders: list[str]) -> None:
+    load(folders[int(os.environ["RANK"])])
+
+
+def test_ranks_that_load_different_saves_all_stop(pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path) -> None:
+    pool.run(2, save, checkpoint("9/3 heads"), str(tmp_path / "other"))
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, load_own, [sharded("9/3 heads", 2), str(tmp_path / "other")], timeout=60)
+    assert one_error(caught, 2).startswith(
+        "CheckpointError: the checkpoint: got another list of files on rank 1 than on rank 0"
+    )

@@ -1,0 +1,58 @@
+"""Suggested plans, held against one process: logits and gradients of architectures that have no plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import tp_transformers
+from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
+from tests.support.models import relative
+from tests.support.pool import Pool
+from tests.support.unplanned import CONFIGS, DBRX_RUNS, unplanned
+from tp_transformers.commands.suggest.suggestion import suggest
+from tp_transformers.commands.verify import small_model as probe
+
+pytestmark = pytest.mark.distributed
+
+SHAPES = [(name, 8, 4, 2) for name in CONFIGS] + [("mpt", 7, 7, 3)] + [("dbrx", 9, 3, 2)] * DBRX_RUNS
+"""(architecture, query heads, KV heads, ranks)."""
+
+
+def observe(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of a batch, and every gradient of their weighted sum."""
+    question, *_ = probe.questions(model)
+    with torch.no_grad():
+        logits = probe.answer(model, question)
+    return logits, probe.gradients(model, question)
+
+
+def compare(cls: str, folder: str, plan: str, reference: str) -> tuple[float, Any]:
+    """Run on every rank: load with the suggested plan, compare with one process."""
+    with tp_transformers.enable():
+        model = getattr(transformers, cls).from_pretrained(folder, tp_plan=plan)
+    expected_logits, expected = torch.load(reference)
+    logits, grads = observe(model)
+    assert grads.keys() == expected.keys()
+    errors = gradient_errors(model, grads, expected)
+    return relative(logits, expected_logits), max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize(("name", "heads", "kv", "size"), SHAPES)
+def test_a_suggested_plan_computes_what_one_process_does(
+    name: str, heads: int, kv: int, size: int, pool: Pool, tmp_path: Path
+) -> None:
+    config = unplanned(name, heads, kv)
+    suggestion = suggest(config, size=size)
+    plan, reference, folder = (str(tmp_path / file) for file in ("plan.yaml", "reference.pt", "checkpoint"))
+    Path(plan).write_text(suggestion.text("Being proven."))
+    model = probe.make(getattr(transformers, CONFIGS[name]), config)
+    model.save_pretrained(folder)
+    torch.save(observe(model), reference)
+    for logits, (worst, error) in pool.run(size, compare, CONFIGS[name], folder, plan, reference):
+        assert logits <= LOGITS_TOLERANCE
+        assert error <= GRADIENT_TOLERANCE, worst

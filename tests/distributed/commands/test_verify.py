@@ -1,0 +1,334 @@
+"""`verify`: a plan that is right, and wrong ones, whose modules and rules it has to name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, Olmo2Config, Phi3Config, Qwen3Config, Qwen3NextConfig
+
+from tests.support.pool import Pool
+from tp_transformers import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
+from tp_transformers.commands import cli
+from tp_transformers.commands.verify import verify
+from tp_transformers.commands.verify.verify import Verdict
+from tp_transformers.ranks.collectives import reduce_from_region
+from tp_transformers.strategies.loss_head import LossParallel
+
+pytestmark = pytest.mark.distributed
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1000,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "phi3": Phi3Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "olmo2": Olmo2Config(**SIZES),
+}
+
+
+class NoSum(RowwiseParallel):
+    """Leaves every rank with its part of the sum."""
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
+        return outputs
+
+
+class Summed(ReplicateParallel):
+    """Sums what is whole."""
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
+        return reduce_from_region(outputs, mesh.get_group())
+
+
+class Deaf(ColwiseParallel):
+    """Does not sum the gradient of its input."""
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts: Any, desired: Any, mod: Any, inputs: Any, mesh: Any) -> Any:
+        return inputs
+
+
+class Swapped(ColwiseParallel):
+    """Gives every rank the features of another."""
+
+    def partition_tensor(self, param: Any, empty: Any, kind: str, dtype: Any, to: bool, rank: int, mesh: Any) -> Any:
+        return get_tensor_shard(param, empty, mesh, mesh.size() - 1 - rank, 0)
+
+
+class OneRaises(ColwiseParallel):
+    """Raises on rank 1 alone, when the others have long gone on to wait for it."""
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
+        if mesh.get_local_rank() == 1:
+            raise ValueError("not today")
+        return outputs
+
+
+class HalvedLoss(LossParallel):
+    """Computes half of the loss."""
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
+        if outputs.loss is not None:
+            outputs["loss"] = outputs.loss / 2
+        return LossParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, mesh)
+
+
+OWN = {
+    "halved_loss": HalvedLoss,
+    "no_sum": NoSum,
+    "summed": Summed,
+    "swapped": Swapped,
+    "deaf": Deaf,
+    "one_raises": OneRaises,
+}
+
+
+@pytest.fixture
+def own_strategies() -> Iterator[None]:
+    for name, strategy in OWN.items():
+        STRATEGIES.register_strategy(name, strategy)
+    yield
+    for name in OWN:
+        del STRATEGIES[name]
+
+
+def changed(folder: Path, model_type: str, rules: dict[str, Any], section: str = "base_model") -> Path:
+    """The architecture's plan with other rules in it."""
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump({"model_type": model_type, "extends": model_type, section: rules}))
+    return path
+
+
+def rank(*arguments: Any) -> None:
+    """A rank of `verify` in a worker of the pool."""
+    try:
+        verify._rank(*arguments)
+    finally:
+        for name in OWN:
+            STRATEGIES.pop(name, None)
+
+
+@pytest.fixture
+def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let verify's ranks be workers that run already."""
+
+    def run(program: Any, *, ranks: int, timeout: float, output: Any) -> int:
+        folder, reports, deadline = program[2:]
+        pool.run(ranks, rank, Path(folder), Path(reports), float(deadline), timeout=timeout)
+        return 0
+
+    monkeypatch.setattr(verify, "torchrun", run)
+
+
+def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    CONFIGS["qwen3"].save_pretrained(tmp_path)
+    assert cli.main(["verify", str(tmp_path / "config.json"), "--tp-size", "3", "--grads", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    told = json.loads(line)
+    assert told.pop("logits") < 1e-5
+    assert told.pop("loss") < 1e-5
+    assert told.pop("gradient")[1] < 1e-4
+    assert told == {"size": 3, "ok": True, "faults": [], "tokens": True, "notes": []}
+
+
+# One process is enough for these: they are told before there are ranks.
+@pytest.mark.parametrize(
+    ("model_type", "rules", "says"),
+    [
+        ("llama", {"layers.*.mlp.up_proj": "rowwise"}, "make model.layers.*.mlp.up_proj colwise"),
+        ("llama", {"layers.*.self_attn.o_proj": None}, "model.layers.*.self_attn: k_proj, q_proj, v_proj leave"),
+        ("phi3", {"layers.*.mlp.gate_up_proj": "colwise"}, "model.layers.*.mlp.gate_up_proj: it leaves its features"),
+        ("qwen3", {"layers.*.self_attn.q_norm": None}, "add model.layers.*.self_attn.q_norm: replicated_with"),
+        ("olmo2", {"layers.*.self_attn.q_norm": None}, "it stands among heads that are cut"),
+    ],
+)
+def test_what_does_not_fit_is_told_without_ranks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model_type: str,
+    rules: dict[str, Any],
+    says: str,
+) -> None:
+    monkeypatch.delattr(verify, "torchrun")
+    CONFIGS[model_type].save_pretrained(tmp_path)
+    plan = changed(tmp_path, model_type, rules)
+    assert cli.main(["verify", str(tmp_path), "--plan", str(plan)]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 ranks: not as one process\n  - plan ")
+    assert says in printed
+
+
+PARTS = {"strategy": "packed_colwise", "parts": ["key", "value", "query"]}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "rules", "first", "says"),
+    [
+        ("phi3", {"layers.*.self_attn.qkv_proj": PARTS}, "self_attn.o_proj: its input", "qkv_proj: packed_colwise of"),
+        ("llama", {"layers.*.mlp.down_proj": "no_sum"}, "mlp.down_proj: its output", "a sum that nothing adds up"),
+        ("llama", {"layers.*.mlp": "summed"}, "mlp: its output", "It is 2 times too large"),
+    ],
+)
+@pytest.mark.usefixtures("in_pool", "own_strategies")
+def test_the_first_module_that_differs_is_named_with_its_rule(
+    tmp_path: Path, model_type: str, rules: dict[str, Any], first: str, says: str
+) -> None:
+    plan = changed(tmp_path, model_type, rules)
+    (verdict,) = verify.verify(CONFIGS[model_type], plan=plan)
+    assert not verdict.ok
+    assert verdict.faults[0].startswith(f"model.layers.0.{first} is the first that differs"), verdict.faults
+    assert says in verdict.faults[0]
+    assert verdict.faults[1].startswith("the logits differ")
+
+
+@pytest.mark.usefixtures("in_pool", "own_strategies")
+def test_the_first_parameter_whose_gradient_differs_is_named_with_its_rule(tmp_path: Path) -> None:
+    plan = changed(tmp_path, "llama", {"layers.*.mlp.up_proj": "deaf"})
+    (verdict,) = verify.verify(CONFIGS["llama"], plan=plan, grads=True)
+    assert verdict.logits is not None
+    assert verdict.logits < 1e-5
+    (fault,) = verdict.faults
+    assert fault.startswith("model.layers.1.post_attention_layernorm.weight: its gradient is the first that differs")
+    assert "up_proj (its rule: model.layers.*.mlp.up_proj: deaf)" in fault
+
+
+@pytest.mark.usefixtures("in_pool", "own_strategies")
+def test_the_options_of_a_plan_are_proven_and_blamed_as_they_are_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("extends: llama\nsequence_parallel: true\nloss_parallel: true\n")
+    (verdict,) = verify.verify(CONFIGS["llama"], plan=path, grads=True)
+    assert verdict.ok, verdict.faults
+    assert verdict.loss is not None
+    assert verdict.loss < 1e-5
+
+    path.write_text("extends: llama\nrules: {'': halved_loss}\nheads: {lm_head: colwise_loss}\n")
+    (verdict,) = verify.verify(CONFIGS["llama"], plan=path)
+    assert [fault.partition(" (")[0] for fault in verdict.faults] == ["the loss differs"]
+
+    rules = {"layers.*.self_attn.qkv_proj": PARTS}
+    path.write_text(yaml.safe_dump({"extends": "phi3", "sequence_parallel": True, "base_model": rules}))
+    (verdict,) = verify.verify(CONFIGS["phi3"], plan=path)
+    assert verdict.faults[0].startswith("model.layers.0.self_attn.o_proj: its input is the first that differs")
+    assert "its rule: model.layers.*.self_attn.o_proj: local_rowwise" in verdict.faults[0]
+    assert "qkv_proj: local_packed_colwise of parts" in verdict.faults[0]
+
+
+@pytest.mark.usefixtures("own_strategies")
+def test_a_rank_that_raises_ends_all_with_one_message(tmp_path: Path) -> None:
+    plan = changed(tmp_path, "llama", {"layers.*.mlp.gate_proj": "one_raises"})
+    (verdict,) = verify.verify(CONFIGS["llama"], plan=plan, timeout=120)
+    (fault,) = verdict.faults
+    assert fault == (
+        "rank 1, answering: ValueError: not today "
+        "(in model.layers.0.mlp.gate_proj; its rule: model.layers.*.mlp.gate_proj: one_raises)"
+    )
+
+
+def test_ranks_that_are_lost_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(program: Any, *, ranks: int, timeout: float, output: Any) -> int:
+        output.write(b"Signal 9 (SIGKILL) received\n")
+        return 1
+
+    monkeypatch.setattr(verify, "torchrun", run)
+    state = torch.random.get_rng_state()
+    (verdict,) = verify.verify(CONFIGS["llama"])
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert verdict == Verdict(2, verdict.faults)
+    assert "Signal 9" in verdict.faults[0]
+
+
+@pytest.mark.usefixtures("in_pool")
+def test_what_all_ranks_have_reported_counts_however_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = verify.torchrun
+    monkeypatch.setattr(verify, "torchrun", lambda *args, **keywords: run(*args, **keywords) or 134)
+    (verdict,) = verify.verify(CONFIGS["llama"])
+    assert verdict.ok
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no/such/folder"], "no/such/folder: got"),
+        ([".", "--tp-size", "two"], "--tp-size: got two"),
+        ([".", "--tp-size", "2,0"], "sizes: got [2, 0]"),
+        (["{folder}", "--plan", "no.yaml"], "no.yaml: got no such file"),
+    ],
+)
+def test_a_wrong_request_is_told_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    assert cli.main(["verify", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.out == ""
+
+
+GATED = Qwen3NextConfig(
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    num_hidden_layers=4,
+)
+GATED_RULES = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    "layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "layers.*.mlp.shared_expert.up_proj": "colwise",
+    "layers.*.mlp.shared_expert.down_proj": "rowwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+}
+HEADS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "fault"),
+    [
+        ({}, None),
+        ({"layers.*.mlp.shared_expert": "summed"}, "mlp.shared_expert: its output is the first that differs"),
+        ({"layers.*.self_attn.v_proj": "swapped"}, "self_attn"),
+    ],
+)
+@pytest.mark.usefixtures("in_pool", "own_strategies")
+def test_rounding_is_far_from_any_fault_in_gated_delta_nets(
+    tmp_path: Path, rules: dict[str, Any], fault: str | None
+) -> None:
+    """In float32 rounding alone makes errors of up to 1e-3, since the recurrence multiplies it."""
+    plan = {"base_model": {**GATED_RULES, **rules}, "attention": {"layers.*.self_attn": HEADS}}
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"model_type": "qwen3_next", **plan}))
+    (verdict,) = verify.verify(GATED, plan=path, grads=fault is None)
+    assert verdict.ok is (fault is None), verdict.faults
+    if fault is None:
+        assert verdict.logits is not None
+        assert verdict.gradient is not None
+        assert verdict.logits < 1e-9
+        assert verdict.gradient[1] < 1e-8
+    else:
+        assert fault in verdict.faults[0], verdict.faults

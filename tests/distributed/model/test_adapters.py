@@ -1,0 +1,248 @@
+"""PEFT's LoRA on tensor-parallel models; references are the same adapters in one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+import tp_transformers
+from tests.support.models import MASK, PROMPTS, VOCAB, read_folder, relative
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+
+
+def load(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> tuple[Any, Any]:
+    """The tensor-parallel model, and that of one process."""
+    with tp_transformers.enable():
+        model = auto.from_pretrained(folder, tp_plan="auto", **arguments)
+    return model, auto.from_pretrained(folder, **arguments)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(PROMPTS, attention_mask=MASK).logits
+
+
+def adapter_parameters(model: Any) -> dict[str, Any]:
+    return {name: param for name, param in model.named_parameters() if "lora_" in name}
+
+
+def shake(ours: Any, theirs: Any) -> None:
+    """Give both the same adapters of random values: those that are made add nothing."""
+    mine = adapter_parameters(ours)
+    whole = {}
+    for index, (name, param) in enumerate(adapter_parameters(theirs).items()):
+        assert torch.equal(tp_transformers.full_tensor(mine[name]), param), f"{name}: initialised unlike one process"
+        whole[name] = torch.randn(param.shape, generator=torch.Generator().manual_seed(index)) * 0.3
+    for each in (ours, theirs):
+        result = each.load_state_dict(whole, strict=False)
+        assert not result.unexpected_keys
+
+
+def step(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    torch.manual_seed(3)  # of what dropout drops
+    model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
+
+
+def train(folder: str, scratch: str, targets: Any, options: dict[str, Any]) -> None:
+    models = load(folder)
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM", **options)
+    adapted = []
+    for model in models:
+        torch.manual_seed(11)
+        adapted.append(get_peft_model(model, copy.deepcopy(config)).train())
+    ours, theirs = adapted
+    shake(ours, theirs)
+    rank, scratch = dist.get_rank(), f"{scratch}/{len(adapter_parameters(theirs))}"
+    ours.eval(), theirs.eval()
+    expected = logits_of(theirs)
+    assert relative(logits_of(ours), expected) < TOLERANCE
+    with ours.disable_adapter(), theirs.disable_adapter():
+        assert relative(logits_of(ours), logits_of(theirs)) < TOLERANCE
+
+    # gradients, and a few steps
+    ours.train(), theirs.train()
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in adapted]
+    for _ in range(2):
+        for model, optimizer in zip(adapted, optimizers, strict=True):
+            step(model, optimizer)
+        mine = dict(ours.named_parameters())
+        for name, param in theirs.named_parameters():
+            assert mine[name].requires_grad == param.requires_grad, name
+            if param.requires_grad:
+                assert relative(tp_transformers.full_tensor(mine[name], mine[name].grad), param.grad) < TOLERANCE, name
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, param in adapter_parameters(theirs).items():
+        # AdamW divides by the root of squares: what is small differs more
+        assert relative(tp_transformers.full_tensor(mine[name]), param) < 1e-2, name
+    trained = {name: tp_transformers.full_tensor(param) for name, param in mine.items() if param.requires_grad}
+    theirs.load_state_dict(trained, strict=False)
+
+    # files
+    ours.eval(), theirs.eval()
+    expected = logits_of(theirs)
+    ours.save_pretrained(f"{scratch}/ours")
+    if rank == 0:
+        theirs.save_pretrained(f"{scratch}/theirs")
+    dist.barrier()
+    saved, reference = read_folder(f"{scratch}/ours"), read_folder(f"{scratch}/theirs")
+    assert saved.keys() == reference.keys()
+    assert all(torch.equal(saved[name], value) for name, value in reference.items())
+    files = [sorted(path.name for path in Path(scratch, who).iterdir()) for who in ("ours", "theirs")]
+    assert files[0] == files[1]
+    again = PeftModel.from_pretrained(load(folder)[0], f"{scratch}/ours")
+    assert relative(logits_of(again), expected) < TOLERANCE
+    alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), f"{scratch}/ours")
+    assert relative(logits_of(alone), expected) < TOLERANCE
+    trainable = [[name for name, param in each.named_parameters() if param.requires_grad] for each in (again, alone)]
+    assert trainable[0] == trainable[1]
+
+    # merged, and taken apart
+    for safe in (False, True):
+        ours.merge_adapter(safe_merge=safe), theirs.merge_adapter(safe_merge=safe)
+        assert relative(logits_of(ours), expected) < TOLERANCE
+        bases = [model.get_base_model() for model in (ours, theirs)]
+        for (name, mine), param in zip(bases[0].named_parameters(), bases[1].parameters(), strict=True):
+            assert relative(tp_transformers.full_tensor(mine), param) < TOLERANCE, name
+        ours.unmerge_adapter(), theirs.unmerge_adapter()
+        assert relative(logits_of(ours), expected) < TOLERANCE
+    merged = ours.merge_and_unload()
+    assert tp_transformers.is_tensor_parallel(merged)
+    assert not adapter_parameters(merged)
+    merged.save_pretrained(f"{scratch}/merged")
+    dist.barrier()
+    assert relative(logits_of(AutoModelForCausalLM.from_pretrained(f"{scratch}/merged")), expected) < TOLERANCE
+
+
+def train_all(folder: str, scratch: str) -> None:
+    warnings.simplefilter("ignore")
+    train(folder, scratch, "all-linear", {})
+    train(folder, scratch, ["q_proj", "v_proj", "o_proj", "embed_tokens", "lm_head"], {"lora_dropout": 0.3})
+
+
+@pytest.mark.parametrize(("heads", "size"), [((9, 3), 2), ((8, 2), 3), ((8, 4), 2)])
+def test_lora_is_that_of_one_process(pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, int], size: int) -> None:
+    pool.run(size, train_all, cases(*heads).folder, str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Fused projections, stored transposed, of three heads."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 24, "n_layer": 1, "n_head": 3, "n_positions": 32, "n_inner": 50, "vocab_size": VOCAB}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    GPT2LMHeadModel(GPT2Config(**sizes, **drops, initializer_range=0.2)).save_pretrained(folder)
+    return str(folder)
+
+
+def train_fused(folder: str, scratch: str) -> None:
+    warnings.simplefilter("ignore")
+    train(folder, scratch, ["c_attn", "c_proj", "c_fc"], {"fan_in_fan_out": True, "bias": "all"})
+
+
+def test_lora_on_fused_projections(pool: Any, gpt2: str, tmp_path: Path) -> None:
+    pool.run(2, train_fused, gpt2, str(tmp_path))
+
+
+def other_ways(folder: str, scratch: str) -> None:
+    warnings.simplefilter("ignore")
+    targets = ["q_proj", "k_proj", "o_proj", "down_proj"]
+
+    # transformers' own integration: an adapter made by one process, loaded by name, saved, and loaded with its base
+    torch.manual_seed(1)
+    alone = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder),
+        LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_bias=False),
+    ).eval()
+    expected = logits_of(alone)
+    model, plain = load(folder)
+    rank = dist.get_rank()
+    if rank == 0:
+        alone.save_pretrained(f"{scratch}/adapter")
+    dist.barrier()
+    model.load_adapter(f"{scratch}/adapter")
+    assert relative(logits_of(model), expected) < TOLERANCE
+    assert not any(param.requires_grad for param in adapter_parameters(model).values())
+    q_proj = model.model.layers[0].self_attn.q_proj
+    assert q_proj.lora_B["default"].weight.tp_shard.local_shape != q_proj.lora_B["default"].weight.tp_shard.shape
+    model.save_pretrained(f"{scratch}/saved")
+    dist.barrier()
+    saved, reference = (read_folder(f"{scratch}/{name}") for name in ("saved", "adapter"))
+    assert saved.keys() == reference.keys()
+    assert all(torch.equal(saved[name], value) for name, value in reference.items())
+    with tp_transformers.enable():
+        together = AutoModelForCausalLM.from_pretrained(f"{scratch}/saved", tp_plan="auto")
+    assert relative(logits_of(together), expected) < TOLERANCE
+    model.disable_adapters()
+    assert relative(logits_of(model), logits_of(plain)) < TOLERANCE
+
+    # a second adapter, a copy, a state dict
+    model = get_peft_model(load(folder)[0], LoraConfig(r=4, target_modules=["v_proj"]))
+    model.load_adapter(f"{scratch}/adapter", adapter_name="second")
+    model.set_adapter("second")
+    assert relative(logits_of(copy.deepcopy(model).eval()), expected) < TOLERANCE
+    for param in adapter_parameters(model).values():
+        tp_transformers.local_tensor(param).zero_()
+    model.load_state_dict(
+        {name.replace("default", "second"): value for name, value in alone.state_dict().items()}, strict=False
+    )
+    assert relative(logits_of(model.eval()), expected) < TOLERANCE
+
+    # bf16, whose adapters peft keeps in fp32
+    half, whole = load(folder, dtype=torch.bfloat16)
+    half, whole = (PeftModel.from_pretrained(each, f"{scratch}/adapter") for each in (half, whole))
+    for (name, mine), param in zip(half.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(tp_transformers.full_tensor(mine), param), name
+        assert mine.dtype == param.dtype, name
+    # bf16 sums in another order differ by a few of its steps of 2**-8
+    assert relative(logits_of(half), logits_of(whole)) < 0.1
+
+    # a head that is trained and saved whole beside the adapters
+    torch.manual_seed(2)
+    ours, theirs = load(folder, AutoModelForSequenceClassification, num_labels=3)
+    theirs.score.weight.data.copy_(tp_transformers.full_tensor(ours.score.weight))
+    adapted = []
+    for each in (ours, theirs):
+        torch.manual_seed(2)
+        adapted.append(get_peft_model(each, LoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS")))
+    ours, theirs = adapted
+    shake(ours, theirs)
+    assert relative(logits_of(ours), logits_of(theirs)) < TOLERANCE
+    ours.save_pretrained(f"{scratch}/classifier")
+    dist.barrier()
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    alone = PeftModel.from_pretrained(plain, f"{scratch}/classifier")
+    assert relative(logits_of(alone), logits_of(theirs)) < TOLERANCE
+
+    # what is refused, before anything is changed
+    model = load(folder)[0]
+    names = [name for name, _ in model.named_parameters()]
+    for config, message in (
+        (LoraConfig(target_modules=targets, use_dora=True), "LoraConfig on a tensor-parallel model: got use_dora"),
+        (LoraConfig(target_modules=targets, init_lora_weights="pissa"), "got init_lora_weights='pissa'"),
+        (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "adapters of the type IA3"),
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "adapters that are prompts"),
+    ):
+        with pytest.raises(tp_transformers.UnsupportedError, match=message):
+            get_peft_model(model, config)
+    torch.manual_seed(rank)
+    with pytest.raises(tp_transformers.MeshError, match="lora_dropout: got another random state on each rank"):
+        get_peft_model(model, LoraConfig(target_modules=targets, lora_dropout=0.1))
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_other_ways_to_adapters(pool: Any, cases: Any, tmp_path: Path) -> None:
+    pool.run(2, other_ways, cases(9, 3).folder, str(tmp_path))

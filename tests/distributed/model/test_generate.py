@@ -1,0 +1,351 @@
+"""`generate` on several ranks: what one process generates, whatever the ranks' seeds, clocks and users' code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, CompileConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers.generation import stopping_criteria
+from transformers.generation.streamers import BaseStreamer
+
+import tp_transformers
+from tests.support.architectures import ARCHITECTURES
+from tests.support.models import MASK, PROMPTS, VOCAB, relative
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+NEW = 6
+TOLERANCE = 1e-4  # fp32 sums in another order
+BATCH = {"inputs": PROMPTS, "attention_mask": MASK, "max_new_tokens": NEW, "do_sample": False}
+ONE = {"inputs": PROMPTS[1:], "attention_mask": MASK[1:]}
+
+
+def load(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> Any:
+    with tp_transformers.enable():
+        return auto.from_pretrained(folder, **{"tp_plan": "auto", **arguments})
+
+
+def letters() -> Any:
+    """A tokenizer whose tokens are letters; token 0 is "!", which pads."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="!", chat_template=template)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+# -- one random state
+
+
+def sampled_otherwise(folder: str, draft: str) -> list[str]:
+    """The ways to sample in which ranks of different seeds are not one process with the seed of rank 0."""
+    ours, theirs = load(folder), LlamaForCausalLM.from_pretrained(folder)
+    whole = LlamaForCausalLM.from_pretrained(draft)
+    ways: dict[str, dict[str, Any]] = {
+        "sampling": {},
+        "top k and p": {"top_k": 9, "top_p": 0.9, "temperature": 1.4, "num_return_sequences": 2},
+        "beam sampling": {"num_beams": 3, "cache_implementation": "static"},
+        "prompt lookup": {**ONE, "prompt_lookup_num_tokens": 2},
+        "a whole assistant": {**ONE, "assistant_model": whole},
+        "a sharded assistant": {**ONE, "assistant_model": load(draft)},
+    }
+    different = []
+    for name, settings in ways.items():
+        torch.manual_seed(7 + rank())
+        tokens = ours.generate(**{**BATCH, "do_sample": True, **settings})
+        state = torch.get_rng_state()
+        torch.manual_seed(7)
+        if "assistant_model" in settings:
+            settings["assistant_model"] = whole
+        expected = theirs.generate(**{**BATCH, "do_sample": True, **settings})
+        if not torch.equal(tokens, expected) or not torch.equal(state, torch.get_rng_state()):
+            different.append(name)
+    return different
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_sample_what_one_process_with_the_seed_of_rank_0_does(pool: Pool, cases: Any, size: int) -> None:
+    assert pool.run(size, sampled_otherwise, cases(9, 3).folder, cases(8, 2).folder) == [[]] * size
+
+
+def sample_in_replicas(folder: str) -> bool:
+    """Two replicas of two ranks: each samples from its own prompt, by the seed of its own first rank.
+
+    With synced_gpus, the replica that is done first keeps the other company.
+    """
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, replica = load(folder, device_mesh=mesh), mesh.get_local_rank("dp")
+    prompt = {"inputs": PROMPTS[:, replica + 3 :], "max_new_tokens": NEW + replica, "do_sample": True}
+    torch.manual_seed(rank())
+    tokens = model.generate(**prompt, synced_gpus=True)
+    torch.manual_seed(2 * replica)
+    return torch.equal(tokens, LlamaForCausalLM.from_pretrained(folder).generate(**prompt))
+
+
+def test_replicas_of_a_mesh_with_a_data_parallel_axis_are_their_own(pool: Pool, cases: Any) -> None:
+    assert pool.run(4, sample_in_replicas, cases(9, 3).folder) == [True] * 4
+
+
+# -- one prompt, one moment to stop
+
+
+def message(function: Any, **settings: Any) -> str:
+    try:
+        function(**{**BATCH, **settings})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+class Collector(BaseStreamer):
+    """Keeps what it is given; fails at its own number of calls."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.tokens: list[torch.Tensor] = []
+        self.fails_at, self.ended = fails_at, False
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.tokens) == self.fails_at:
+            raise BrokenPipeError("nobody reads")
+        self.tokens.append(value.flatten())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def differ(folder: str) -> list[str]:
+    """What is told where the ranks' arguments differ, or one of them fails."""
+    model, last = load(folder), rank() == 1
+    tokenizer = {"stop_strings": "7", "tokenizer": letters()}
+    fails = stopping_criteria.StoppingCriteriaList([lambda *_, **__: 1 // 0])
+    return [
+        message(model.generate, inputs=PROMPTS + rank()),
+        message(model.generate, attention_mask=MASK if rank() else None, max_new_tokens=NEW + rank()),
+        message(model.generate, **{**tokenizer, **({"tokenizer": None} if last else {})}),
+        message(model.generate, stopping_criteria=fails if last else None),
+        message(model.generate, **ONE, streamer=Collector(fails_at=2) if last else None),
+        message(model.generate, **ONE, streamer=Collector(fails_at=NEW) if last else None),
+        message(model.generate, num_beams=2, streamer=Collector() if last else None),
+        message(model.generate),
+    ]
+
+
+def test_what_differs_or_fails_on_one_rank_is_told_on_all(pool: Pool, cases: Any) -> None:
+    here, there = pool.run(2, differ, cases(9, 3).folder, timeout=90)
+    assert here == there
+    same = "got one on rank 0 and another on rank 1, expected the same on all ranks of a model"
+    assert here[0].startswith(f"MeshError: generate's inputs: {same}")
+    assert here[1].startswith(f"MeshError: generate's attention_mask, max_new_tokens: {same}")
+    assert here[2].startswith(f"MeshError: generate's tokenizer: {same}")
+    assert here[3] == "RemoteRankError: rank 1: ZeroDivisionError: integer division or modulo by zero"
+    assert here[4] == here[5] == "RemoteRankError: rank 1: BrokenPipeError: nobody reads"
+    assert here[6].startswith("ValueError: `streamer` cannot be used with beam search")
+    assert here[7] == "no error"
+
+
+def stop(folder: str) -> dict[str, Any]:
+    """Tokens where ranks would stop at different steps."""
+    model, whole, first = load(folder), LlamaForCausalLM.from_pretrained(folder), rank() == 0
+    tokens = whole.generate(**BATCH)
+    found: dict[str, Any] = {"all": tokens}
+    clock = iter(range(100))
+    now = (lambda: 0.0) if first else (lambda: float(next(clock)))
+    stopping_criteria.time = SimpleNamespace(time=now)
+    try:  # the clock of rank 1 goes by a second a step
+        found["time"] = model.generate(**BATCH, max_time=2.5)
+        clock = iter(range(100))
+        found["time, beams"] = model.generate(**BATCH, num_beams=2, max_time=2.5).shape[1]
+    finally:
+        stopping_criteria.time = __import__("time")
+    enough = stopping_criteria.StoppingCriteriaList(
+        [lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] == PROMPTS.shape[1] + 2)]
+    )
+    found["criterion"] = model.generate(**BATCH, stopping_criteria=enough if first else None)
+    strings = {**ONE, "stop_strings": letters().decode(tokens[1, -3]), "tokenizer": letters()}
+    found["strings"] = torch.equal(*(each.generate(**{**BATCH, **strings}) for each in (model, whole)))
+    streamer = Collector()
+    model.generate(**{**BATCH, **ONE}, streamer=streamer if first else None)
+    found["streamed"] = torch.equal(torch.cat(streamer.tokens), tokens[1]) and streamer.ended if first else True
+    return found
+
+
+def test_ranks_stop_together(pool: Pool, cases: Any) -> None:
+    for found in pool.run(2, stop, cases(9, 3).folder, timeout=90):
+        tokens, start = found["all"], PROMPTS.shape[1]
+        assert torch.equal(found["time"], tokens[:, : start + 3])  # its clock started at 0, and says 3 at the third
+        assert found["time, beams"] < start + NEW
+        assert torch.equal(found["criterion"], tokens[:, : start + 2])
+        assert found["strings"]
+        assert found["streamed"]
+
+
+def chat(folder: str) -> bool:
+    messages = [[{"role": "user", "content": text}] for text in ("Hello", "Who are you?")]
+    texts = []
+    for model in (load(folder), LlamaForCausalLM.from_pretrained(folder)):
+        torch.manual_seed(7 + rank() * hasattr(model, "tp_group"))
+        pipe = pipeline("text-generation", model=model, tokenizer=letters())
+        texts.append(pipe(messages, max_new_tokens=NEW, do_sample=True, batch_size=2))
+    return texts[0] == texts[1] and texts[0][0][0]["generated_text"][-1]["role"] == "assistant"
+
+
+def test_a_chat_through_a_pipeline(pool: Pool, cases: Any) -> None:
+    assert pool.run(2, chat, cases(9, 3).folder) == [True, True]
+
+
+# -- caches, and what is returned
+
+
+FIELDS = (
+    "sequences",
+    "scores",
+    "logits",
+    "attentions",
+    "hidden_states",
+    "encoder_attentions",
+    "encoder_hidden_states",
+    "decoder_attentions",
+    "decoder_hidden_states",
+    "cross_attentions",
+)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for each in value or () for tensor in tensors(each)]
+
+
+def generated_otherwise(name: str, folder: str) -> dict[str, Any]:
+    """What differs from one process, by cache and field."""
+    auto = getattr(transformers, ARCHITECTURES[name].model)
+    # Eager attention alone has weights to return.
+    ours, theirs = (load(folder, auto, tp_plan=plan, attn_implementation="eager") for plan in ("auto", None))
+    returned = ("scores", "logits", "attentions", "hidden_states")
+    everything = {f"output_{field}": True for field in returned} | {"return_dict_in_generate": True}
+    ways: dict[str, dict[str, Any]] = {
+        "dynamic": {"cache_implementation": "dynamic", **everything},
+        "static": {"cache_implementation": "static", **everything},
+        "beams": {"num_beams": 3, "cache_implementation": "static"},
+        "none": {"use_cache": False},
+    }
+    if not theirs.config.is_encoder_decoder:
+        ways["prefill in chunks"] = {"cache_implementation": "static", "prefill_chunk_size": 3}
+    different: dict[str, Any] = {}
+    for way, settings in ways.items():
+        mine, whole = (model.generate(**BATCH, **settings) for model in (ours, theirs))
+        if isinstance(mine, torch.Tensor):
+            mine, whole = {"sequences": mine}, {"sequences": whole}
+        for field in FIELDS:
+            here, there = tensors(mine.get(field)), tensors(whole.get(field))
+            finite = [(a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)) for a, b in zip(here, there, strict=True)]
+            error = max((relative(*pair) for pair in finite), default=0.0)
+            if error > (0 if field == "sequences" else TOLERANCE):
+                different[f"{way}, {field}"] = error
+        if way == "dynamic":
+            different["fields"] = {field for field in FIELDS if tensors(mine.get(field))}
+    return different
+
+
+DECODER = set(FIELDS[:5])
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "size", "fields"),
+    [
+        ("llama", (9, 3), 2, DECODER),
+        ("mistral", (8, 2), 3, DECODER),
+        ("gemma2", (9, 3), 2, DECODER),
+        ("phi3", (8, 2), 3, DECODER),
+        ("t5", (9, 9), 2, set(FIELDS) - {"attentions", "hidden_states"}),
+        ("bart", (8, 8), 3, set(FIELDS) - {"attentions", "hidden_states"}),
+    ],
+)
+def test_every_cache_and_all_that_is_returned(
+    pool: Pool, tmp_path: Path, name: str, heads: tuple[int, int], size: int, fields: set[str]
+) -> None:
+    ARCHITECTURES[name].make(*heads).save_pretrained(tmp_path)
+    assert pool.run(size, generated_otherwise, name, str(tmp_path)) == [{"fields": fields}] * size
+
+
+# -- layers that differ
+
+
+def generate_with_other_heads(folder: str) -> tuple[Any, bool]:
+    """Run on every rank: the shape of a static cache, and whether its tokens are those of one process."""
+    ours, theirs = (load(folder, tp_plan=plan) for plan in ("auto", None))
+    tokens = (model.generate(**BATCH, cache_implementation="static") for model in (ours, theirs))
+    return ours._get_static_cache_init_shape(), torch.equal(*tokens)
+
+
+@pytest.mark.skipif(not hasattr(transformers.PreTrainedConfig, "per_layer_config"), reason="one number for all layers")
+def test_a_static_cache_where_layers_differ_in_kv_heads(pool: Pool, tmp_path: Path) -> None:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "global_head_dim": 16}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "attention_k_eq_v": True, "pad_token_id": 0}
+    others = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "eos_token_id": None}
+    config = transformers.Gemma4TextConfig(**sizes, **heads, **kinds, **others, initializer_range=0.2)
+    transformers.Gemma4ForCausalLM(config).save_pretrained(tmp_path)
+    assert pool.run(2, generate_with_other_heads, str(tmp_path)) == [(([2, 1], [8, 16]), True)] * 2
+
+
+# -- torch.compile
+
+
+def graphs(model: Any, grad: bool) -> tuple[int, int]:
+    """How many graphs and breaks a forward has."""
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad):
+        explained = torch._dynamo.explain(model)(PROMPTS, attention_mask=MASK)
+    return explained.graph_count, explained.graph_break_count
+
+
+def compiled_otherwise(uneven: str, replicated: str) -> dict[str, Any]:
+    """Graphs of one process and of ranks; what a compiled model computes otherwise."""
+    found: dict[str, Any] = {}
+    ours, theirs = load(uneven), LlamaForCausalLM.from_pretrained(uneven)
+    found["graphs"] = [graphs(theirs, False), graphs(ours, False), graphs(ours, True)]
+    torch._dynamo.reset()
+    config = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    tokens = ours.generate(**BATCH, cache_implementation="static", compile_config=config)
+    found["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    found["tokens"] = torch.equal(tokens, theirs.generate(**BATCH))
+    torch._dynamo.reset()
+    ours, theirs = load(replicated), LlamaForCausalLM.from_pretrained(replicated)
+    forward = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    logits, expected = (model(PROMPTS, attention_mask=MASK).logits for model in (forward, theirs))
+    for output in (logits, expected):
+        output.square().sum().backward()
+    found["logits"] = relative(logits.detach(), expected.detach())
+    found["grads"] = max(
+        relative(tp_transformers.full_tensor(mine, mine.grad), whole.grad)
+        for mine, whole in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
+    torch._dynamo.reset()
+    return found
+
+
+def test_compiled(pool: Pool, cases: Any) -> None:
+    for found in pool.run(2, compiled_otherwise, cases(9, 3).folder, cases(8, 1).folder):
+        assert found["graphs"] == [(1, 0)] * 3
+        assert found["compiled"] > 0
+        assert found["tokens"]
+        assert found["logits"] < TOLERANCE
+        assert found["grads"] < TOLERANCE

@@ -1,0 +1,309 @@
+"""A tensor-parallel model behaves like a model in everything about its state; references are of one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.utils import PushToHubMixin
+
+import tp_transformers
+from tests.support.models import MASK, PROMPTS, VOCAB, read_folder, relative
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+
+
+def load(folder: str, **arguments: Any) -> tuple[Any, Any]:
+    """The tensor-parallel model, and that of one process."""
+    with tp_transformers.enable():
+        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **arguments)
+    return model, AutoModelForCausalLM.from_pretrained(folder, **arguments)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("mixtral")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_local_experts": 3}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads, initializer_range=0.2)).save_pretrained(folder)
+    return str(folder)
+
+
+def assert_same(model: Any, whole: Any) -> None:
+    """The ranks' shards are the parameters of `whole`, in order, name, dtype and value; so are ties and logits."""
+    ours, theirs = dict(model.named_parameters()), dict(whole.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, param in theirs.items():
+        full = tp_transformers.full_tensor(ours[name])
+        assert full.dtype == param.dtype, name
+        assert torch.equal(full, param), name
+    prompts = PROMPTS.clamp(max=whole.config.vocab_size - 1)
+    with torch.no_grad():
+        logits, expected = (each(prompts, attention_mask=MASK).logits for each in (model, whole))
+    # bf16 sums in another order differ by a few of its steps of 2**-8
+    assert relative(logits, expected) < (TOLERANCE if expected.dtype == torch.float32 else 0.1)
+
+
+def state(folder: str, scratch: str) -> None:
+    model, whole = load(folder)
+    rank = dist.get_rank()
+
+    # counts
+    for options in ({}, {"only_trainable": True}, {"exclude_embeddings": True}):
+        assert model.num_parameters(**options) == whole.num_parameters(**options), options
+    held = {id(p): tp_transformers.local_tensor(p).nbytes for p in model.parameters()}
+    assert model.get_memory_footprint(return_buffers=False) == sum(held.values())
+    assert model.get_memory_footprint() < whole.get_memory_footprint()
+
+    # state dicts: what came out, and whole ones
+    ours, theirs = model.state_dict(), {name: value.clone() for name, value in whole.state_dict().items()}
+    assert list(ours) == list(theirs)
+    assert all(type(value) is not torch.nn.Parameter for value in ours.values())
+    ours = copy.deepcopy(ours)  # what state_dict() returns is the parameters' own memory
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    from_disk = torch.load(buffer, weights_only=True)
+    params = dict(model.named_parameters())
+    for source in (ours, theirs, from_disk):
+        for assign in (False, True):
+            with torch.no_grad():
+                for param in model.parameters():
+                    tp_transformers.local_tensor(param).zero_()
+            result = model.load_state_dict(copy.deepcopy(source), assign=assign)
+            assert not result.missing_keys
+            assert not result.unexpected_keys
+            model.tie_weights()
+            assert_same(model, whole)
+        # Loading kept what the parameters are.
+        assert {name: type(param) for name, param in model.named_parameters()} == {
+            n: type(p) for n, p in params.items()
+        }
+    name = next(iter(theirs))
+    partial = {key: value for key, value in theirs.items() if key != name}
+    result = model.load_state_dict({**partial, "other": torch.ones(1)}, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == ([name], ["other"])
+    with pytest.raises(RuntimeError, match=rf'Missing key\(s\) in state_dict: "{name}".*\n.*Unexpected.*"other"'):
+        model.load_state_dict({**partial, "other": torch.ones(1)})
+    bad = {**theirs, name: torch.ones(3, 5)}
+    with pytest.raises(
+        RuntimeError, match=rf"size mismatch for {name}: got a tensor of shape \(3, 5\), expected the whol"
+    ):
+        model.load_state_dict(bad if rank == 0 else theirs)
+    model.load_state_dict(theirs)
+
+    # other dtypes; gradients, copies and checkpoints after them
+    for change in ("bfloat16", "float", "half"):
+        getattr(model, change)(), getattr(whole, change)()
+        if change != "half":
+            assert_same(model, whole)
+    model.to(torch.float32), whole.to(torch.float32)
+    assert_same(copy.deepcopy(model), whole)
+    assert model.lm_head.weight is not model.get_input_embeddings().weight or whole.config.tie_word_embeddings
+    for each in (model, whole):
+        each.zero_grad()
+        each(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
+    for (name, param), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert relative(tp_transformers.full_tensor(param, param.grad), expected.grad) < TOLERANCE, name
+    model.to(torch.bfloat16).to(torch.float32)  # with gradients around
+    whole.to(torch.bfloat16).to(torch.float32)
+    assert all(param.grad is not None for param in model.parameters())
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    model.save_pretrained(f"{scratch}/saved")
+    dist.barrier()
+    assert read_folder(f"{scratch}/saved").keys() == read_folder(folder).keys()
+    saved = AutoModelForCausalLM.from_pretrained(f"{scratch}/saved").state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
+
+    # modes
+    assert model.train().model.layers[0].training
+    assert not model.eval().model.layers[0].training
+    model.requires_grad_(False)
+    assert not any(param.requires_grad for param in model.parameters())
+    assert model.num_parameters(only_trainable=True) == 0
+    model.requires_grad_(True)
+    model.to("cpu").cpu()
+    with pytest.raises(tp_transformers.UnsupportedError, match="the device of a tensor-parallel model: got meta, exp"):
+        torch.nn.Sequential(model).to("meta")
+    for refused in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
+        with pytest.raises(tp_transformers.UnsupportedError, match=r"expected its state\. Call model.save_pretrained"):
+            refused()
+    assert_same(model, whole)
+
+    # embeddings
+    model.set_input_embeddings(model.get_input_embeddings())
+    model.tie_weights(), whole.tie_weights()
+    assert_same(model, whole)
+    for size in (VOCAB + 9, VOCAB + 9, VOCAB - 20):
+        torch.manual_seed(7 + rank)  # rank 0's draw counts
+        embeddings = model.resize_token_embeddings(size)
+        torch.manual_seed(7)
+        whole.resize_token_embeddings(size)
+        assert embeddings is model.get_input_embeddings()
+        assert model.config.get_text_config().vocab_size == size
+        assert embeddings.weight.tp_shard.local_shape[0] < size
+    assert_same(model, whole)
+    prompts = PROMPTS.clamp(max=size - 1)
+    tokens = [each.generate(prompts, attention_mask=MASK, max_new_tokens=4, do_sample=False) for each in (model, whole)]
+    assert torch.equal(*tokens)
+    fresh = torch.nn.Embedding(size, embeddings.embedding_dim)
+    dist.broadcast(fresh.weight.data, 0)
+    whole.set_input_embeddings(copy.deepcopy(fresh)), model.set_input_embeddings(fresh)
+    whole.tie_weights(), model.tie_weights()
+    assert fresh.weight.tp_shard.local_shape[0] < size
+    assert_same(model, whole)
+
+
+def test_state_of_a_model(pool: Any, cases: Any, tmp_path: Path) -> None:
+    pool.run(2, state, cases(9, 3, tie_word_embeddings=True).folder, str(tmp_path / "uneven"))
+    pool.run(3, state, cases(8, 2).folder, str(tmp_path / "replicated"))
+
+
+def test_state_of_experts(pool: Any, mixtral: str, tmp_path: Path) -> None:
+    pool.run(2, state, mixtral, str(tmp_path))
+
+
+# -- torch.distributed.checkpoint
+
+
+def train_and_save(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Two steps, then a distributed checkpoint of model and optimizer; returns both whole."""
+    model, _ = load(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": tp_transformers.optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=target)
+    weights = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+    moments = {
+        name: tp_transformers.full_tensor(param, optimizer.state[param]["exp_avg_sq"])
+        for name, param in model.named_parameters()
+    }
+    return weights, moments
+
+
+def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
+    """A fresh model and optimizer, which take what was saved; returns both whole, and the loss of another step."""
+    model, _ = load(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"model": model.state_dict(), "optimizer": tp_transformers.optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=target)
+    model.load_state_dict(state["model"])
+    tp_transformers.load_optimizer_state_dict(model, optimizer, state["optimizer"])
+    weights = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+    moments = {
+        name: tp_transformers.full_tensor(param, optimizer.state[param]["exp_avg_sq"])
+        for name, param in model.named_parameters()
+    }
+    model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
+    optimizer.step()
+    return weights, moments, model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.item()
+
+
+def different(expected: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest difference of every tensor that is not bit-equal."""
+    return {
+        name: (values[name] - value).abs().max().item()
+        for name, value in expected.items()
+        if not torch.equal(values[name], value)
+    }
+
+
+def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Path) -> None:
+    for heads, sizes in (((9, 3), (2, 3)), ((8, 2), (3, 2))):
+        folder, target = cases(*heads).folder, str(tmp_path / str(heads))
+        (saved, moments), *others = pool.run(sizes[0], train_and_save, folder, target)
+        for weights, _ in others:  # what several ranks hold may be written by any of them
+            assert not different(saved, weights)
+        losses = set()
+        for size in (sizes[1], 1):
+            for weights, loaded, loss in pool.run(size, load_saved, folder, target):
+                assert saved.keys() == weights.keys()
+                assert not different(saved, weights), (heads, size)
+                assert not different(moments, loaded)
+                losses.add(round(loss, 3))
+        assert len(losses) == 1
+        # A model without a plan takes the same checkpoint.
+        plain = AutoModelForCausalLM.from_pretrained(folder)
+        state = {"model": plain.state_dict()}
+        dcp.load(state, checkpoint_id=target, no_dist=True)
+        assert all(torch.equal(value, state["model"][name]) for name, value in saved.items())
+
+
+# -- the Hub
+
+
+def push(folder: str, scratch: str) -> list[tuple[str, Any, list[str]]]:
+    """What transformers' own upload, which is replaced, was given on this rank."""
+    model, _ = load(folder)
+    pushed = []
+
+    def upload(self: Any, repo_id: str, **options: Any) -> None:
+        target = Path(scratch, f"pushed{len(pushed)}")
+        target.mkdir()
+        self.save_pretrained(str(target), max_shard_size="1GB")
+        pushed.append((repo_id, options, sorted(path.name for path in target.iterdir())))
+        if repo_id == "org/broken":
+            raise OSError("no such repository")
+        saved, expected = read_folder(target), read_folder(folder)
+        assert all(torch.equal(saved[name], value) for name, value in expected.items())
+
+    original, PushToHubMixin.push_to_hub = PushToHubMixin.push_to_hub, upload
+    model.model_tags = ["mine"]
+    try:
+        model.push_to_hub("org/pushed", max_shard_size="60KB", private=True, tags="other")
+        Path(scratch, "repo").mkdir(exist_ok=True)
+        Path(scratch, "repo", "notes.txt").write_text("not to be uploaded")
+        dist.barrier()
+        model.save_pretrained(f"{scratch}/repo", push_to_hub=True, max_shard_size="60KB", commit_message="why")
+        with pytest.raises((OSError, RuntimeError), match="no such repository"):
+            model.push_to_hub("org/broken")
+    finally:
+        PushToHubMixin.push_to_hub = original
+    return pushed
+
+
+def test_rank_0_pushes_what_one_process_would(pool: Any, cases: Any, tmp_path: Path) -> None:
+    folder = cases(9, 3).folder
+    first, others = pool.run(2, push, folder, str(tmp_path))
+    assert others == []
+    names = sorted(path.name for path in Path(folder).iterdir())
+    assert first[0] == ("org/pushed", {"private": True, "tags": ["mine", "other"]}, names)
+    assert first[1] == ("repo", {"commit_message": "why", "tags": ["mine"]}, names)
+
+
+def gradients(folder: str) -> list[bool]:
+    """Run on every rank: what `full_tensor` makes of gradients that are not there, everywhere or on one rank."""
+    model, whole = load(folder)
+    params = dict(model.named_parameters())
+    absent = [tp_transformers.full_tensor(param, param.grad) for param in params.values()]
+    for each in (model, whole):
+        each(PROMPTS, labels=PROMPTS).loss.backward()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    shard = params[name].tp_shard
+    if shard.group.rank:
+        params[name].grad = None
+    expected = whole.get_parameter(name).grad.clone()
+    kept = torch.zeros_like(expected)
+    start, stop = shard.layout.split.ranges[0][0]
+    kept[start:stop] = expected[start:stop]
+    found = tp_transformers.full_tensor(params[name], params[name].grad)
+    alone = tp_transformers.full_tensor(whole.lm_head.weight, None)
+    return [all(each is None for each in absent), relative(found, kept) < TOLERANCE, alone is None]
+
+
+def test_a_gradient_that_is_not_there_is_none(pool: Any, cases: Any) -> None:
+    assert pool.run(2, gradients, cases(9, 3).folder) == [[True] * 3] * 2

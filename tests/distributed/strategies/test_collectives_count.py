@@ -1,0 +1,106 @@
+"""How often one forward communicates: two all-reduces a layer, and no all-gather inside one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import tp_transformers
+from tests.support.architectures import ARCHITECTURES
+from tests.support.models import PROMPTS
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+LAYERS = 2
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "send",
+    "recv",
+)
+
+
+def count(name: str, folder: str, **options: bool) -> tuple[Counter[str], Counter[str], list[int]]:
+    """Collectives of one forward: of the whole model, inside its layers, and the elements of each all-reduce there."""
+    with tp_transformers.enable():
+        model = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder, tp_plan="auto", **options)
+    from tp_transformers.ranks import collectives
+
+    everywhere: Counter[str] = Counter()
+    inside: Counter[str] = Counter()
+    reduced: list[int] = []
+    depth = [0]
+    originals = {call: getattr(dist, call) for call in COLLECTIVES if hasattr(dist, call)}
+    gather, scatter = collectives._all_gather, collectives._reduce_scatter
+
+    def counting(call: str, original: Any) -> Any:
+        def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            everywhere[call] += 1
+            if depth[0]:
+                inside[call] += 1
+                if call == "all_reduce":
+                    reduced.append(tensor.numel())
+            return original(tensor, *args, **kwargs)
+
+        return counted
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: depth.__setitem__(0, depth[0] + 1))
+        layer.register_forward_hook(lambda *_: depth.__setitem__(0, depth[0] - 1))
+    try:
+        for call, original in originals.items():
+            setattr(dist, call, counting(call, original))
+        collectives._all_gather = counting("all_gather", gather)
+        collectives._reduce_scatter = counting("reduce_scatter", scatter)
+        with torch.no_grad():
+            model(PROMPTS)
+    finally:
+        collectives._all_gather, collectives._reduce_scatter = gather, scatter
+        for call, original in originals.items():
+            setattr(dist, call, original)
+    return everywhere, inside, reduced
+
+
+@pytest.mark.parametrize(
+    ("name", "per_layer"), [("llama", 2), ("phi3", 2), ("glm", 2), ("olmo2", 4), ("mixtral", 2), ("qwen2_moe", 3)]
+)
+def test_collectives_of_one_forward(pool: Pool, tmp_path: Path, name: str, per_layer: int) -> None:
+    model = ARCHITECTURES[name].make(8, 2)
+    model.save_pretrained(tmp_path)
+    for everywhere, inside, reduced in pool.run(2, count, name, str(tmp_path)):
+        assert inside == {"all_reduce": per_layer * LAYERS}
+        # Outside the layers: the sum of the embedding, and the logits.
+        assert everywhere == {"all_reduce": per_layer * LAYERS + 1, "all_gather": 1}
+        small = [size for size in reduced if size == PROMPTS.numel()]  # one number a token
+        assert len(small) == (2 * LAYERS if name == "olmo2" else 0)
+        assert set(reduced) - set(small) == {PROMPTS.numel() * model.config.hidden_size}
+
+
+def count_sequence_parallel(name: str, folder: str) -> tuple[Counter[str], Counter[str]]:
+    return count(name, folder, tp_sequence_parallel=True, tp_loss_parallel=True)[:2]
+
+
+@pytest.mark.parametrize(("name", "experts"), [("llama", 0), ("mixtral", 1)])
+def test_collectives_of_one_forward_whose_sequence_is_cut(pool: Pool, tmp_path: Path, name: str, experts: int) -> None:
+    ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
+    for everywhere, inside in pool.run(2, count_sequence_parallel, name, str(tmp_path)):
+        # What all-reduces were is halved: one at the start of a block, one at its end; experts sum theirs themselves.
+        halves = {"all_gather": 2 * LAYERS, "reduce_scatter": (2 - experts) * LAYERS}
+        assert inside == halves | ({"all_reduce": LAYERS} if experts else {})
+        # Outside the layers: the sum of the embedding, the last norm, and the logits.
+        assert everywhere == inside + Counter(all_reduce=1, all_gather=2)

@@ -1,0 +1,290 @@
+"""One forward after another: of deep copies, of other lengths, by keywords, of blocks by themselves, and nested."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
+from tests.support.architectures import ARCHITECTURES
+from tests.support.models import PROMPTS, VOCAB, relative
+from tests.support.pool import Pool
+from tp_transformers.strategies.regions.region import RegionBlock
+
+pytestmark = pytest.mark.distributed
+
+TOKENS = torch.randint(3, VOCAB, (2, 10), generator=torch.Generator().manual_seed(1))
+
+
+def load(folder: str, **options: Any) -> tuple[Any, Any]:
+    """A model and what one process has of it."""
+    with tp_transformers.enable():
+        ours = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
+    return ours, AutoModelForCausalLM.from_pretrained(folder)
+
+
+def differences(ours: Any, theirs: Any, *batches: torch.Tensor) -> float:
+    """The worst error of losses and gradients, of one backward from all batches."""
+    losses = []
+    for model in (ours.train(), theirs.train()):
+        model.zero_grad()
+        losses.append(sum(model(batch, labels=batch).loss for batch in batches))
+        losses[-1].backward()
+        model.eval()
+    grads = ({name: param.grad for name, param in model.named_parameters()} for model in (ours, theirs))
+    return max(relative(*(loss.detach() for loss in losses)), *gradient_errors(ours, *grads).values())
+
+
+def copy_heads(folder: str) -> dict[str, Any]:
+    ours, theirs = load(folder, tp_loss_parallel=True)
+    ours(PROMPTS, labels=PROMPTS)
+    copied = copy.deepcopy(ours)
+    expected = theirs(PROMPTS).logits.detach()
+    with torch.no_grad():
+        first = [relative(model(PROMPTS).logits, expected) for model in (copied, ours)]
+        again = copy.deepcopy(copied)
+        part = again(PROMPTS, labels=PROMPTS)
+        tokens = [model.generate(PROMPTS, max_new_tokens=4, do_sample=False) for model in (theirs, ours, copied, again)]
+    return {
+        "logits": max(first),
+        "trained": max(differences(model, theirs, TOKENS) for model in (again, copied, ours)),
+        "width": part.logits.shape[-1],
+        "tokens": all(torch.equal(tokens[0], each) for each in tokens[1:]),
+    }
+
+
+def test_a_copy_of_a_loss_parallel_model_has_whole_logits(pool: Pool, cases: Any) -> None:
+    for rank, found in enumerate(pool.run(2, copy_heads, cases(8, 2).folder)):
+        assert found["logits"] < LOGITS_TOLERANCE
+        assert found["trained"] < GRADIENT_TOLERANCE
+        assert found["width"] == (100, 99)[rank]
+        assert found["tokens"]
+
+
+def copy_sequences(folder: str) -> float:
+    ours, theirs = load(folder, tp_sequence_parallel=True, tp_loss_parallel=True)
+    found = [differences(ours, theirs, TOKENS[:, :9])]
+    copied = copy.deepcopy(ours)
+    for model in (copied, ours, copy.deepcopy(copied)):
+        for length in (10, 9, 1):  # of one token, the second rank has none
+            tokens = TOKENS[:, :length]
+            found.append(relative(model(tokens).logits.detach(), theirs(tokens).logits.detach()))
+        found.append(differences(model, theirs, TOKENS, TOKENS[:1, :7]))
+    return max(found)
+
+
+def test_a_copy_of_a_sequence_parallel_model_takes_other_lengths(pool: Pool, cases: Any) -> None:
+    assert max(pool.run(2, copy_sequences, cases(8, 2).folder)) < GRADIENT_TOLERANCE
+
+
+def copy_batches(folder: str) -> float:
+    """Ranks with batches of their own, of one size and then of others."""
+    ours, theirs = load(folder, tp_batch_sharded=True)
+    rank, found = dist.get_rank(), []
+    same, other = torch.stack([TOKENS, TOKENS.roll(1, 1)])[rank], TOKENS[: 1 + rank, :7]
+    ours(same, labels=same).loss.backward()
+    copied = copy.deepcopy(ours)
+    with torch.no_grad():
+        for model in (copied, ours):
+            for batch in (other, same, other):
+                found.append(relative(model(batch).logits, theirs(batch).logits))
+            # By itself, a block takes batches of any size, too.
+            states = torch.ones(1 + rank, 3, ours.config.hidden_size)
+            mlps = (each.model.layers[0].mlp(states) for each in (model, theirs))
+            found.append(relative(*mlps))
+    return max(found)
+
+
+def test_a_copy_of_a_batch_sharded_model_takes_other_batches(pool: Pool, cases: Any) -> None:
+    assert max(pool.run(2, copy_batches, cases(8, 2).folder)) < LOGITS_TOLERANCE
+
+
+# -- arguments
+
+
+def backwards(module: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Gives all arguments by keyword, the last one first."""
+    names = list(inspect.signature(module.forward).parameters)
+    given = {**dict(zip(names, args, strict=False)), **keywords}
+    return (), {
+        name: given[name] for name in sorted(given, key=lambda name: names.index(name) if name in names else -1)[::-1]
+    }
+
+
+def by_keyword(folder: str, options: dict[str, Any]) -> float:
+    ours, theirs = load(folder, **options)
+    for layer in ours.model.layers:
+        for module in (layer.self_attn, layer.mlp, *layer.mlp.modules()):
+            if hasattr(module, "tp_strategy"):
+                module.register_forward_pre_hook(backwards, with_kwargs=True, prepend=True)
+    ours.register_forward_pre_hook(backwards, with_kwargs=True, prepend=True)
+    return differences(ours, theirs, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"tp_sequence_parallel": True, "tp_loss_parallel": True}),
+        ("llama", {"tp_batch_sharded": True}),
+        ("mixtral", {}),
+    ],
+    ids=["llama", "sequence", "batch", "mixtral"],
+)
+def test_keywords_are_bound_by_the_signature(pool: Pool, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
+    assert max(pool.run(2, by_keyword, str(tmp_path), options)) < GRADIENT_TOLERANCE
+
+
+# -- adapters
+
+
+def watch(folder: str) -> tuple[int, int, int, int]:
+    """How many hooks every module of the process passes: before a model is loaded, with it, with a copy, after both."""
+    hooks = nn.modules.module._global_module_registration_hooks
+    found = [len(hooks)]
+    ours, theirs = load(folder)
+    tp_transformers.disable()
+    found.append(len(hooks))
+    copied = copy.deepcopy(ours)
+    del ours
+    gc.collect()
+    found.append(len(hooks))
+    adapted = []
+    for model in (copied, theirs):
+        torch.manual_seed(1)
+        adapted.append(get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False)))
+    with torch.no_grad():
+        assert relative(*(model(PROMPTS).logits for model in adapted)) < LOGITS_TOLERANCE
+    del copied, adapted, model
+    gc.collect()
+    return (*found, len(hooks))
+
+
+def test_no_hook_outlives_the_models(pool: Pool, cases: Any) -> None:
+    assert pool.run(2, watch, cases(8, 2).folder) == [(0, 1, 1, 0)] * 2
+
+
+# -- nested, and computed again
+
+
+class Checkpointed(nn.Module):
+    """Computes a module again in its backward."""
+
+    def __init__(self, module: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.module, self.use_reentrant = module, use_reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.module, x, use_reentrant=self.use_reentrant)
+
+
+def compute_again(folder: str) -> tuple[float, bool]:
+    found = []
+    for use_reentrant in (False, True):
+        ours, theirs = load(folder, tp_sequence_parallel=True)
+        for layer in ours.model.layers:
+            layer.mlp = Checkpointed(layer.mlp, use_reentrant)
+        # Two forwards of other lengths before one backward.
+        names = {name: name.replace("mlp.module.", "mlp.") for name, _ in ours.named_parameters()}
+        for model in (ours, theirs):
+            sum(model(batch, labels=batch).loss for batch in (TOKENS, TOKENS[:, :9], TOKENS[:, :7])).backward()
+        grads = [
+            {names.get(name, name): param.grad for name, param in model.named_parameters()} for model in (ours, theirs)
+        ]
+        for layer in ours.model.layers:
+            layer.mlp = layer.mlp.module
+        found.append(max(gradient_errors(ours, *grads).values()))
+        # A block that is called again while it computes.
+        calls: list[int] = []
+
+        def again(module: nn.Module, *_: Any, mlp: Any = ours.model.layers[0].mlp, calls: list[int] = calls) -> None:
+            calls.append(len(calls))
+            if len(calls) == 1:
+                with torch.no_grad():
+                    mlp(torch.zeros(1, 2, module.width))
+
+        act = ours.model.layers[0].mlp.act_fn
+        act.width = ours.config.hidden_size
+        handle = act.register_forward_hook(again)
+        found.append(differences(ours, theirs, TOKENS[:, :4]))
+        handle.remove()
+        assert len(calls) == 2
+    return max(found), torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_blocks_are_nested_and_computed_again(pool: Pool, cases: Any) -> None:
+    for worst, is_clean in pool.run(2, compute_again, cases(8, 2).folder):
+        assert worst < GRADIENT_TOLERANCE
+        assert is_clean
+
+
+# -- misfits
+
+
+def misfit(folder: str) -> list[Any]:
+    """Run on every rank: a module pads its tokens to a multiple of 2, which the parts of some ranks are already."""
+    ours, theirs = load(folder, tp_sequence_parallel=True)
+
+    def pad(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.cat([output, output[:, : output.shape[1] % 2]], 1)
+
+    found: list[Any] = []
+    handle = ours.model.layers[0].post_attention_layernorm.register_forward_hook(pad)
+    for length in (8, 9, 10, 7):
+        try:
+            ours(TOKENS[:, :length])
+            found.append(length)
+        except tp_transformers.PlanError as error:
+            found.append(str(error))
+    handle.remove()
+    found.append(differences(ours, theirs, TOKENS[:, :9]))
+    return found
+
+
+def test_a_misfit_on_one_rank_is_one_error_on_all(pool: Pool, cases: Any) -> None:
+    results = pool.run(2, misfit, cases(8, 2).folder)
+    for *said, worst in results:
+        assert said == results[0][:-1]
+        assert said[0] == 8
+        assert "model.layers.0.mlp: got an input of lengths (6, 4) on the ranks, expected lengths (5, 4)" in said[1]
+        assert "got an input of lengths (6, 6) on the ranks, expected lengths (5, 5)" in said[2]
+        assert "got an input of lengths (4, 4) on the ranks, expected lengths (4, 3)" in said[3]
+        assert worst < GRADIENT_TOLERANCE
+
+
+def count_votes(folder: str) -> list[int]:
+    """How often the ranks tell each other lengths, forward by forward."""
+    from tp_transformers.strategies.regions import region
+
+    ours, _ = load(folder, tp_sequence_parallel=True)
+    asked, original, found = [], region.all_lengths, []
+    region.all_lengths = lambda *args: asked.append(args) or original(*args)
+    try:
+        for length in (8, 10, 9, 9, 10, 7, 9, 7):
+            ours(TOKENS[:, :length]).logits.sum().backward()
+            found.append(len(asked))
+            asked.clear()
+        ours = copy.deepcopy(ours)
+        ours(TOKENS[:, :9])
+        blocks = sum(isinstance(getattr(module, "tp_strategy", None), RegionBlock) for module in ours.modules())
+        return [*found, len(asked), blocks]
+    finally:
+        region.all_lengths = original
+
+
+def test_ranks_tell_lengths_once_where_parts_differ(pool: Pool, cases: Any) -> None:
+    for *found, blocks in pool.run(2, count_votes, cases(8, 2).folder):
+        assert found == [0, 0, blocks, 0, 0, blocks, 0, 0, 0]

@@ -1,0 +1,69 @@
+"""A strategy of a user's own, taken word for word from the README."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.support.models import headers, held, observe, relative
+from tests.support.pool import Pool
+from tests.support.readme import README
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+
+
+def code() -> str:
+    """The README's first block of Python below `### A strategy of your own`."""
+    section = README.read_text().split("### A strategy of your own")[1]
+    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def compare(folder: str, reference_file: str, saved: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(code(), namespace)
+    try:
+        with tp_transformers.enable():
+            model = AutoModelForCausalLM.from_pretrained(folder, tp_plan=namespace["plan"])
+    finally:
+        del tp_transformers.STRATEGIES["output_features"]
+    seen, reference = observe(model), torch.load(reference_file)
+    weight = model.model.layers[0].mlp.gate_proj.weight
+    model.save_pretrained(saved, max_shard_size="60KB")
+    return {
+        "strategy": type(model.model.layers[0].mlp.gate_proj.tp_strategy).__name__,
+        "dtensor": type(weight).__name__,
+        "rows": len(tp_transformers.local_tensor(weight)),
+        "logits": relative(seen["logits"], reference["logits"]),
+        "tokens": torch.equal(seen["tokens"], reference["tokens"]),
+        "grads": max(
+            relative(tp_transformers.full_tensor(param, param.grad), reference["grads"][name])
+            for name, param in model.named_parameters()
+        ),
+        "read": model.tp_report.bytes_read - held(model) - headers(folder),
+    }
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, [50, 50]), (3, [34, 34, 32])])
+def test_the_strategy_of_the_readme_works(pool: Pool, cases: Any, tmp_path: Any, size: int, rows: list[int]) -> None:
+    case = cases(8, 4)
+    results = pool.run(size, compare, case.folder, case.reference, str(tmp_path / "saved"))
+    assert [result["rows"] for result in results] == rows
+    for result in results:
+        assert result["strategy"] == "OutputFeatures"
+        assert result["dtensor"] == "DTensor"
+        assert result["logits"] < TOLERANCE
+        assert result["tokens"]
+        assert result["grads"] < TOLERANCE
+        assert result["read"] == 0  # only the slice was read
+    from tests.support.models import assert_same_files
+
+    assert_same_files(case.folder, str(tmp_path / "saved"))

@@ -1,0 +1,161 @@
+"""Gradients of gradients, against one process: a gradient penalty, and a product with the Hessian."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import tp_transformers
+from tests.support.models import PROMPTS, relative
+from tp_transformers import vocab_parallel_cross_entropy
+from tp_transformers.ranks.collectives import exchange_regions, gather_from_region, scatter_to_region
+from tp_transformers.ranks.mesh import join
+from tp_transformers.strategies import batch_sharded
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-6  # sums in another order, in fp64
+SETTINGS: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
+MODES: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "sequence": {"tp_sequence_parallel": True},
+    "loss": {"tp_loss_parallel": True},
+    "both": {"tp_sequence_parallel": True, "tp_loss_parallel": True},
+}
+
+
+def penalty(model: Any, embeddings: torch.Tensor, ids: torch.Tensor = PROMPTS) -> dict[str, torch.Tensor]:
+    """The loss with the squared norm of its gradient by the input, and the gradients of that."""
+    model.zero_grad()
+    x = embeddings.clone().requires_grad_()
+    loss = model(inputs_embeds=x, labels=ids[:, : x.shape[1]]).loss
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    total = loss + 100 * grad.square().sum()  # as large as the loss
+    total.backward()
+    found = {"total": total.detach(), "x": x.grad.clone()}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            found[name] = tp_transformers.full_tensor(param, param.grad)
+    return found
+
+
+def hessian_product(model: Any) -> dict[str, torch.Tensor]:
+    """The Hessian of the loss times a vector, by backward over a recorded backward."""
+    model.zero_grad()
+    params = dict(model.named_parameters())
+    loss = model(PROMPTS, labels=PROMPTS).loss
+    grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+    with torch.no_grad():
+        vectors = [param * 2 + 0.1 for param in params.values()]
+    torch.autograd.backward(grads, vectors)
+    return {name: tp_transformers.full_tensor(param, param.grad) for name, param in params.items()}
+
+
+def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(relative(found[name], value) for name, value in expected.items())
+
+
+def second_order(folder: str) -> dict[str, float]:
+    whole, found = LlamaForCausalLM.from_pretrained(folder, **SETTINGS), {}
+    embeddings = whole.model.embed_tokens(PROMPTS).detach()
+    expected, product, short = (
+        penalty(whole, embeddings),
+        hessian_product(whole),
+        penalty(whole, embeddings[:, :5]),
+    )
+    for mode, options in MODES.items():
+        with tp_transformers.enable():
+            model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **SETTINGS, **options)
+        found[f"{mode}, penalty"] = differences(penalty(model, embeddings), expected)
+        found[f"{mode}, another length"] = differences(penalty(model, embeddings[:, :5]), short)
+        found[f"{mode}, Hessian"] = differences(hessian_product(model), product)
+    found["a copy, penalty"] = differences(penalty(copy.deepcopy(model), embeddings), expected)
+    return found
+
+
+CASES = [(2, (9, 3)), (3, (9, 3)), pytest.param(2, (8, 4), marks=pytest.mark.slow)]
+CASES += [pytest.param(3, (8, 2), marks=pytest.mark.slow)]  # KV heads that some ranks share
+
+
+@pytest.mark.parametrize(("size", "heads"), CASES)
+def test_gradients_of_gradients(pool: Any, cases: Any, size: int, heads: tuple[int, int]) -> None:
+    for found in pool.run(size, second_order, cases(*heads).folder, timeout=120):
+        assert max(found.values()) < TOLERANCE, found
+
+
+def ranks_with_samples_of_their_own(folder: str) -> dict[str, float]:
+    """Every rank has a penalty of its own; parameters of modules that gather samples have the gradient of the mean."""
+    whole = LlamaForCausalLM.from_pretrained(folder, **SETTINGS)
+    embeddings = whole.model.embed_tokens(PROMPTS).detach()
+    expected: dict[str, torch.Tensor] = {}
+    with tp_transformers.enable():
+        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", tp_batch_sharded=True, **SETTINGS)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [penalty(whole, embeddings[at : at + 1], PROMPTS[at : at + 1]) for at in range(size)]
+    mine = penalty(model, embeddings[rank : rank + 1], PROMPTS[rank : rank + 1])
+    inside = {param for module in batch_sharded(model) for param in module.parameters()}
+    for name, param in model.named_parameters():
+        if name in parts[0]:
+            mean = torch.stack([part[name] for part in parts]).mean(0)
+            expected[name] = mean if param in inside else parts[rank][name]
+    assert len(inside) > 5
+    expected |= {key: parts[rank][key] for key in ("total", "x")}
+    return {name: relative(mine[name], value) for name, value in expected.items()}
+
+
+def test_gradients_of_gradients_of_ranks_with_samples_of_their_own(pool: Any, cases: Any) -> None:
+    for found in pool.run(2, ranks_with_samples_of_their_own, cases(9, 3).folder, timeout=120):
+        assert max(found.values()) < TOLERANCE, found
+
+
+def second_order_of_functions() -> dict[str, float]:
+    """What only moves numbers: the gradient of a sum of cubes is 3x², that of its squared norm 36x³. And the loss."""
+    group = join()
+    process_group, size, rank = group.process_group, group.size, group.rank
+    assert process_group is not None
+    widths, found = tuple(range(1, size + 1)), {}
+    total = sum(widths)
+    moves = {
+        "exchange": lambda x: exchange_regions(x, widths, widths, process_group, dim=0, into=1),
+        "gather": lambda x: gather_from_region(x, widths, process_group, dim=0),
+        "scatter": lambda x: scatter_to_region(x, widths, process_group, dim=1),
+    }
+    for name, move in moves.items():
+        generator = torch.Generator().manual_seed(0 if name == "scatter" else rank)  # the same on all ranks, or parts
+        rows = total if name == "scatter" else widths[rank]
+        x = torch.randn(rows, total, generator=generator, dtype=torch.float64).requires_grad_()
+        (grad,) = torch.autograd.grad(move(x).pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), x)
+        found[name] = relative(grad.detach(), 3 * x.detach() ** 2)
+        found[f"{name}, twice"] = relative(second, 36 * x.detach() ** 3)
+    logits = torch.randn(5, 7 * size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    target = torch.tensor([0, 5, -100, 2, 7 * size - 1])
+    whole, own = logits.clone().requires_grad_(), logits.chunk(size, 1)[rank].clone().requires_grad_()
+    options = {"label_smoothing": 0.1, "reduction": "sum"}
+    losses = [
+        cross_entropy(whole, target, **options) + 0.3 * whole.logsumexp(-1)[target >= 0].square().sum(),
+        vocab_parallel_cross_entropy(own, target, group, z_loss=0.3, **options),
+    ]
+    second = []
+    for loss, x in zip(losses, (whole, own), strict=True):
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        cubes = grad.pow(3).sum()  # of this rank's part
+        (once,) = torch.autograd.grad(cubes, x, create_graph=True)
+        (twice,) = torch.autograd.grad(once.square().sum(), x)
+        second.append((once.detach(), twice))
+    for name, expected, value in zip(("loss, twice", "loss, three times"), *second, strict=True):
+        found[name] = relative(value, expected.chunk(size, 1)[rank])
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_second_order_of_functions(pool: Any, size: int) -> None:
+    for found in pool.run(size, second_order_of_functions, timeout=120):
+        assert max(found.values()) < TOLERANCE, found

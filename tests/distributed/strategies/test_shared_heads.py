@@ -1,0 +1,144 @@
+"""KV heads that several ranks hold: their gradients are summed without a process group beside the axis' own."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import tp_transformers
+from tests.support.models import MASK, PROMPTS, relative
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-6  # sums in another order, in fp64
+
+
+def load(folder: str) -> Any:
+    with tp_transformers.enable():
+        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float64)
+
+
+def backward(model: Any, length: int = PROMPTS.shape[1]) -> None:
+    ids = PROMPTS[:, :length]
+    model(ids, attention_mask=MASK[:, :length], labels=ids).loss.backward()
+
+
+def errors(ours: Any, theirs: Any) -> dict[str, float]:
+    """The relative error of every gradient; infinite where only one of both models has it."""
+    mine, found = dict(ours.named_parameters()), {}
+    for name, param in theirs.named_parameters():
+        if param.grad is None or mine[name].grad is None:
+            found[name] = 0.0 if param.grad is mine[name].grad else float("inf")
+        else:
+            found[name] = relative(tp_transformers.full_tensor(mine[name], mine[name].grad), param.grad)
+    return found
+
+
+def gradients(folder: str) -> dict[str, float]:
+    """The largest error of each way to train, where some ranks share a head and others may not."""
+    dist.init_process_group("gloo")
+    groups = len(dist.distributed_c10d._world.pg_map)
+    found: dict[str, float] = {}
+
+    def hold(what: str, ours: Any, theirs: Any, length: int = PROMPTS.shape[1]) -> None:
+        for model in (ours, theirs):
+            backward(model, length)
+        found[what] = max(errors(ours, theirs).values())
+        for model in (ours, theirs):
+            model.zero_grad()
+
+    ours, theirs = load(folder), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    hold("plain", ours, theirs)
+    hold("another length", ours, theirs, 5)
+    hold("a copy", copy.deepcopy(ours), theirs)
+    hold("a second load", load(folder), theirs)
+    for model in (ours, theirs):
+        model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
+        model.model.layers[1].self_attn.v_proj.weight.requires_grad_(False)
+    hold("some frozen", ours, theirs)
+    for model in (ours, theirs):
+        model.requires_grad_(True).train().gradient_checkpointing_enable()
+    hold("checkpointing", ours, theirs)
+    for model in (ours, theirs):
+        backward(model)
+    norms = tp_transformers.clip_grad_norm_(ours, 0.1), torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+    found["norm"] = relative(*norms)
+    found["clipped"] = max(errors(ours, theirs).values())
+    config = LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+    adapted = []
+    for model in (load(folder), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)):
+        torch.manual_seed(5)
+        adapted.append(get_peft_model(model, copy.deepcopy(config)))
+    weights = {name: param for name, param in adapted[1].named_parameters() if "lora_" in name}
+    adapted[0].load_state_dict(weights, strict=False)
+    hold("LoRA", *adapted)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "kv"), [(3, 2), (4, 2)])
+def test_gradients_of_shared_heads(pool: Any, cases: Any, size: int, kv: int) -> None:
+    # 3 ranks: head 0 on ranks 0 and 1, head 1 on rank 2 alone, which takes part in the sums all the same.
+    for found in pool.run(size, gradients, cases(8, kv).folder, timeout=120):
+        assert max(found.values()) < TOLERANCE, found
+
+
+def load_beside_own_groups(folder: str) -> float:
+    dist.init_process_group("gloo")
+    dist.new_group([0])  # which only rank 0 is in
+    if dist.get_rank() == 1:
+        dist.new_group([1], use_local_synchronization=True)
+        dist.new_group([1], use_local_synchronization=True)
+    ours, theirs = load(folder), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for model in (ours, theirs):
+        backward(model)
+    return max(errors(ours, theirs).values())
+
+
+def test_process_groups_of_the_users_own_on_some_ranks(pool: Any, cases: Any) -> None:
+    assert max(pool.run(2, load_beside_own_groups, cases(8, 1).folder, timeout=120)) < TOLERANCE
+
+
+def load_on_part_of_the_world(folder: str) -> None:
+    """Ranks 0 to 2 load while rank 3 makes no process group at all, then all meet."""
+    dist.init_process_group("gloo")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
+    part = dist.device_mesh.DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("tp",))
+    if dist.get_rank() < 3:
+        known = len(dist.distributed_c10d._world.pg_map)
+        with tp_transformers.enable():
+            AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=part)
+        assert len(dist.distributed_c10d._world.pg_map) == known
+    assert mesh.size() == 4
+    dist.barrier()
+
+
+def test_a_load_on_part_of_the_world_makes_no_process_group(pool: Any, cases: Any) -> None:
+    pool.run(4, load_on_part_of_the_world, cases(8, 2).folder, timeout=120)
+
+
+def fail_then_load(folder: str) -> list[str]:
+    """A load that fails on one rank alone leaves the next one as it was."""
+    said = []
+    for source in (f"{folder}-nowhere" if os.environ["RANK"] == "1" else folder, folder):
+        try:
+            model = load(source)
+            backward(model)
+            said.append("loaded")
+        except tp_transformers.TensorParallelError as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_a_load_after_one_that_failed_on_one_rank(pool: Any, cases: Any) -> None:
+    for said in pool.run(3, fail_then_load, cases(8, 2).folder, timeout=120):
+        assert said[0] != "loaded"
+        assert said[1] == "loaded"

@@ -1,0 +1,109 @@
+"""Shards to whole tensors: the values, and what is in memory meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.support.pool import Pool
+from tp_transformers.ranks.mesh import join
+from tp_transformers.slices.layout import Layout, Split, chunked, even, packed
+from tp_transformers.strategies import whole
+from tp_transformers.strategies.shard import ParamShard, take
+
+pytestmark = pytest.mark.distributed
+
+CHUNK = 4 << 10
+SHAPE = (6, 50, 96)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors made in the block that are alive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.peak, self.seen = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in given | self.seen:
+                self.seen.add(storage._cdata)
+                self.alive += storage.nbytes()
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        return made
+
+    def gone(self, key: int, nbytes: int) -> None:
+        self.seen.discard(key)
+        self.alive -= nbytes
+
+
+def layouts(size: int) -> dict[str, Layout | None]:
+    swapped = Split(50, tuple(reversed(even(50, size).ranges)))
+    return {
+        "rows": Layout(0, even(6, size)),
+        "columns": Layout(2, chunked(96, size)),
+        "halves": Layout(1, packed([even(25, size)] * 2)),
+        "held twice": Layout(1, Split(50, (*even(50, size - 1).ranges, even(50, size - 1).ranges[0]))),
+        "the other way": Layout(1, swapped),
+        "on one rank": Layout(1, Split(50, (*[((0, 0),)] * (size - 1), ((0, 50),)))),
+        "whole": None,
+    }
+
+
+def values_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape).to(dtype)
+
+
+def gather_and_count(copies: int) -> dict[str, Any]:
+    """Both ways to the whole tensor, for every layout, over the last ranks of a mesh; the first ones are FSDP's."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
+    group, data_parallel = join(mesh), mesh["dp"].get_group() if copies > 1 else None
+    found: dict[str, Any] = {}
+    with mock.patch.object(whole, "CHUNK_BYTES", CHUNK):
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool):
+            value = values_of(SHAPE, dtype)
+            for name, layout in layouts(group.size).items():
+                shard = ParamShard(value.shape, layout, group, data_parallel=data_parallel)
+                local: Any = take(value, layout, group.rank)
+                local = local[shard.rows[0] : shard.rows[1]].clone()
+                with Peak() as gathering:
+                    gathered = shard.gather(local)
+                with Peak() as filling:
+                    full = shard.full(local)
+                assert torch.equal(full.view(torch.uint8), value.view(torch.uint8)), name
+                if gathered is not None:
+                    assert torch.equal(gathered.view(torch.uint8), value.view(torch.uint8)), name
+                held = 0 if data_parallel is None or layout is None else value.nbytes
+                found[f"{name} {dtype}"] = (
+                    gathered is not None,
+                    gathering.peak - value.nbytes * (gathered is not None),
+                    filling.peak - value.nbytes - held,
+                )
+    scalar = ParamShard(torch.Size([]), None, group, data_parallel=data_parallel).gather(torch.tensor(1.0))
+    assert (scalar is None) == bool(dist.get_rank())
+    return found
+
+
+@pytest.mark.parametrize(("size", "copies"), [(2, 1), (3, 1), (4, 2)])
+def test_a_rank_holds_what_it_asked_for_and_a_few_boxes(pool: Pool, size: int, copies: int) -> None:
+    results = pool.run(size, gather_and_count, copies)
+    assert [any(has for has, _, _ in rank.values()) for rank in results] == [True] + [False] * (size - 1)
+    for rank in results:
+        for case, (_, gathering, filling) in rank.items():
+            assert gathering <= 3 * CHUNK, case
+            assert filling <= 5 * CHUNK, case

@@ -1,0 +1,346 @@
+"""Ranks that share modules, and have batches of their own, held against one process that has all of them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.support import architectures
+from tests.support.models import MASK, PROMPTS, VOCAB, Case, make_case, observe, relative
+from tests.support.pool import Pool
+from tp_transformers import full_tensor, local_tensor
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+LENGTH = 9
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, -1)
+MAX_NORM = 0.5
+"""Far below the norm of the gradients, so that every step is clipped."""
+# fp32 sums in another order, through a few steps.
+LOSS_TOLERANCE = 1e-5
+NORM_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+WEIGHT_TOLERANCE = 2e-5
+
+EVERYTHING = ["model.embed_tokens", "model.layers.0", "model.layers.1.mlp", "lm_head"]
+
+
+def batches(ranks: int) -> list[dict[str, torch.Tensor]]:
+    """A batch for every rank: the first has a sample more, and the last has one that is padded."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for rank in range(ranks):
+        ids = torch.randint(3, VOCAB, (2 + (rank == 0), LENGTH), generator=generator)
+        found.append({"input_ids": ids, "labels": ids})
+    mask = torch.ones_like(found[-1]["input_ids"])
+    mask[0, :4] = 0
+    found[-1] |= {"attention_mask": mask, "labels": found[-1]["labels"].masked_fill(mask == 0, -100)}
+    return found
+
+
+def load(folder: str, copies: int, chosen: Any, **options: Any) -> tuple[Any, Any]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
+    options = {"tp_plan": "auto", "tp_batch_sharded": chosen, **options}
+    with tp_transformers.enable():
+        return AutoModelForCausalLM.from_pretrained(folder, device_mesh=mesh, **options), mesh
+
+
+def options_of(model: Any) -> dict[str, Any]:
+    return {"output_router_logits": True} if hasattr(model, "router_aux_loss_coef") else {}
+
+
+def train(model: Any, groups: Any, step: Any, clip: Any) -> dict[str, Any]:
+    # A large epsilon: steps that go by the sign of a gradient alone would show rounding.
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-2)
+    losses, norms, grads = [], [], {}
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(step(model))
+        grads = {name: full_tensor(p, p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        norms.append(clip(model).item())
+        optimizer.step()
+    return {"losses": torch.stack(losses), "norms": torch.tensor(norms), "grads": grads, "optimizer": optimizer}
+
+
+@functools.cache
+def one_process(folder: str, ranks: int) -> tuple[Any, dict[str, Any]]:
+    """What one process trains on all batches, by the mean of their losses; `losses`: (steps, ranks)."""
+
+    def step(model: Any) -> torch.Tensor:
+        losses = torch.stack([model(**batch, **options_of(model)).loss for batch in batches(ranks)])
+        losses.mean().backward()
+        return losses.detach()
+
+    def clip(model: Any) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return model, train(model, model.parameters(), step, clip)
+
+
+def compare(folder: str, copies: int, chosen: Any, mode: Any, saved: str) -> dict[str, float]:
+    """Run on every rank: train, and say how far everything is from one process."""
+    model, mesh = load(folder, copies, chosen)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    tp_transformers.data_parallel(model, mesh, mode=mode)
+
+    def step(model: Any) -> torch.Tensor:
+        loss = model(**batches(ranks)[rank], **options_of(model)).loss
+        loss.backward()
+        return loss.detach()
+
+    def clip(model: Any) -> torch.Tensor:
+        return tp_transformers.clip_grad_norm_(model, MAX_NORM)
+
+    seen = train(model, tp_transformers.parameter_groups(model), step, clip)
+    trained, expected = one_process(folder, ranks)
+    weights = {name: param.detach() for name, param in trained.named_parameters()}
+    found = {
+        "losses": relative(seen["losses"], expected["losses"][:, rank]),
+        "norms": relative(seen["norms"], expected["norms"]),
+        "grads": max(relative(seen["grads"][name], grad) for name, grad in expected["grads"].items()),
+        "weights": max(relative(full_tensor(param), weights[name]) for name, param in model.named_parameters()),
+    }
+    # What is saved, in both ways, is what was trained.
+    model.save_pretrained(saved)
+    states = {"optimizer": tp_transformers.optimizer_state_dict(model, seen["optimizer"])}
+    checkpoint.save({**states, "model": model.state_dict()}, checkpoint_id=f"{saved}-state")
+    dist.barrier()
+    again = dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters())
+    whole = {"model": {name: torch.empty_like(weight) for name, weight in weights.items()}}
+    moments = {name: {"exp_avg": torch.empty_like(weight)} for name, weight in weights.items()}
+    checkpoint.load({**whole, "optimizer": {"state": moments}}, checkpoint_id=f"{saved}-state")
+    optimizer = expected["optimizer"]
+    for name, weight in weights.items():
+        moment = optimizer.state[trained.get_parameter(name)]["exp_avg"]
+        found["saved"] = max(found.get("saved", 0), relative(again[name].detach(), weight))
+        found["state"] = max(found.get("state", 0), relative(whole["model"][name], weight))
+        found["moments"] = max(found.get("moments", 0), relative(moments[name]["exp_avg"], moment))
+    # Two backwards, averaged each, are their sum.
+    if mode == "replicate":
+        model.zero_grad()
+        trained.zero_grad()
+        for _ in range(2):
+            step(model)
+            torch.stack([trained(**b, **options_of(trained)).loss for b in batches(ranks)]).mean().backward()
+        pairs = ((full_tensor(p, p.grad), trained.get_parameter(name).grad) for name, p in model.named_parameters())
+        found["twice"] = max(relative(*pair) for pair in pairs)
+    held = sum(local_tensor(param).numel() for param in model.parameters())
+    found["share"] = held / sum(weight.numel() for weight in weights.values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("tied"), 9, 3, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return architectures.make_case(tmp_path_factory.mktemp("mixtral"), "mixtral", 9, 3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "copies", "kind", "chosen", "mode", "share"),
+    [
+        (2, 1, (9, 3), True, "replicate", 0.9),
+        (3, 1, (8, 2), True, "replicate", 0.8),
+        (4, 2, (8, 2), EVERYTHING, "replicate", 0.8),
+        (4, 2, (9, 3), EVERYTHING, "shard", 0.45),
+        (4, 2, "mixtral", True, "shard", 0.45),
+        (2, 1, "tied", EVERYTHING, "shard", 0.9),
+        (2, 1, "mixtral", ["model.layers.*.mlp"], "replicate", 0.8),
+    ],
+)
+def test_ranks_train_as_one_process(
+    pool: Pool, cases: Any, mixtral: Case, tied: Case, tmp_path: Path, ranks: int, copies: int, kind: Any, chosen: Any,
+    mode: str, share: float,
+) -> None:  # fmt: skip
+    folder = ({"mixtral": mixtral, "tied": tied}.get(kind) or cases(*kind)).folder
+    chaos = 50 if kind == "mixtral" else 1  # routers whose gradients nearly cancel
+    for found in pool.run(ranks, compare, folder, copies, chosen, mode, str(tmp_path / "saved")):
+        print(found)
+        assert found["losses"] < LOSS_TOLERANCE
+        assert found["norms"] < NORM_TOLERANCE * chaos
+        assert max(found["grads"], found["moments"], found.get("twice", 0)) < GRADIENT_TOLERANCE * chaos
+        assert max(found["weights"], found["saved"], found["state"]) < WEIGHT_TOLERANCE
+        assert found["share"] < share
+
+
+# -- gradient checkpointing
+
+
+def checkpointed(folder: str, way: bool | None) -> list[float]:
+    """The worst error of the gradients of steps that differ in samples and length, with forwards in between."""
+    model, mesh = load(folder, 1, True)
+    trained = AutoModelForCausalLM.from_pretrained(folder)
+    tp_transformers.data_parallel(model.train(), mesh)
+    model.gradient_checkpointing_enable({"use_reentrant": way})
+    model.enable_input_require_grads()
+    found = []
+    for samples, length in ((2, 9), (2, 9), (1, 9), (2, 7)):
+        given = torch.randint(3, VOCAB, (2, samples, length), generator=torch.Generator().manual_seed(length))
+        model.zero_grad()
+        trained.zero_grad()
+        loss = model(given[dist.get_rank()], labels=given[dist.get_rank()]).loss
+        with torch.no_grad():
+            model(given[0, :, :5])
+        loss.backward()
+        torch.stack([trained(ids, labels=ids).loss for ids in given]).mean().backward()
+        pairs = ((full_tensor(p, p.grad), trained.get_parameter(name).grad) for name, p in model.named_parameters())
+        found.append(max(relative(*pair) for pair in pairs))
+    return found
+
+
+@pytest.mark.parametrize("way", [False, True], ids=["kept", "re-entrant"])
+def test_layers_are_computed_again_for_the_batch_that_they_had(pool: Pool, cases: Any, way: bool) -> None:
+    for found in pool.run(2, checkpointed, cases(9, 3).folder, way):
+        assert max(found) < GRADIENT_TOLERANCE, found
+
+
+# -- dropout
+
+
+def slope(folder: str, checkpoints: bool) -> tuple[float, float]:
+    """By how much the mean of all losses grows along its gradient, in fp64: (what the gradient says, what it does)."""
+    drops = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
+    model, mesh = load(folder, 1, True, dtype=torch.float64, **drops)
+    tp_transformers.data_parallel(model.train(), mesh)
+    batch, other = (batches(ranks)[dist.get_rank()] for ranks in (2, 3))
+    if checkpoints:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def loss_of() -> torch.Tensor:
+        torch.manual_seed(7 + dist.get_rank())  # each rank drops as it likes
+        return model(**batch).logits.square().mean()  # transformers' loss is in fp32
+
+    def mean_of(loss: torch.Tensor) -> float:
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+    loss = loss_of()
+    with torch.no_grad():
+        model(input_ids=other["input_ids"][:, :5])  # of another length, before the layers are computed again
+    loss.backward()
+    expected = tp_transformers.clip_grad_norm_(model, float("inf")).item() ** 2
+    step, found = 1e-5, []
+    for sign in (1, -2):
+        with torch.no_grad():
+            for param in model.parameters():
+                local_tensor(param).add_(local_tensor(param.grad), alpha=sign * step)
+            found.append(mean_of(loss_of()))
+    return expected, (found[0] - found[1]) / (2 * step)
+
+
+def test_dropouts_have_gradients(pool: Pool, tmp_path: Path) -> None:
+    """Ranks that draw their own numbers draw alike on what each computes of all samples."""
+    folder = architectures.make_case(tmp_path, "gpt2", 9, 3).folder
+    for checkpoints in (False, True):
+        for expected, seen in pool.run(2, slope, folder, checkpoints):
+            assert abs(seen - expected) < 1e-4 * expected  # the curvature over the step
+
+
+# -- what goes through, and what does not
+
+
+def refusals(folder: str, reference: str) -> dict[str, Any]:
+    """Run on every rank: faults of one rank are the same error on all, after which everything is as before."""
+    model, _ = load(folder, 1, EVERYTHING)
+    first, expected = dist.get_rank() == 0, torch.load(reference)
+    ready_made = torch.ones(2, 1, 7, 7, dtype=torch.bool)
+    cache = model.generate(PROMPTS, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+    said = []
+    for call in (
+        lambda: model(PROMPTS[:, : 6 + first]),
+        lambda: model(PROMPTS, attention_mask=None if first else ready_made),
+        lambda: model(PROMPTS, output_attentions=first),
+        lambda: model(PROMPTS[:, :1], past_key_values=None if first else cache),
+        lambda: model(PROMPTS, position_ids=POSITIONS, cu_seq_lens_q=torch.tensor([0, 3, 7]) if first else None),
+        lambda: model.lm_head(torch.zeros(1, 1 + first, model.config.hidden_size)),
+        lambda: model.generate(PROMPTS + first, max_new_tokens=1),
+        lambda: tp_transformers.check_inputs(model),
+        lambda: get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)),
+        lambda: get_peft_model(model, LoraConfig(target_modules=["lm_head"])),
+    ):
+        try:
+            call()
+        except tp_transformers.TensorParallelError as error:
+            said.append(str(error))
+    seen = observe(model)  # of the same prompts on all ranks, generated too
+    own = {"input_ids": PROMPTS[dist.get_rank()][None], "attention_mask": MASK[dist.get_rank()][None]}
+    logits = model(**own).logits.detach()
+    return {
+        "said": said,
+        "logits": max(
+            relative(seen["logits"], expected["logits"]), relative(logits, expected["logits"][dist.get_rank()][None])
+        ),
+        "grads": max(relative(full_tensor(p, p.grad), expected["grads"][n]) for n, p in model.named_parameters()),
+        "tokens": torch.equal(seen["tokens"], expected["tokens"]),
+    }
+
+
+def test_faults_of_one_rank_are_errors_on_all(pool: Pool, cases: Any) -> None:
+    case = cases(8, 2)
+    for found in pool.run(2, refusals, case.folder, case.reference):
+        says = (
+            "sequences of 7 on rank 0 and of 6 on rank 1",
+            "attention masks that some ranks have made",
+            "output_attentions=True",
+            "past_key_values",
+            "cu_seq_lens_q",
+            "sequences of 2 on rank 0 and of 1 on rank 1",
+            "generate's inputs: got one on rank 0 and another on rank 1",
+            "batches of their own",
+            "lora_dropout, where ranks have batches of their own",
+            "an adapter on a layer with the strategy colwise_rep, input: batch-sharded",
+        )
+        assert len(found["said"]) == len(says)
+        assert all(text in error for text, error in zip(says, found["said"], strict=True)), found["said"]
+        assert found["logits"] < 1e-5
+        assert found["grads"] < GRADIENT_TOLERANCE
+        assert found["tokens"]
+
+
+def printed(folder: str) -> list[str]:
+    found = []
+    for chosen in (None, ["model.layers.1.mlp", "lm_head"]):
+        model, mesh = load(folder, 2, chosen)
+        before = str(tp_transformers.partition(model, mesh))
+        tp_transformers.data_parallel(model, mesh)
+        found.append(str(tp_transformers.partition(model)))
+        assert found[-1] == before
+    return found
+
+
+def test_the_partition_is_printed(pool: Pool, cases: Any) -> None:
+    norms = "model.layers.*.input_layernorm, model.layers.*.post_attention_layernorm, model.norm"
+    for usual, batch in pool.run(4, printed, cases(8, 4).folder):
+        lines = ["TP_GROUP: [0, 1], [2, 3]", "DP_GROUP: [0, 2], [1, 3]"]
+        lines += [
+            f"dp_rank {dp} (tp_rank {tp}): model.embed_tokens:{tp}, model.layers.*.self_attn:{tp}, "
+            f"model.layers.*.mlp:{tp}, {norms}, lm_head:{tp}"
+            for dp in range(2)
+            for tp in range(2)
+        ]
+        assert usual.splitlines() == lines
+        lines = ["TP_GROUP: [0, 1], [2, 3]", "DP_GROUP: [0, 1, 2, 3]", "DP_GROUP of parts: [0, 2], [1, 3]"]
+        lines += [
+            f"dp_rank {rank} (tp_rank {rank % 2}): model.embed_tokens, model.layers.*.self_attn, model.layers.0.mlp, "
+            f"model.layers.1.mlp:{rank % 2}, {norms}, lm_head:{rank % 2}"
+            for rank in range(4)
+        ]
+        assert batch.splitlines() == lines

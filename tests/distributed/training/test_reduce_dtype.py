@@ -1,0 +1,96 @@
+"""Gradients in bf16 that are summed in fp32, against sums in fp64."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.distributed.training.test_training import BATCH, load, mesh_of
+from tests.support.pool import Pool, WorkerError
+
+pytestmark = pytest.mark.distributed
+
+ROUNDED_ONCE = 2.0**-8 * (1 + 2.0**-10)
+"""Half a step of bf16, relative, and what fp32 adds to it."""
+SHARED = "model.layers.0.self_attn.k_proj.weight"
+"""What all ranks hold where there is one KV head."""
+
+
+def error(value: torch.Tensor, parts: list[torch.Tensor], *, mean: bool) -> float:
+    """The largest relative difference to the sum, or mean, of `parts` in fp64."""
+    exact = torch.stack(parts).double().sum(0) / (len(parts) if mean else 1)
+    return ((value.double() - exact).abs() / exact.abs().clamp(min=1e-30)).max().item()
+
+
+def everyones(value: torch.Tensor) -> list[torch.Tensor]:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, value)
+    return parts
+
+
+def shared_heads(folder: str) -> list[float]:
+    """Run on every rank: the errors of a gradient that all ranks have a part of, without the option and with it."""
+    errors = []
+    for options in ({}, {"tp_reduce_dtype": torch.float32}):
+        model = copy.deepcopy(load(folder, dtype=torch.bfloat16, **options))
+        param = model.get_parameter(SHARED)
+        part = torch.randn(param.shape, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+        param.tp_shard.view(param).backward(part)
+        errors.append(error(param.grad, everyones(part), mean=False))
+    return errors
+
+
+def copies(folder: str, mode: str) -> list[float]:
+    """Run on every rank, each a copy of the model: the same of the mean over copies."""
+    mesh, errors = mesh_of(int(os.environ["WORLD_SIZE"])), []
+    mine = BATCH[dist.get_rank()][None]
+    alone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    alone(mine, labels=mine).loss.backward()
+    for options in ({}, {"tp_reduce_dtype": torch.float32}):
+        model = load(folder, device_mesh=mesh, dtype=torch.bfloat16, **options)
+        tp_transformers.data_parallel(model, mesh, mode=mode)  # type: ignore[arg-type]
+        model(mine, labels=mine).loss.backward()
+        found = [
+            error(tp_transformers.full_tensor(param, param.grad), everyones(alone.get_parameter(name).grad), mean=True)
+            for name, param in model.named_parameters()
+            if "proj" in name
+        ]
+        errors.append(max(found))
+    return errors
+
+
+def test_gradients_are_summed_in_fp32(pool: Pool, cases: Any) -> None:
+    folder = cases(8, 1).folder
+    for function, *arguments in ((shared_heads,), (copies, "replicate"), (copies, "shard")):
+        for without, with_option in pool.run(3, function, folder, *arguments):
+            assert with_option < ROUNDED_ONCE
+            assert without > ROUNDED_ONCE
+
+
+def load_with(folder: str, dtype: Any) -> None:
+    load(folder, tp_reduce_dtype=dtype)
+
+
+def different_dtypes(folder: str) -> None:
+    dist.init_process_group("gloo")
+    load(folder, tp_reduce_dtype=torch.float32 if dist.get_rank() else None)
+
+
+def test_other_dtypes_are_one_error_on_all_ranks(pool: Pool, cases: Any) -> None:
+    folder = cases(8, 1).folder
+    for function, arguments, says in (
+        (load_with, ("float32",), "tp_reduce_dtype: got 'float32'"),
+        (load_with, (torch.int32,), "tp_reduce_dtype: got torch.int32"),
+        (different_dtypes, (), "tp_reduce_dtype: got one on rank 0 and another on rank 1"),
+    ):
+        with pytest.raises(WorkerError) as caught:
+            pool.run(2, function, folder, *arguments)
+        assert len(caught.value.errors) == 2
+        assert all(says in error for error in caught.value.errors.values())

@@ -1,0 +1,131 @@
+"""What several ranks hold, found where it has drifted apart, and brought together."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tp_transformers
+from tests.distributed.training.test_training import BATCH, Texts, load, mesh_of
+from tests.support import architectures
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def drift(folder: str, shared: str, mode: str | None) -> dict[str, Any]:
+    """Run on every rank, of two copies where there is a mode: let values of one rank drift, check, synchronize."""
+    mesh = mesh_of(2 if mode else 1)
+    model = load(folder, device_mesh=mesh)
+    if mode:
+        tp_transformers.data_parallel(model, mesh, mode=mode)  # type: ignore[arg-type]
+    else:
+        model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(model), lr=1e-3)
+    for _ in range(2):
+        model(BATCH, labels=BATCH).loss.backward()
+        optimizer.step()
+    result: dict[str, Any] = {"at first": tp_transformers.check_replicas(model, optimizer)}
+    before = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+    state = torch.get_rng_state()
+    if model.tp_group.rank == model.tp_group.size - 1:
+        with torch.no_grad():
+            tp_transformers.local_tensor(model.get_parameter(NORM)).add_(0.5)
+            local = tp_transformers.local_tensor(model.get_parameter(shared))
+            if not mode or mesh["dp"].get_local_rank():  # FSDP's last rows: of fused ones, a part of the KV head
+                local[-1:, 0].add_(2)
+            tp_transformers.local_tensor(optimizer.state[model.get_parameter(NORM)]["exp_avg"]).fill_(7)
+    result["model"] = tp_transformers.check_replicas(model)
+    result["both"] = tp_transformers.check_replicas(model, optimizer)
+    result["again"] = tp_transformers.check_replicas(model, optimizer, synchronize=True)
+    result["after"] = tp_transformers.check_replicas(model, optimizer)
+    after = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+    result["restored"] = all(torch.equal(after[name], value) for name, value in before.items())
+    result["drew nothing"] = torch.equal(torch.get_rng_state(), state)
+    return result
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return architectures.make_case(tmp_path_factory.mktemp("phi3"), "phi3", 8, 1).folder
+
+
+@pytest.mark.parametrize(
+    ("size", "mode", "shared"),
+    [
+        (3, None, "model.layers.0.self_attn.k_proj.weight"),
+        (4, "shard", "model.layers.0.self_attn.k_proj.weight"),
+        (4, "shard", "model.layers.0.self_attn.qkv_proj.weight"),
+    ],
+)
+def test_what_drifts_is_found_and_brought_together(
+    pool: Pool, cases: Any, fused: str, size: int, mode: str | None, shared: str
+) -> None:
+    folder = fused if "qkv" in shared else cases(8, 1).folder
+    for result in pool.run(size, drift, folder, shared, mode):
+        moved = result["model"]
+        assert result["at first"] == {}
+        assert moved.keys() == {NORM, shared}
+        assert moved[NORM] == pytest.approx(0.5)
+        assert moved[shared] == pytest.approx(2)
+        assert result["both"].keys() == {NORM, shared, f"{NORM}.exp_avg"}
+        assert result["both"] == result["again"]
+        assert result["both"][f"{NORM}.exp_avg"] == pytest.approx(7, rel=0.1)
+        assert result["after"] == {}
+        assert result["restored"]
+        assert result["drew nothing"]
+
+
+def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
+    """Run on every rank: train, let a norm drift in every step, save; what differs then, and what was said."""
+    from accelerate.state import AcceleratorState
+    from transformers import TrainerCallback, TrainingArguments
+
+    from tp_transformers.training.trainer import Trainer
+
+    said: list[str] = []
+
+    class Drift(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            tp_transformers.local_tensor(model.get_parameter(NORM)).add_(1e-3 * dist.get_rank())
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    model, listener = load(folder), Listener()
+    logging.getLogger("tp_transformers").addHandler(listener)
+    arguments: dict[str, Any] = {"save_steps": 2, "max_steps": 2, "report_to": [], "use_cpu": True}
+    try:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(saved, per_device_train_batch_size=2, disable_tqdm=True, **arguments),
+            train_dataset=Texts(),
+            callbacks=[Drift],
+        )
+        trainer.train()
+        return tp_transformers.check_replicas(model), said
+    finally:
+        logging.getLogger("tp_transformers").removeHandler(listener)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_trainer_brings_ranks_together_at_checkpoints(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    (found, said), (other, quiet) = pool.run(2, with_trainer, cases(9, 3).folder, str(tmp_path))
+    assert found == other == {}
+    assert any(f"had drifted apart, {NORM} by" in line for line in said)
+    assert not any("drifted apart" in line for line in quiet)
+
+
+def test_one_process_has_nothing_to_compare(cases: Any) -> None:
+    assert tp_transformers.check_replicas(load(cases(9, 3).folder)) == {}
+    with pytest.raises(tp_transformers.UnsupportedError, match="loaded with tp_plan"):
+        tp_transformers.check_replicas(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+"""Training that goes on where it was left, on the same ranks, on others and in one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.distributed.training.test_training_modes import BATCH, MAX_NORM, MODES, start
+from tests.support.pool import Pool, WorkerError
+
+pytestmark = pytest.mark.distributed
+
+ROUNDING = 1e-6
+"""Of losses in fp32, on another mesh."""
+ALONE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What would make one process a distributed one."""
+
+
+class Run:
+    """A model in training, with what trains it."""
+
+    def __init__(self, folder: str, mode: str | None) -> None:
+        if mode is None:
+            self.model, self.batch = AutoModelForCausalLM.from_pretrained(folder).train(), BATCH
+        else:
+            self.model, self.batch = start(folder, MODES[mode])
+        # A large epsilon: steps that go by the sign of a gradient alone would show rounding.
+        self.optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(self.model), lr=1e-2, eps=1e-2)
+
+    def train(self, rates: list[float]) -> list[float]:
+        """The losses of a step at each of these learning rates, over all copies."""
+        losses = []
+        for rate in rates:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] * rate
+            self.optimizer.zero_grad()
+            loss = self.model(self.batch, labels=self.batch).loss
+            loss.backward()
+            tp_transformers.clip_grad_norm_(self.model, MAX_NORM)
+            self.optimizer.step()
+            if dist.is_initialized():
+                dist.all_reduce(loss := loss.detach() / dist.get_world_size())
+            losses.append(loss.item())
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": tp_transformers.optimizer_state_dict(self.model, self.optimizer),
+        }
+
+
+def leave(folder: str, mode: str, target: str) -> list[float]:
+    """Run on every rank: three steps, a checkpoint, and the losses of three more."""
+    run = Run(folder, mode)
+    run.train([1, 0.8, 0.8])
+    dcp.save(run.state(), checkpoint_id=target)
+    return run.train([0.8, 0.8, 0.8])
+
+
+def resume(folder: str, mode: str | None, target: str) -> list[float]:
+    """Run on every rank: the losses of three steps from the checkpoint."""
+    run = Run(folder, mode)
+    state = run.state()
+    dcp.load(state, checkpoint_id=target, no_dist=mode is None)
+    run.model.load_state_dict(state["model"])
+    tp_transformers.load_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
+    return run.train([0.8, 0.8, 0.8])
+
+
+@pytest.mark.parametrize("mode", ["replicate", "shard"])
+def test_a_distributed_checkpoint_goes_on_anywhere(pool: Pool, cases: Any, tmp_path: Path, mode: str) -> None:
+    folder, target = cases(9, 3).folder, str(tmp_path)
+    expected, *_ = pool.run(4, leave, folder, mode, target)
+    for losses in pool.run(4, resume, folder, mode, target):
+        assert losses == expected, "on the same ranks, to the bit"
+    for other, size in (("tp", 3), (None, 1)):
+        for losses in pool.run(size, resume, folder, other, target):
+            assert losses == pytest.approx(expected, rel=ROUNDING)
+
+
+# -- transformers' Trainer
+
+
+def with_trainer(folder: str, target: str, copies: int, resumed: str | None, **settings: Any) -> dict[str, Any]:
+    """Run on every rank: what Trainer logs of every step; `copies`: of the model, or 0 for one process."""
+    from accelerate.state import AcceleratorState
+    from transformers import TrainingArguments
+
+    from tp_transformers.training.trainer import Trainer
+
+    if not copies:
+        for name in ALONE:
+            os.environ.pop(name)
+    logging.disable(logging.WARNING)
+    torch.manual_seed(int(os.environ.get("RANK", 0)))  # a new process' random state
+    try:
+        if copies:
+            dist.init_process_group("gloo")
+            mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
+            with tp_transformers.enable():
+                model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh)
+            if copies > 1:
+                tp_transformers.data_parallel(model, mesh, mode="shard")
+        else:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+        arguments = TrainingArguments(
+            target,
+            per_device_train_batch_size=2 // max(copies, 1),
+            gradient_accumulation_steps=2,
+            max_steps=4,
+            learning_rate=1e-2,
+            adam_epsilon=1e-2,
+            max_grad_norm=MAX_NORM,
+            logging_steps=1,
+            save_steps=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        data = [{"input_ids": row, "labels": row} for row in BATCH]
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)  # type: ignore[arg-type]
+        trainer.train(resume_from_checkpoint=resumed)
+        history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        return {
+            "logged": [[float(entry[key]) for key in ("loss", "grad_norm", "learning_rate")] for entry in history],
+            "random": torch.get_rng_state(),
+        }
+    finally:
+        logging.disable(logging.NOTSET)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_checkpoint_of_trainer_goes_on_anywhere(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    folder, target = cases(9, 3).folder, str(tmp_path / "cut")
+    (one,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0, None)
+    left, _ = pool.run(2, with_trainer, folder, target, 1, None)
+    assert len(one["logged"]) == 4
+    for mine, theirs in zip(left["logged"], one["logged"], strict=True):
+        assert mine == pytest.approx(theirs, rel=ROUNDING)
+    half = f"{target}/checkpoint-2"
+    for result in pool.run(2, with_trainer, folder, str(tmp_path / "same"), 1, half):
+        assert result["logged"] == left["logged"], "on the same ranks, to the bit"
+    for size, copies in ((3, 1), (4, 2), (1, 0)):
+        results = pool.run(size, with_trainer, folder, str(tmp_path / "other"), copies, half)
+        for result in results:
+            for mine, theirs in zip(result["logged"], left["logged"], strict=True):
+                assert mine == pytest.approx(theirs, rel=ROUNDING)
+        if size == 3:  # the third has no file of its own
+            assert all(torch.equal(result["random"], results[0]["random"]) for result in results)
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, with_trainer, folder, target, 1, str(tmp_path / "one" / "checkpoint-2"))
+    assert len(caught.value.errors) == 2
+    for error in caught.value.errors.values():
+        assert "got optimizer.pt, the state of an optimizer of one process" in error

@@ -1,0 +1,358 @@
+"""Files that fail while they are read, memory that stays bounded, and ways to read that cost what they are said to."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import os
+import re
+import signal
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tp_transformers import CheckpointError
+from tp_transformers.checkpoint.reading import costs, memory, reader
+from tp_transformers.checkpoint.reading.file_map import FileMap, may_map, survive_truncation
+from tp_transformers.checkpoint.reading.header import Checkpoint
+from tp_transformers.checkpoint.reading.reader import Request, read
+from tp_transformers.checkpoint.reading.source import LocalFile
+from tp_transformers.slices.stored import Box
+
+
+@pytest.fixture
+def big(tmp_path: Path):
+    """A file of several jobs, and the values in it."""
+    torch.manual_seed(0)
+    values = torch.randint(-99, 99, (1024, 4096), dtype=torch.int16)
+    path = tmp_path / "model.safetensors"
+    save_file({"x": values}, path)
+    with Checkpoint([path]) as checkpoint:
+        yield checkpoint, path, values
+
+
+def columns(checkpoint: Checkpoint) -> Request:
+    """The right half of every row."""
+    tensor = checkpoint.tensors["x"].select(1, [(2048, 4096)])
+    return Request(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
+
+
+@pytest.mark.parametrize("keep", [0, 1 << 20])
+@pytest.mark.parametrize("dumps", [True, False])
+def test_a_file_that_is_truncated_while_it_is_mapped(big, keep: int, dumps: bool, monkeypatch) -> None:
+    """A real SIGBUS in a copying thread, under faulthandler's handler and under none."""
+    checkpoint, path, _ = big
+    view = FileMap.view
+
+    def truncating(self: FileMap, *args: Any) -> torch.Tensor:
+        os.truncate(path, keep)
+        return view(self, *args)
+
+    monkeypatch.setattr(FileMap, "view", truncating)
+    was_enabled = faulthandler.is_enabled()
+    (faulthandler.enable if dumps else faulthandler.disable)()
+    try:
+        before = signal.getsignal(signal.SIGBUS)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated while it was read"):
+            read([columns(checkpoint)], threads=2)
+        if not dumps:
+            assert signal.getsignal(signal.SIGBUS) == before == signal.SIG_DFL
+    finally:
+        (faulthandler.enable if was_enabled else faulthandler.disable)()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
+
+
+def test_the_signal_is_always_seen(tmp_path: Path, monkeypatch) -> None:
+    """Also by a main thread that the copying one keeps from being told."""
+    view = FileMap.view
+    monkeypatch.setattr(FileMap, "view", lambda *arguments: (os.truncate(path, 0), view(*arguments))[1])
+    for index in range(100):
+        path = tmp_path / f"{index}.safetensors"
+        save_file({"x": torch.zeros(8, 4096)}, path)
+        with Checkpoint([path]) as checkpoint:
+            tensor = checkpoint.tensors["x"].select(1, [(0, 1024)])
+            with pytest.raises(CheckpointError, match="truncated while it was read"):
+                read([Request(tensor, torch.empty(tensor.shape))])
+
+
+def test_handlers_are_put_back(big) -> None:
+    checkpoint, _, _ = big
+
+    def own(number: int, frame: Any) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGBUS, own)
+    try:
+        with survive_truncation([checkpoint.sources[0].map()]):
+            assert signal.getsignal(signal.SIGBUS) is not own
+        assert signal.getsignal(signal.SIGBUS) is own
+    finally:
+        signal.signal(signal.SIGBUS, before)
+
+
+def test_other_threads_read_without_maps(big) -> None:
+    """Signals reach the main thread alone, so that truncation could not be survived elsewhere."""
+    checkpoint, _, values = big
+    request = columns(checkpoint)
+    seen: list[Any] = []
+
+    def elsewhere() -> None:
+        seen.append(may_map())
+        seen.append(read([request]))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert may_map()
+    assert seen[0] is False
+    assert seen[1].methods.keys() == {"blocks"}
+    assert torch.equal(request.destination, values[:, 2048:])
+
+
+@pytest.mark.parametrize("method", ["contiguous", "blocks", "reads"])
+def test_an_io_error_stops_all_threads(big, method: str, monkeypatch) -> None:
+    checkpoint, _, _ = big
+    monkeypatch.setattr(reader, "JOB_BYTES", 1 << 16)
+    monkeypatch.setattr(reader, "may_map", lambda: False)
+    monkeypatch.setattr(reader, "cheapest", lambda box, may_map: method)
+    preadv, calls = os.preadv, []
+
+    def failing(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+        calls.append(offset)
+        if len(calls) == 5:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    tensor = checkpoint.tensors["x"]
+    request = columns(checkpoint) if method != "contiguous" else Request(tensor, torch.empty(1024, 4096).short())
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: reading at byte \d+ failed: Input/output error"):
+        read([request], threads=3)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
+    monkeypatch.undo()
+    read([request], threads=3)  # the file is still open and good
+    assert torch.equal(request.destination, tensor.materialize()[:, 4096 - request.destination.shape[1] :])
+
+
+def test_torch_keeps_its_threads(big) -> None:
+    checkpoint, _, _ = big
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        read([columns(checkpoint)], threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def replaced(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+
+
+def rewritten(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(100)
+        file.write(b"?")
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, 10)
+
+
+@pytest.mark.parametrize("change", [replaced, rewritten, truncated, Path.unlink])
+def test_a_file_that_changes_is_noticed(big, change: Any) -> None:
+    checkpoint, path, _ = big
+    (source,) = checkpoint.sources
+    source.check_unchanged()
+    change(path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: got another file"):
+        source.check_unchanged()
+
+
+def test_residence(big) -> None:
+    """Bytes that were just written are in memory; a file system that does not say counts as cold."""
+    checkpoint, _, _ = big
+    (source,) = checkpoint.sources
+    source.prefetch(0, source.size)
+    assert source.is_resident([(0, source.size)])
+
+
+def test_a_file_system_in_memory(tmp_path: Path) -> None:
+    """tmpfs says nothing of single pages, and has all of them in memory; a disk is not mistaken for it."""
+    shared = Path("/dev/shm")
+    if f" {shared} " not in Path("/proc/self/mounts").read_text():
+        pytest.skip("no tmpfs is mounted here")
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        save_file({"x": torch.arange(40).view(4, 10)}, Path(folder) / "model.safetensors")
+        with Checkpoint([Path(folder) / "model.safetensors"]) as checkpoint:
+            assert checkpoint.sources[0].is_resident([(0, 100)])
+            tensor = checkpoint.tensors["x"].select(1, [(2, 5)])
+            request = Request(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
+            assert read([request]).methods.keys() == {"map"}
+            assert torch.equal(request.destination, torch.arange(40).view(4, 10)[:, 2:5])
+
+
+def test_a_file_system_that_does_not_tell(big, monkeypatch) -> None:
+    checkpoint, _, values = big
+    preadv = os.preadv
+
+    def without_flags(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "no")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(LocalFile, "_is_in_memory", False)
+    monkeypatch.setattr(os, "preadv", without_flags)
+    request = columns(checkpoint)
+    assert read([request]).methods.keys() == {"blocks"}
+    assert torch.equal(request.destination, values[:, 2048:])
+
+
+def test_the_cost_model_gives_what_was_measured() -> None:
+    rows = re.findall(r"^ +([\d,]+) of +([\d,]+)((?: +[\d.]+){3})$", costs.__doc__ or "", re.MULTILINE)
+    assert len(rows) == 7
+    for run, stride, rates in rows:
+        box = made_of(int(run.replace(",", "")), int(stride.replace(",", "")))
+        measured = dict(zip(("reads", "blocks", "map"), map(float, rates.split()), strict=True))
+        estimates = {way: box.nbytes / 1e9 / seconds for way, seconds in costs.costs(box, may_map=True).items()}
+        for way, rate in measured.items():
+            assert rate / 1.45 < estimates[way] < rate * 1.45, (run, stride, way)
+        assert max(estimates, key=estimates.__getitem__) == max(measured, key=measured.__getitem__) == "map"
+        # Of two ways that take about as long, either will do.
+        cold = costs.cheapest(box, may_map=False)
+        assert measured[cold] > 0.85 * max(measured["reads"], measured["blocks"])
+
+
+def made_of(run: int, stride: int) -> Box:
+    return Box(None, 0, ((256 << 20) // stride, run), (stride, 1), torch.uint8)  # type: ignore[arg-type]
+
+
+def test_few_bytes_of_long_rows_are_read_alone() -> None:
+    assert costs.cheapest(made_of(8192, 1 << 20), may_map=False) == "reads"
+
+
+@pytest.mark.parametrize("slow", [0.0, 1.0])
+def test_pages_that_are_cleared_hold_what_they_are_filled_with(slow: float, monkeypatch) -> None:
+    """Whether huge pages come fast or not; and clearing memory that holds values already leaves them."""
+    monkeypatch.setattr(memory, "_SLOW", slow)
+    pages = memory.Pages()
+    tensor = memory.empty((3 << 20, 3), torch.int8, torch.device("cpu"))
+    assert (tensor.shape, tensor.dtype) == ((3 << 20, 3), torch.int8)
+    for part in tensor.chunk(3):
+        pages.clear(part)
+        part.fill_(5)
+    pages.clear(tensor)
+    pages.clear(tensor.t())
+    assert (tensor == 5).all()
+    assert pages._huge_are_fast is (slow > 0)
+
+
+def test_a_source_is_opened_once_and_closed(big) -> None:
+    checkpoint, path, _ = big
+
+    def opened() -> int:
+        links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        return sum(os.path.realpath(link) == str(path) for link in links)
+
+    assert opened() == 1
+    read([columns(checkpoint)], threads=2)
+    mapped = Path("/proc/self/maps").read_text().count(str(path))
+    assert (opened(), mapped) == (2, 1), "the map holds the file by a descriptor of its own"
+    checkpoint.close()
+    assert opened() == 0
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    with LocalFile(path) as source:
+        assert source.size == path.stat().st_size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(600, 70), (3, 300, 20), (1, 5), (5, 1), (7,), (2, 3, 4, 5), (0, 4)])
+def test_copies_into_any_strides(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = torch.randn(shape).bfloat16()
+    wide = torch.cat([values, values], -1).narrow(-1, 0, shape[-1])
+    for source in (values, wide):
+        for first in range(len(shape)):
+            for second in range(len(shape)):
+                destination = torch.empty(values.transpose(first, second).shape, dtype=dtype).transpose(first, second)
+                memory.copy(source, destination)
+                assert torch.equal(destination, values.to(dtype))
+
+
+class LateDevice:
+    """Stands in for a GPU: copies are made when somebody waits for them, from what the buffers hold by then."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.done = 0
+        self.waits: list[str] = []
+
+    def copy(self, values: torch.Tensor, destination: torch.Tensor) -> None:
+        with self.lock:
+            self.queue.append((values, destination))
+
+    def run_until(self, count: int) -> None:
+        with self.lock:
+            for values, destination in self.queue[self.done : count]:
+                destination.copy_(values)
+            self.done = max(self.done, count)
+
+    def module(self) -> Any:
+        device = self
+
+        class Stream:
+            def __init__(self, *arguments: Any) -> None:
+                pass
+
+            def wait_stream(self, other: Any) -> None:
+                device.waits.append("side waits" if isinstance(other, str) else "current waits")
+
+        class Current(str):
+            def wait_stream(self, other: Any) -> None:
+                device.waits.append("current waits")
+
+        class Event:
+            count = 0
+
+            def record(self, stream: Any) -> None:
+                with device.lock:
+                    self.count = len(device.queue)
+
+            def synchronize(self) -> None:
+                device.run_until(self.count)
+
+        class Module:
+            pass
+
+        module: Any = Module()
+        module.Stream, module.Event = Stream, Event
+        module.current_stream = lambda of: Current("current")
+        module.stream = lambda stream: contextlib.nullcontext()
+        return module
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_buffers_are_used_again_only_when_their_copies_are_made(big, threads: int, monkeypatch) -> None:
+    checkpoint, _, values = big
+    device = LateDevice()
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: device.module())
+    monkeypatch.setattr(memory, "copy", device.copy)
+    monkeypatch.setattr(reader, "may_map", lambda: False)
+    monkeypatch.setattr(reader, "JOB_BYTES", 1 << 18)
+    tensor = checkpoint.tensors["x"]
+    whole = torch.empty(tensor.shape, dtype=torch.float32)
+    turned = torch.empty(tensor.shape[::-1], dtype=tensor.dtype).t()
+    statistics = read([Request(tensor, whole), Request(tensor, turned)], threads=threads)
+    assert torch.equal(whole, values.float())
+    assert torch.equal(turned, values)
+    assert statistics.peak_buffer == (threads + 1) * (1 << 18)
+    assert len(device.queue) == device.done == 2 * tensor.nbytes >> 18
+    assert device.waits == ["side waits", "current waits"]

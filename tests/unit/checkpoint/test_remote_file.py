@@ -1,0 +1,228 @@
+"""Files that are read by ranges, from a server that fails in all ways."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.utils import close_session
+
+from tests.support import hub_server
+from tests.support.hub_server import HubServer, commit_of
+from tp_transformers import CheckpointError
+from tp_transformers.checkpoint.hub import remote_file as http
+from tp_transformers.checkpoint.hub.remote_file import RemoteFile, resolve
+
+CONTENT = bytes(os.urandom(300_000))
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    folder = tmp_path_factory.mktemp("repository")
+    (folder / "model.safetensors").write_bytes(CONTENT)
+    (folder / "config.json").write_text("{}")
+    with HubServer() as server:
+        server.add("org/model", folder)
+        yield server
+
+
+@pytest.fixture
+def server(served: HubServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
+    served.forget()
+    yield served
+    served.forget()
+    close_session()
+
+
+def remote(server: HubServer, **changes: Any) -> RemoteFile:
+    url = f"{server.endpoint}/org/model/resolve/main/model.safetensors"
+    found = resolve(url)
+    assert found.etag is not None
+    assert found.size is not None
+    return RemoteFile(
+        url, **{"name": "it", "size": found.size, "etag": found.etag, "location": found.location, **changes}
+    )
+
+
+def read(file: RemoteFile, offset: int, *lengths: int) -> list[bytes]:
+    buffers = [bytearray(length) for length in lengths]
+    file.read(offset, [memoryview(buffer) for buffer in buffers])
+    return [bytes(buffer) for buffer in buffers]
+
+
+def test_what_a_hub_says(server: HubServer) -> None:
+    found = resolve(f"{server.endpoint}/org/model/resolve/main/model.safetensors")
+    assert found.commit_hash == commit_of("org/model", "main")
+    assert found.size == len(CONTENT)
+    assert found.location.startswith("http://localhost:")
+    with pytest.raises(EntryNotFoundError):
+        resolve(f"{server.endpoint}/org/model/resolve/main/other.safetensors")
+    with pytest.raises(CheckpointError, match="no such repository"):
+        resolve(f"{server.endpoint}/org/other/resolve/main/model.safetensors")
+    with pytest.raises(CheckpointError, match="no such revision"):
+        resolve(f"{server.endpoint}/org/model/resolve/v9/model.safetensors")
+
+
+def test_one_range_fills_buffers_one_after_the_other(server: HubServer) -> None:
+    file = remote(server)
+    assert read(file, 1000, 10, 0, 70_000, 1) == [CONTENT[1000:1010], b"", CONTENT[1010:71_010], CONTENT[71_010:71_011]]
+    (seen,) = [seen for seen in server.seen if seen.is_weights]
+    assert seen.headers["Range"] == "bytes=1000-71010"
+    assert (file.bytes_read, file.reads) == (70_011, 1)
+
+
+def test_what_is_known_of_the_start_is_not_asked_for(server: HubServer) -> None:
+    file = remote(server, head=CONTENT[:100])
+    assert read(file, 20, 30, 50) == [CONTENT[20:50], CONTENT[50:100]]
+    assert not [seen for seen in server.seen if seen.is_weights]
+    assert read(file, 90, 5, 20) == [CONTENT[90:95], CONTENT[95:115]]
+    assert [seen.headers["Range"] for seen in server.seen if seen.is_weights] == ["bytes=100-114"]
+    assert read(file, 100, 7) == [CONTENT[100:107]]
+
+
+def test_a_broken_answer_is_taken_up_where_it_broke(server: HubServer) -> None:
+    server.faults.drop_every = 2
+    file = remote(server)
+    for _ in range(4):
+        assert read(file, 0, len(CONTENT)) == [CONTENT]
+    starts = [seen.headers["Range"] for seen in server.seen if seen.is_weights]
+    assert "bytes=150000-299999" in starts
+    assert file.bytes_read == 4 * len(CONTENT), "no byte is read twice"
+
+
+def test_threads_read_at_once(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "TRIES", 30)  # half of all requests fail, in any order
+    server.faults.error_every, server.faults.drop_every, server.faults.expire_after = 7, 5, 9
+    file = remote(server)
+    with ThreadPoolExecutor(6) as executor:
+        found = list(executor.map(lambda start: read(file, start, 5000)[0], range(0, len(CONTENT), 5000)))
+    assert b"".join(found) == CONTENT
+    assert file.bytes_read == len(CONTENT)
+
+
+@pytest.mark.parametrize(
+    ("faults", "changes", "says"),
+    [
+        ({"ignore_range": True}, {}, "got the whole file in answer to a Range request"),
+        ({}, {"size": len(CONTENT) + 1}, f"got {len(CONTENT)} bytes, expected {len(CONTENT) + 1} bytes"),
+        ({"change_after": 1}, {}, "ETag"),
+        ({"error_every": 1}, {}, "got status 503 in 6 tries"),
+        ({"drop_every": 1, "refuse": {"model.safetensors": 502}}, {}, "got status 502 in 6 tries"),
+        ({"refuse": {"model.safetensors": 403}}, {}, "got status 403 from localhost in 6 tries"),
+        ({"refuse": {"model.safetensors": 412}}, {}, "changed"),
+        ({"gzip": "gzip"}, {}, "got Content-Encoding gzip, expected the bytes as they are"),
+        ({"gzip": ""}, {}, "got a body of 1023 bytes, expected 1000"),
+        ({"longer": 1}, {}, "got a body of more than 1000 bytes, expected 1000"),
+        ({"longer": -1}, {}, "got a body of 999 bytes, expected 1000"),
+        ({}, {"location": "http://127.0.0.1:9/nothing"}, "got ConnectError: "),
+    ],
+)
+def test_what_does_not_pass_is_one_error(
+    server: HubServer, faults: dict[str, Any], changes: dict[str, Any], says: str
+) -> None:
+    file = remote(server, **changes)
+    for name, value in faults.items():
+        setattr(server.faults, name, value)
+    with pytest.raises(CheckpointError, match=r"^checkpoint file it: ") as caught:
+        read(file, 10, 1000), read(file, 10, 1000)
+    assert says in str(caught.value)
+
+
+def test_plain_bytes_are_asked_for_and_may_be_called_so(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = hub_server._Handler._head
+    monkeypatch.setattr(
+        hub_server._Handler,
+        "_head",
+        lambda self, status, headers: head(self, status, {**headers, "Content-Encoding": "Identity"}),
+    )
+    assert read(remote(server), 10, 1000) == [CONTENT[10:1010]]
+    (seen,) = [seen for seen in server.seen if seen.is_weights]
+    assert seen.headers["Accept-Encoding"] == "identity"
+
+
+def test_a_file_that_is_another_after_its_url_expired(server: HubServer) -> None:
+    file = remote(server, etag="another")
+    server.faults.expire_after = 1
+    assert read(file, 0, 10) == [CONTENT[:10]]
+    with pytest.raises(CheckpointError, match="expected ETag another"):
+        read(file, 0, 10)
+
+
+def test_etags_of_one_host_are_the_same_for_all_who_ask(server: HubServer) -> None:
+    first = remote(server)
+    read(first, 0, 10)
+    assert list(first.etags) == [f"http://localhost:{server.port}"]
+    server.faults.change_after = 1
+    with pytest.raises(CheckpointError, match="The file changed"):
+        read(remote(server, etags=first.etags), 0, 10)
+
+
+def test_a_server_says_how_long_to_wait(server: HubServer) -> None:
+    file = remote(server)
+    server.faults.error_every, server.faults.error_status, server.faults.retry_after = 2, 429, "1"
+    started = time.monotonic()
+    read(file, 0, 10)
+    read(file, 0, 10)
+    assert time.monotonic() - started > 1
+
+
+@pytest.mark.parametrize("retry_after", ["²", "9" * 5000, "-1", "soon"])
+def test_nonsense_of_how_long_to_wait_is_left_alone(
+    server: HubServer, retry_after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
+    file = remote(server)
+    server.faults.error_every, server.faults.error_status, server.faults.retry_after = 2, 429, retry_after
+    assert [read(file, 0, 10), read(file, 0, 10)] == [[CONTENT[:10]]] * 2
+
+
+def test_a_stalled_answer_is_given_up(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    server.faults.stall_every, server.faults.stall = 2, 5.0
+    file = remote(server)
+    for _ in range(2):
+        assert read(file, 0, len(CONTENT)) == [CONTENT]
+
+
+def test_closing_ends_reads_that_wait(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "FIRST_WAIT", 60.0)
+    monkeypatch.setattr(http, "LONGEST_WAIT", 60.0)
+    file = remote(server)
+    server.faults.error_every = 1
+    errors: list[Exception] = []
+
+    def read_on() -> None:
+        try:
+            read(file, 0, 10)
+        except CheckpointError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read_on)
+    thread.start()
+    while not any(seen.status == 503 for seen in server.seen):
+        time.sleep(0.01)
+    file.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(errors) == 1
+    count = len(server.seen)
+    with pytest.raises(CheckpointError, match="closed"):
+        read(file, 0, 10)
+    assert len(server.seen) == count
+
+
+def test_the_token_goes_to_the_hub_alone(server: HubServer) -> None:
+    file = remote(server, token="hf_secret")
+    server.faults.expire_after = 1
+    read(file, 0, 10)
+    read(file, 0, 10)
+    sent = {(seen.host, seen.headers.get("authorization", seen.headers.get("Authorization"))) for seen in server.seen}
+    assert sent == {("127.0.0.1", None), ("127.0.0.1", "Bearer hf_secret"), ("localhost", None)}

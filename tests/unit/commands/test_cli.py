@@ -1,0 +1,56 @@
+"""The command line: what it prints where, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tp_transformers.commands import cli
+
+
+def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does."""
+    program = [sys.executable, "-m", "tp_transformers", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"example: tp-transformers {name}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_run_is_torchrun_with_the_hook_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "from transformers import PreTrainedModel\n"
+        "hooked = hasattr(PreTrainedModel.from_pretrained, '__wrapped__')\n"
+        "text = f\"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]} {hooked}\"\n"
+        f"open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(text)\n"
+        "sys.exit(int(sys.argv[-1]))\n"
+    )
+    assert command("run", "-n", "2", str(script), "--flag", "0").returncode == 0
+    for rank in "01":
+        assert (tmp_path / rank).read_text() == f"{rank} of 2 ['--flag', '0'] True"
+    assert command("run", "-n", "2", str(script), "3").returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "-n", "0", __file__], "-n: got 0"),
+        (["run", "-n", "2", os.devnull + "/script.py"], "no such file"),
+    ],
+)
+def test_a_wrong_request_is_told_on_stderr(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.out == ""

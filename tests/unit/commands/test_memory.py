@@ -1,0 +1,179 @@
+"""What a load would find, and what every rank would hold, said without a weight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+
+import tp_transformers
+from tests.support.architectures import ARCHITECTURES
+from tests.support.float8 import quantize_folder
+from tests.support.models import VOCAB, headers, llama_config
+from tp_transformers import CheckpointError, PlanError
+from tp_transformers.commands.plan import memory as outline_room
+from tp_transformers.commands.plan.dry_load import survey
+from tp_transformers.commands.plan.memory import outline, smallest_size
+
+
+def config_of(name: str, heads: int, kv_heads: int, folder: Path) -> str:
+    """A folder with the config of a tiny architecture, and no weights."""
+    architecture = ARCHITECTURES[name]
+    settings = architecture.settings(heads, kv_heads, True)
+    getattr(transformers, architecture.config)(**settings, architectures=[architecture.model]).save_pretrained(folder)
+    return str(folder)
+
+
+def llama(folder: Path, **changes: Any) -> str:
+    """A checkpoint of a tiny Llama of 9 query and 3 KV heads."""
+    LlamaForCausalLM(llama_config(9, 3, **changes)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_smallest_size_is_the_first_that_fits(name: str, tmp_path: Path) -> None:
+    found = survey(config_of(name, *ARCHITECTURES[name].variants[-1], tmp_path))
+    modules = [module for module, _ in found.model.named_modules()]
+    fullest = {size: max(outline(found, size, batch=3, context=9).total_bytes) for size in (1, 2, 3)}
+    for memory in fullest.values():
+        first = next(size for size, held in fullest.items() if held <= memory)
+        assert smallest_size(found, memory, batch=3, context=9) == first
+    assert [module for module, _ in found.model.named_modules()] == modules  # the model is as it was
+
+
+@pytest.fixture
+def llama_70b(tmp_path: Path) -> str:
+    """Llama 3 70B but for its weights: its config, and 30 files that are holes after their headers."""
+    config = llama_config(64, 8, vocab_size=128256, hidden_size=8192, intermediate_size=28672, head_dim=128)
+    config.update({"num_hidden_layers": 80, "dtype": "bfloat16", "architectures": ["LlamaForCausalLM"]})
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        shapes = {name: param.shape for name, param in LlamaForCausalLM(config).named_parameters()}
+    index = {}
+    for number in range(30):
+        header, stop, file = {}, 0, f"model-{number + 1:05}-of-00030.safetensors"
+        for name in list(shapes)[number::30]:
+            start, stop = stop, stop + 2 * shapes[name].numel()
+            header[name] = {"dtype": "BF16", "shape": list(shapes[name]), "data_offsets": [start, stop]}
+            index[name] = file
+        text = json.dumps(header).encode()
+        with (tmp_path / file).open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.truncate(8 + len(text) + stop)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return str(tmp_path)
+
+
+def test_seventy_billion_parameters_are_planned_from_headers(llama_70b: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = survey(llama_70b)
+    stock = found.stock
+    assert stock is not None
+    assert (stock.files, stock.missing, stock.unexpected) == (30, (), ())
+    assert stock.bytes_read == sum(8 + length_of(file) for file in Path(llama_70b).glob("*.safetensors"))
+    assert stock.bytes_read < 1e-6 * stock.nbytes
+    planned = outline(found, 8, batch=8, context=8192)
+    norms = 161 * 8192 * 2
+    assert planned.parameter_bytes == ((stock.nbytes - norms) // 8 + norms,) * 8
+    assert planned.cache_bytes == (8 * 8192 * 80 * 2 * 128 * 2,) * 8  # one KV head a rank
+    # Sizes are tried on one layer, not on all that are like it.
+    seen: list[int] = []
+    resolve = outline_room.resolve
+
+    def counting(plan: Any, model: Any, size: int) -> Any:
+        seen.append(len(list(model.parameters())))
+        return resolve(plan, model, size)
+
+    monkeypatch.setattr(outline_room, "resolve", counting)
+    assert smallest_size(found, 24 * 10**9, batch=8, context=8192) == 8  # 7 ranks: two KV heads on the first
+    assert set(seen) == {3 + 9}  # embedding, norm, head, and the parameters of a layer
+
+
+def length_of(file: Path) -> int:
+    """Bytes of a header."""
+    with file.open("rb") as stream:
+        return int.from_bytes(stream.read(8), "little")
+
+
+def test_what_is_missing_and_unexpected_is_what_a_load_reports(tmp_path: Path) -> None:
+    folder = llama(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert survey(folder).stock.missing == ()  # type: ignore[union-attr] # the head is tied
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors |= {"model.layers.1.mlp.rotary_emb.inv_freq": torch.zeros(4), "model.other": torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    _, told = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    stock = survey(folder).stock
+    assert stock is not None
+    assert set(stock.missing) == set(told["missing_keys"]) == {"model.layers.1.mlp.up_proj.weight"}
+    assert set(stock.unexpected) == set(told["unexpected_keys"])
+    assert stock.bytes_read == headers(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert survey(folder).stock.twice == (("lm_head.weight", "model.embed_tokens.weight"),)  # type: ignore[union-attr]
+    tensors["model.norm.weight"] = torch.zeros(7)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model.norm.weight: got \(7,\), expected \(72,\)"):
+        survey(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, "auto"])
+def test_dtypes_are_those_of_a_load(tmp_path: Path, dtype: Any) -> None:
+    ARCHITECTURES["t5"].make(6, 6).save_pretrained(tmp_path)  # float16 leaves its `wo` in float32
+    model = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype)
+    planned = outline(survey(str(tmp_path), dtype=dtype), 1)
+    assert {one.name: one.dtype for one in planned.parameters} == {n: p.dtype for n, p in model.named_parameters()}
+    assert planned.parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
+
+
+def test_what_is_quantised_counts_as_it_is_held(tmp_path: Path) -> None:
+    llama(tmp_path / "plain", dtype="bfloat16")
+    quantize_folder(tmp_path / "plain", tmp_path / "fp8", (16, 16))
+    found = survey(str(tmp_path / "fp8"))
+    with tp_transformers.enable():
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "fp8", tp_plan="auto")
+    assert outline(found, 1).parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
+    assert found.stock is not None
+    assert (found.stock.missing, found.stock.unexpected) == ((), ())
+
+
+def test_every_whole_parameter_has_its_reason(tmp_path: Path) -> None:
+    folder = llama(tmp_path, attention_bias=True, mlp_bias=True)
+
+    def reasons(size: int, plan: Any = "auto") -> dict[str, str | None]:
+        planned = outline(survey(folder, tp_plan=plan), size)
+        return {parameter.name.removeprefix("model."): parameter.whole_because for parameter in planned.parameters}
+
+    seen = reasons(2)
+    assert seen["layers.0.self_attn.q_proj.weight"] is None
+    assert seen["norm.weight"] == "the strategy is replicate"
+    assert seen["layers.0.mlp.down_proj.bias"] == "rowwise does not cut a bias"
+    assert reasons(10)["layers.0.self_attn.q_proj.weight"] == "there are more ranks than query heads"
+    assert reasons(10)["layers.0.mlp.up_proj.weight"] is None
+    mlp = {
+        f"model.layers.*.mlp.{name}_proj": how
+        for name, how in (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))
+    }
+    assert reasons(2, mlp)["norm.weight"] == "no rule covers it"
+    assert set(reasons(1).values()) == {"there is one rank"}
+    with pytest.raises(PlanError, match="unknown strategy"):
+        reasons(2, {"model.norm": "colwize"})
+
+
+def test_heads_and_ties_and_a_config_alone(tmp_path: Path) -> None:
+    llama_config(9, 3, tie_word_embeddings=True).save_pretrained(tmp_path)
+    found = survey(str(tmp_path), dtype="auto")
+    assert found.stock is None
+    assert isinstance(found.model, LlamaForCausalLM)
+    planned = outline(found, 2)
+    assert [heads.ranks for heads in planned.heads] == [((6, 2), (3, 1))] * 2
+    (embedding,) = (one for one in planned.parameters if "lm_head.weight" in one.tied)
+    assert (embedding.name, embedding.local_shape(0)) == ("model.embed_tokens.weight", (-(-VOCAB // 2), 72))
+    assert planned.parameter_bytes == tuple(
+        sum(torch.Size(one.local_shape(rank)).numel() * 4 for one in planned.parameters) for rank in range(2)
+    )

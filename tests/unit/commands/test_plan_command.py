@@ -1,0 +1,251 @@
+"""`tp-transformers plan` and `plans`: what they print, as text, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from transformers import Gemma3TextConfig, LlamaConfig
+
+from tests.support.architectures import ARCHITECTURES
+from tests.support.models import llama_config
+from tp_transformers import Plan
+from tp_transformers.commands import cli
+from tp_transformers.commands.plan import picture
+from tp_transformers.commands.plan.brush import COLOURS, LONGEST
+from tp_transformers.commands.plan.dry_load import survey
+from tp_transformers.commands.plan.memory import outline
+from tp_transformers.commands.plan.text import by_rank, spans
+from tp_transformers.errors import UsageError
+from tp_transformers.plans.catalogue import PROVEN_WITH, catalogue
+from tp_transformers.plans.rules import available_plans
+from tp_transformers.text import size
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """The config of a Llama of 9 query and 3 KV heads and four layers."""
+    llama_config(9, 3, num_hidden_layers=4, dtype="float32").save_pretrained(tmp_path / "llama")
+    return str(tmp_path / "llama")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command."""
+    code = cli.main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_text_folds_layers_and_ranks(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = plan(capsys, folder, "--tp-size", "2", "--context", "8")
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line}
+    assert code == 0
+    assert "\033" not in out  # no terminal, no colour
+    assert "there is only a config" in out
+    assert lines["plan"] == "model_plans/llama.yaml"
+    assert "layers.0-3" in lines
+    assert lines["self_attn"] == "9/3 heads 6/2 heads (rank 0), 3/1 heads (rank 1)"
+    assert lines["q_proj.weight"] == "72 x 72 48 x 72 (rank 0), 24 x 72 (rank 1) colwise"
+    assert lines["up_proj.weight"] == "100 x 72 50 x 72 colwise"
+    assert lines["norm.weight"] == "72 72 whole: the strategy is replicate"
+    assert "model.layers.0-3.self_attn: 8 tokens" in out
+    assert "rank 1             3/1" in out
+
+
+def test_layers_that_differ_are_folded_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    types = ["full_attention" if index == 2 else "sliding_attention" for index in range(6)]
+    settings = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    config = Gemma3TextConfig(num_hidden_layers=6, layer_types=types, sliding_window=16, **settings)
+    config.save_pretrained(tmp_path)
+    (tmp_path / "plan.yaml").write_text(
+        "extends: gemma3_text\nbase_model:\n  layers.*.mlp.down_proj: null\n  layers.*.mlp.gate_proj: null\n"
+        "  layers.*.mlp.up_proj: null\n"
+        + "".join(
+            f"  layers.{index}.mlp.{name}_proj: {how}\n"
+            for index in (0, 1, 4)
+            for name, how in (("gate", "colwise"), ("up", "colwise"), ("down", "rowwise"))
+        )
+    )
+    _, out, _ = plan(capsys, str(tmp_path), "--tp-size", "2", "--context", "99", "--plan", str(tmp_path / "plan.yaml"))
+    assert {"layers.0-1, 4", "layers.2-3, 5"} <= {line.strip().split("  ")[0] for line in out.splitlines()}
+    assert "no rule covers it" in out
+    assert "layers.0-1, 3-5.self_attn: 16 tokens" in out
+    assert "layers.2.self_attn: 99 tokens" in out
+
+
+def test_json_is_all_of_the_outline(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = plan(
+        capsys,
+        folder,
+        "--tp-size",
+        "5",
+        "--batch",
+        "2",
+        "--context",
+        "8",
+        "--gpu-memory",
+        "1MiB",
+        "--json",
+        "--dtype",
+        "bf16",
+    )
+    said, expected = json.loads(out), outline(survey(folder, dtype="bfloat16"), 5, batch=2, context=8)
+    assert code == 0
+    assert said["version"] == 1
+    assert [rank["total_bytes"] for rank in said["ranks"]] == list(expected.total_bytes)
+    assert [rank["kv_cache_bytes"] for rank in said["ranks"]] == list(expected.cache_bytes)
+    assert [parameter["name"] for parameter in said["parameters"]] == [one.name for one in expected.parameters]
+    for parameter in said["parameters"]:
+        assert len(parameter["local_shapes"]) == 5
+        if parameter["dim"] is not None:
+            held = [sum(stop - start for start, stop in ranges) for ranges in parameter["ranges"]]
+            assert held == [shape[parameter["dim"]] for shape in parameter["local_shapes"]]
+    assert said["attention"][0]["local_query_heads"] == [2, 1, 2, 1, 3]
+    assert said["dtype"] == "bfloat16"
+    assert said["gpu_memory"] == 2**20
+    assert said["fits"] is True
+    assert said["smallest_tp_size"] == 1
+
+
+def test_the_exit_code_says_whether_it_fits(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    held = outline(survey(folder), 2, context=8).total_bytes[0]
+    arguments = [folder, "--context", "8", "--tp-size", "2", "--gpu-memory"]
+    assert plan(capsys, *arguments, f"{held}B")[0] == 0
+    code, out, _ = plan(capsys, *arguments, str(held - 1))
+    assert code == 1
+    assert "it does not fit" in out
+    assert "ranks that fits: 3 ranks" in out
+    assert "none up to 64 ranks" in plan(capsys, *arguments, "1 KB")[1]
+
+
+def test_a_terminal_gets_colours_unless_it_wants_none(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "\033[1m" in plan(capsys, folder, "--tp-size", "2")[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033" not in plan(capsys, folder, "--tp-size", "2")[1]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head` does
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(["plan", folder, "--tp-size", "64", "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{folder}", "--tp-size", "0"], "--tp-size: got 0"),
+        (["{folder}", "--tp-size", "2", "--batch", "0"], "--batch: got 0"),
+        (["{folder}", "--tp-size", "2", "--gpu-memory", "lots"], "--gpu-memory: got 'lots'"),
+        (["{folder}", "--tp-size", "2", "--gpu-memory", "0GB"], "--gpu-memory: got '0GB'"),
+        (["{folder}", "--tp-size", "2", "--dtype", "int8"], "--dtype: got 'int8'"),
+        (["{folder}", "--tp-size", "2", "--plan", "no.yaml"], "plan no.yaml: got no such file"),
+        (["/no/such/folder", "--tp-size", "2"], "got no such folder"),
+        (["{empty}", "--tp-size", "2"], "got a folder without config.json"),
+        (["{broken}", "--tp-size", "2"], "config.json"),
+        (["{quantised}", "--tp-size", "2"], "a checkpoint quantised with gptq"),
+    ],
+)
+def test_a_wrong_request_is_told_in_a_line(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    folders = {name: str(tmp_path / name) for name in ("empty", "broken", "quantised")}
+    for path in folders.values():
+        Path(path).mkdir()
+    Path(folders["broken"], "config.json").write_text("{")
+    LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(folders["quantised"])
+    code, out, err = plan(capsys, *(argument.format(folder=folder, **folders) for argument in arguments))
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_picture_wants_matplotlib(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, err = plan(capsys, folder, "--tp-size", "2", "--png", str(tmp_path / "plan.png"))
+    assert code == 2
+    assert "pip install 'tp-transformers[picture]'" in err
+    assert re.search(r'^picture = \["matplotlib"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_picture_gives_every_rank_its_share(folder: str, tmp_path: Path, ranks: int) -> None:
+    colors = pytest.importorskip("matplotlib.colors")  # an extra, which `.[dev]` has
+    planned = outline(survey(folder), ranks)
+    (axes,) = picture.compose(planned).axes
+    for rank in range(ranks):
+        colour = colors.to_rgba(COLOURS[rank])
+        areas = [patch.get_width() * patch.get_height() for patch in axes.patches if patch.get_facecolor() == colour]
+        expected = 0.2 * 0.2  # in the legend
+        for parameter in planned.parameters:
+            if "layers." not in parameter.name or ("layers.0." in parameter.name and parameter.layout is not None):
+                sides = [min(length / 72, LONGEST) for length in parameter.shape]  # 72 is the median side
+                share = parameter.local_bytes(ranks)[rank] / parameter.nbytes
+                expected += math.prod(sides) * share if parameter.layout is not None else 0
+        assert sum(areas) == pytest.approx(expected)
+    picture.draw(planned, str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match="a picture's name"):
+        picture.draw(planned, str(tmp_path / "plan.nonsense"))
+
+
+# Experts, transposed ones too, latent, interleaved and cross attention, a tower of images.
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "bloom", "t5", "qwen2_vl"])
+def test_there_is_a_picture_of_whatever_there_is_in_a_layer(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    heads, kv_heads = ARCHITECTURES[name].variants[-1]
+    getattr(transformers, ARCHITECTURES[name].config)(
+        **ARCHITECTURES[name].settings(heads, kv_heads, True), architectures=[ARCHITECTURES[name].model]
+    ).save_pretrained(tmp_path)
+    planned = outline(survey(str(tmp_path)), 3)
+    (axes,) = picture.compose(planned).axes
+    assert {"embedding", "head"} <= {text.get_text() for text in axes.texts}
+
+
+def test_words() -> None:
+    assert spans([4, 0, 1, 2, 7]) == "0-2, 4, 7"
+    assert by_rank(["a", "a"]) == "a"
+    assert by_rank(["a", "b", "a"]) == "a (ranks 0, 2), b (rank 1)"
+    assert [size(nbytes) for nbytes in (0, 950, 1_250_000, 24 * 10**9)] == ["0", "0.9 kB", "1.2 MB", "24.00 GB"]
+
+
+def test_plans_lists_every_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plans", "--json"]) == 0
+    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert {name: Path(entry["file"]) for entry in said["plans"] for name in entry["model_types"]} == available_plans()
+    for entry in said["plans"]:
+        assert set(entry["strategies"]) == {rule.strategy_name for rule in Plan.from_yaml(entry["file"]).rules}
+    assert cli.main(["plans"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.startswith(entry.title) for line in lines) for entry in catalogue())
+
+
+def test_what_plans_were_proven_with_is_what_ci_runs() -> None:
+    (older,) = re.findall(r'^make versions VERSIONS="(.+)"$', (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    *before, newest = PROVEN_WITH
+    assert older.split() == before  # `make test` runs with the newest one
+    assert list(PROVEN_WITH) == sorted(PROVEN_WITH, key=Version)
+    (claimed,) = re.findall(r'^    "transformers(.+)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert all(release in SpecifierSet(claimed) for release in PROVEN_WITH)
+    assert f">={PROVEN_WITH[0].rpartition('.')[0]}," in claimed
+    assert transformers.__version__ in PROVEN_WITH or Version(transformers.__version__) > Version(newest)
+    assert "pytest.mark.slow" not in (ROOT / "tests/distributed/test_architectures.py").read_text()
+    assert 'pytest -m "not slow"' in (ROOT / "Makefile").read_text()

@@ -1,0 +1,146 @@
+"""Small configs: small, of the same counts, and of every kind of layer; and models of them that answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+
+import tp_transformers
+from tp_transformers.commands.verify import small_model as probe
+from tp_transformers.commands.verify.small_config import generating_class, shrink, supported
+from tp_transformers.plans.bind import resolve
+from tp_transformers.plans.rules import Plan, available_plans
+
+COUNTS = {
+    *("num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_heads", "n_head", "encoder_attention_heads"),
+    *("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group"),
+    *("topk_group", "first_k_dense_replace", "spatial_merge_size", "relative_attention_num_buckets"),
+}
+
+ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+SETTINGS: dict[str, dict[str, Any]] = {  # what the defaults of a class leave open, or have at odds with itself
+    "ministral": {"head_dim": 128},
+    "qwen2_vl": {
+        "text_config": {
+            "hidden_size": 3584,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rope_parameters": ROPE,
+        }
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            "hidden_size": 3584,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rope_parameters": ROPE,
+        },
+        "vision_config": {"hidden_size": 1280},
+    },
+}
+
+
+def levels(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield config
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from levels(value)
+
+
+def outline(config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return generating_class(config)._from_config(config)
+
+
+@pytest.mark.parametrize("model_type", available_plans())
+def test_a_small_config_has_the_same_counts_and_kinds(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}))
+    before = config.to_dict()
+    small = shrink(config)
+    assert config.to_dict() == before
+    assert type(small) is type(config)
+    for whole, level in zip(levels(before), levels(small.to_dict()), strict=True):
+        assert {name: level[name] for name in COUNTS & whole.keys()} == {
+            name: whole[name] for name in COUNTS & whole.keys()
+        }
+        for name in ("layer_types", "no_rope_layers"):
+            assert set(level.get(name) or ()) == set(whole.get(name) or ())
+        if whole.get("head_dim") and whole.get("num_attention_heads"):
+            fills = [each["hidden_size"] == each["num_attention_heads"] * each["head_dim"] for each in (whole, level)]
+            assert fills[0] == fills[1]
+    true, model = outline(config), outline(small)
+    assert {type(module) for module in model.modules()} == {type(module) for module in true.modules()}
+    # 19 million of Qwen3-MoE's, whose 128 experts are as wide as 32 heads; most have less than one.
+    assert sum(param.numel() for param in model.parameters()) < 20e6
+    plan = Plan.for_model(model)
+    assert plan is not None
+    cut, cut_small = (
+        {name: layout and layout.dim for name, layout in resolve(plan, each, 3).layouts.items()}
+        for each in (true, model)
+    )
+    assert cut_small.items() <= cut.items()
+
+
+# Published models: heads whose rotated part must stay even, factors and sections of rotation, widths that differ.
+REAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi-2": ("phi", {"hidden_size": 2560, "num_attention_heads": 32, "partial_rotary_factor": 0.4}),
+    "phi-3-128k": (
+        "phi3",
+        {
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "rope_scaling": {"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.0] * 48},
+            "num_key_value_heads": 8,
+            "sliding_window": 262144,
+        },
+    ),
+    "qwen2.5-vl-7b": ("qwen2_5_vl", SETTINGS["qwen2_5_vl"]),
+    "gemma-7b": ("gemma", {}),
+    "gemma-3": ("gemma3", {"mm_tokens_per_image": 256, "vision_config": {"image_size": 896, "patch_size": 14}}),
+    "t5-11b": ("t5", {"d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_heads": 128, "num_layers": 24}),
+    "opt-350m": ("opt", {"hidden_size": 1024, "word_embed_proj_dim": 512, "num_attention_heads": 16}),
+    "of characters": ("gptj", {"vocab_size": 100, "n_embd": 64, "n_head": 8, "rotary_dim": 4}),
+    "falcon-40b": ("falcon", {"hidden_size": 8192, "num_attention_heads": 128, "new_decoder_architecture": True}),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_small_model_of_a_published_one_answers_with_all_it_has(name: str) -> None:
+    model_type, settings = REAL[name]
+    small = shrink(CONFIG_MAPPING[model_type](**settings))
+    model = probe.make(generating_class(small), small)
+    question, prompt, has_image = probe.questions(model)
+    assert has_image == hasattr(small, "vision_config")
+    seen = probe.Observation()
+    probe.observe(model, [question, prompt], seen)
+    assert seen.logits is not None
+    assert seen.logits.isfinite().all()
+    assert seen.tokens is not None
+    grown = probe.gradients(model, question)
+    unused = {key for key, param in model.named_parameters() if key not in grown or not param.grad.abs().max()}
+    assert not {key for key in unused if "vision_tower.head" not in key}  # of SigLIP, which Gemma does not use
+    assert seen.trace.calls[-1].name == ""
+    assert all(param.std() > 0 for param in model.parameters() if param.numel() > 1)
+
+
+def test_a_config_that_cannot_be_shrunk_is_refused() -> None:
+    with pytest.raises(tp_transformers.UnsupportedError, match="a small ministral: got TypeError"):
+        shrink(CONFIG_MAPPING["ministral"]())  # it has no head_dim
+
+
+@pytest.mark.parametrize("model_type", ["idefics2", "xglm", "dinov2", "mamba"])
+def test_a_config_that_names_no_heads_shrinks_too(model_type: str) -> None:
+    """Nor a level of one: the perceiver of Idefics 2 has `resampler_n_heads`, XGLM `attention_heads`."""
+    config = CONFIG_MAPPING[model_type]()
+    small = shrink(config)
+    assert outline(small).num_parameters() < outline(config).num_parameters() / 20
+
+
+def test_an_iteration_that_stops_within_is_an_unsupported_error() -> None:
+    expected = pytest.raises(tp_transformers.UnsupportedError, match="a small thing: got StopIteration")
+    with expected, supported("a small thing"):
+        next(iter(()))

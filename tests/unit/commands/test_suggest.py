@@ -1,0 +1,114 @@
+"""Plans that are inferred: what is cut of architectures with and without a plan, and what is done when it is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.support.architectures import ARCHITECTURES
+from tests.support.unplanned import DBRX_RUNS, unplanned
+from tp_transformers import PlanError
+from tp_transformers.commands import cli
+from tp_transformers.commands.suggest.suggestion import prove, suggest
+from tp_transformers.commands.verify.verify import Verdict
+from tp_transformers.plans.bind import resolve
+from tp_transformers.plans.checks.widths import largest_share
+from tp_transformers.plans.rules import Plan
+
+
+def config_of(name: str) -> Any:
+    """A tiny config of an architecture that has a plan."""
+    architecture = ARCHITECTURES[name]
+    config = getattr(transformers, architecture.config)(**architecture.settings(*architecture.variants[0], False))
+    config.architectures = [architecture.model]
+    return config
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
+    suggestion = suggest(config_of(name))
+    written = Plan.for_model(suggestion.model)
+    assert written is not None
+    for size in (2, 3):
+        resolution = suggestion.resolve(size)
+        assert resolution.uncovered == ()
+        ours = largest_share(suggestion.model, resolve(written, suggestion.model, size).layouts, size)
+        assert largest_share(suggestion.model, resolution.layouts, size) <= 1.01 * ours, suggestion.whole
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "whole"),
+    [
+        ("gptj", 0.51, {}),
+        ("mpt", 0.51, {}),
+        *[("dbrx", 0.52, {})] * DBRX_RUNS,
+        ("falcon_h1", 0.60, {"mamba.in_proj": "conv1d", "mamba.out_proj": "conv1d"}),
+        ("whisper", 0.56, {}),
+        ("codegen", 0.71, {"attn.qkv_proj": "query 0-1, value 0-1, key 0-1, query 2-3", "attn.out_proj": "no role"}),
+    ],
+)
+def test_what_is_whole_has_a_reason(name: str, share: float, whole: dict[str, str]) -> None:
+    suggestion = suggest(unplanned(name))
+    assert largest_share(suggestion.model, suggestion.resolve(2).layouts, 2) < share
+    assert len(suggestion.whole) == len(whole)
+    for child, reason in whole.items():
+        assert [reason in why for module, why in suggestion.whole.items() if module.endswith(child)] == [True]
+        assert reason in suggestion.text("").replace("\n  # ", " ")
+
+
+def test_a_true_config_is_seen_in_small() -> None:
+    suggestion = suggest(transformers.Phi3Config(pad_token_id=0))
+    assert sum(param.numel() for param in suggestion.model.parameters()) > 3e9
+    rules = suggestion.data()["base_model"]
+    assert rules["layers.*.self_attn.qkv_proj"] == {"strategy": "packed_colwise", "parts": ["query", "key", "value"]}
+    assert rules["layers.*.mlp.gate_up_proj"] == {"strategy": "packed_colwise", "parts": 2}
+    assert largest_share(suggestion.model, suggestion.resolve(3).layouts, 3) < 0.35
+
+
+def test_widths_have_to_be_there() -> None:
+    suggestion = suggest(unplanned("mpt"))
+    data = suggestion.data()
+    data["base_model"]["norm_f"] = {"strategy": "replicate", "widths": "no_such"}
+    with pytest.raises(PlanError, match="norm_f: its LayerNorm has no width no_such"):
+        resolve(Plan.parse(data, source="a plan"), suggestion.model, 2)
+
+
+def test_a_block_that_is_found_wrong_stays_whole() -> None:
+    config = unplanned("mpt")
+    suggestion = suggest(config)
+
+    def check(given: Any, *, plan: Plan, sizes: tuple[int, ...], grads: bool) -> list[Verdict]:
+        cut = [rule.pattern for rule in plan.rules if rule.strategy_name == "packed_colwise"]
+        return [Verdict(2, tuple(f"transformer.{name}: its output differs" for name in cut))]
+
+    told: list[str] = []
+    proven, verdict = prove(suggestion, config, 2, check=check, tell=told.append)
+    assert verdict.ok
+    assert [block.kind for block in proven.blocks] == ["mlp", "vocabulary"]
+    assert len(told) == 1
+    assert told[0].startswith("attention transformer.blocks.*.attn stays whole: transformer.blocks.*.attn.Wqkv: its")
+    assert "whole: verify found it wrong when cut" in proven.text("")
+
+    never = prove(suggestion, config, 2, check=lambda *_, **__: [Verdict(2, ("no",))])
+    assert never[0].blocks == []
+    assert not never[1].ok
+
+
+def test_the_command_writes_a_plan_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unplanned("gptj").save_pretrained(tmp_path)
+    out = tmp_path / "gptj.yaml"
+    assert cli.main(["suggest", str(tmp_path / "config.json"), str(out), "--no-verify"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "cut    attention  transformer.h.*.attn" in captured.out
+    assert "not verified" in captured.out
+    plan = Plan.from_yaml(out)
+    suggestion = suggest(unplanned("gptj"))
+    assert replace(suggestion.plan, source="") == replace(plan, source="")
+    assert resolve(plan, suggestion.model, 3).uncovered == ()
+    assert cli.main(["suggest", str(tmp_path), str(out)]) == 2
+    assert "--force" in capsys.readouterr().err

@@ -1,0 +1,235 @@
+"""The options of a plan: what they make of its rules, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM, PreTrainedModel
+
+from tests.distributed.strategies.test_sequence_parallel import UNFIT
+from tests.support.architectures import ARCHITECTURES
+from tests.support.models import llama_config
+from tp_transformers import Plan, PlanError
+from tp_transformers.plans.bind import resolve
+
+LAYER = "model.layers.*."
+
+
+def llama(heads: int = 8, kv_heads: int = 4) -> PreTrainedModel:
+    with torch.device("meta"):
+        return LlamaForCausalLM(llama_config(heads, kv_heads))
+
+
+def rules_of(model: PreTrainedModel, plan: Plan | None = None, **options: Any) -> dict[str, str]:
+    plan = plan or Plan.for_model(model)
+    assert plan is not None
+    return resolve(replace(plan, **options), model, 2).plan.as_dict("model")
+
+
+def test_llama_with_both_options() -> None:
+    plain = rules_of(llama())
+    cut = rules_of(llama(), sequence_parallel=True, loss_parallel=True)
+    changed = {name: strategy for name, strategy in cut.items() if plain.get(name) != strategy}
+    assert changed == {
+        "": "loss_parallel",
+        "model": "sequence_states",
+        "model.layers.0": "sequence_scatter",
+        LAYER + "input_layernorm": "sequence_parallel",
+        LAYER + "self_attn": "sequence_gather",
+        **dict.fromkeys((LAYER + f"self_attn.{name}_proj" for name in "qkv"), "local_colwise"),
+        LAYER + "self_attn.o_proj": "local_rowwise",
+        LAYER + "post_attention_layernorm": "sequence_parallel",
+        LAYER + "mlp": "sequence_gather",
+        LAYER + "mlp.gate_proj": "local_colwise",
+        LAYER + "mlp.up_proj": "local_colwise",
+        LAYER + "mlp.down_proj": "local_rowwise",
+        "model.norm": "sequence_parallel_rep",
+        "lm_head": "colwise_loss",
+    }
+    assert plain.keys() <= cut.keys()
+
+
+def test_layers_of_one_stack_may_differ() -> None:
+    rules = rules_of(ARCHITECTURES["qwen3_moe"].make(8, 4), sequence_parallel=True)
+    assert rules["model.layers.0.mlp"] == "sequence_gather"  # dense
+    assert rules["model.layers.1.mlp"] == "sequence_whole"  # a router, and experts that sum by themselves
+    assert rules[LAYER + "mlp.experts"] == "moe_tp_experts"
+
+
+def test_options_stand_in_yaml_and_are_inherited(tmp_path: Any) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: llama\nsequence_parallel: true\n")
+    (tmp_path / "other.yaml").write_text("extends: mine\nloss_parallel: true\n")
+    plan = Plan.from_yaml(tmp_path / "other.yaml")
+    assert plan.sequence_parallel
+    assert plan.loss_parallel
+    assert rules_of(llama(), plan)["lm_head"] == "colwise_loss"
+    with pytest.raises(PlanError, match="sequence_parallel is 'perhaps', not true or false"):
+        Plan.parse({"extends": "llama", "sequence_parallel": "perhaps"}, source="mine")
+
+
+def test_a_dict_is_rewritten_by_what_its_rules_do() -> None:
+    mlp = LAYER + "mlp."
+    local = {mlp + "gate_proj": "local_colwise", mlp + "up_proj": "local_colwise", mlp + "down_proj": "local_rowwise"}
+    heads = {LAYER + f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {LAYER + "self_attn.o_proj": "rowwise"}
+    plan = Plan.from_dict({**heads, LAYER + "mlp": "gather", **local})
+    rules = rules_of(llama(), plan, sequence_parallel=True)
+    assert rules[LAYER + "mlp"] == rules[LAYER + "self_attn"] == "sequence_gather"
+    assert rules["model.norm"] == "sequence_parallel_rep"
+
+
+def test_attention_with_fewer_heads_than_ranks_computes_the_whole() -> None:
+    plan = replace(Plan.for_model(llama(2, 1)), sequence_parallel=True)
+    strategies = resolve(plan, llama(2, 1), 3).module_strategies
+    assert type(strategies["model.layers.0.self_attn"]).__name__ == "SequenceWholeParallel"
+    assert type(strategies["model.layers.0.mlp"]).__name__ == "SequenceGatherParallel"
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_is_no_such_decoder_is_refused(name: str) -> None:
+    model = ARCHITECTURES[name].make(*ARCHITECTURES[name].variants[0])
+    with pytest.raises(PlanError, match="cannot be made sequence-parallel") as caught:
+        resolve(replace(Plan.for_model(model), sequence_parallel=True), model, 2)
+    assert str(caught.value).count("\n") <= 2
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(64, 1, 3, device="meta"))
+
+
+def with_a_convolution() -> PreTrainedModel:
+    model = llama()
+    model.model.layers[1].mixer = Convolution()
+    return model
+
+
+def with_a_scale() -> PreTrainedModel:
+    model = llama()
+    model.model.layers[0].scale = nn.Parameter(torch.empty(64, device="meta"))
+    return model
+
+
+def with_two_ends() -> PreTrainedModel:
+    model = llama()
+    model.model.projection = nn.Linear(64, 64, device="meta")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (with_a_convolution, r"layers.\*.mixer: it is neither a norm nor a block"),
+        (with_a_scale, r"layers.\*: it has parameters of its own"),
+        (with_two_ends, "it has model.norm, model.projection after model.layers, where one norm is"),
+    ],
+)
+def test_modules_that_may_mix_tokens_are_refused(make: Any, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        rules_of(make(), sequence_parallel=True)
+
+
+def test_a_model_without_a_causal_loss_is_refused() -> None:
+    settings = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    with torch.device("meta"):
+        model = BertForMaskedLM(BertConfig(**settings, vocab_size=20))
+    with pytest.raises(PlanError, match=r"loss_parallel: got BertForMaskedLM, no rule .*, another loss"):
+        rules_of(model, Plan.from_dict({"bert.encoder.layer.*.intermediate.dense": "colwise_rep"}), loss_parallel=True)
+    plan = Plan.parse({"extends": "llama", "heads": {"lm_head": "replicate"}}, source="mine")
+    with pytest.raises(PlanError, match="lm_head: replicate, its loss"):
+        rules_of(llama(), plan, loss_parallel=True)
+
+
+@pytest.mark.parametrize("name", ["sequence_parallel", "sequence_parallel_rep"])
+def test_a_norm_on_parts_that_nothing_cuts_is_refused(name: str) -> None:
+    plan = Plan.from_dict({LAYER + "input_layernorm": name})
+    with pytest.raises(PlanError, match=r"input_layernorm: its input is whole on every rank, since no rule cuts"):
+        resolve(plan, llama(), 2)
+    resolve(plan, llama(), 1)
+
+
+# -- batches of each rank's own
+
+BLOCK = "input: batch-sharded"
+
+
+def test_what_gathers_batches_is_cut_and_nothing_else() -> None:
+    plain, cut = rules_of(llama()), rules_of(llama(), batch_sharded=True)
+    changed = {name: strategy for name, strategy in cut.items() if plain.get(name) != strategy}
+    assert changed == {
+        "model": "holds samples of its own",
+        "model.embed_tokens": "replicate",
+        LAYER + "self_attn": BLOCK,
+        **dict.fromkeys((LAYER + f"self_attn.{name}_proj" for name in "qkv"), "local_colwise"),
+        LAYER + "self_attn.o_proj": "local_rowwise",
+        LAYER + "mlp": BLOCK,
+        LAYER + "mlp.gate_proj": "local_colwise",
+        LAYER + "mlp.up_proj": "local_colwise",
+        LAYER + "mlp.down_proj": "local_rowwise",
+        "lm_head": "replicate",
+    }
+
+
+def test_rules_and_lists_choose_what_gathers_batches(tmp_path: Any) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "extends: llama\nbase_model: {'layers.*.mlp': {input: batch-sharded}}\n"
+        "heads: {lm_head: {strategy: colwise_rep, input: batch-sharded}}\n"
+    )
+    (tmp_path / "other.yaml").write_text(f"extends: mine\nbatch_sharded: [{LAYER}self_attn]\n")
+    plan, other = (Plan.from_yaml(tmp_path / f"{name}.yaml") for name in ("mine", "other"))
+    rules = rules_of(llama(), plan)
+    assert rules[LAYER + "mlp"] == BLOCK
+    assert rules[LAYER + "self_attn.q_proj"] == rules[LAYER + "self_attn.o_proj"] == "replicate"
+    assert rules["lm_head"] == f"colwise_rep, {BLOCK}"
+    assert {**rules_of(llama(), other), **rules} != rules
+    assert rules_of(llama(), other)[LAYER + "self_attn"] == BLOCK
+    assert rules_of(llama(), plan, batch_sharded=False)["lm_head"] == "colwise_rep"
+    rules = rules_of(llama(), batch_sharded=("model.layers.1.mlp",))
+    assert rules["model.layers.1.mlp"] == BLOCK
+    assert rules["model.layers.0.mlp.up_proj"] == "replicate"
+
+
+def test_attention_with_fewer_heads_than_ranks_gathers_batches_whole() -> None:
+    strategies = resolve(replace(Plan.for_model(llama(2, 1)), batch_sharded=True), llama(2, 1), 3).module_strategies
+    assert type(strategies["model.layers.0.self_attn"]).__name__ == "BatchWhole"
+    assert type(strategies["model.layers.0.mlp"]).__name__ == "BatchGather"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"batch_sharded": ("model.layer.*.mlp",)},
+            r"model.layer.\*.mlp: matches no module .nearest: model.layers.\*.mlp",
+        ),
+        ({"batch_sharded": (LAYER + "input_layernorm",)}, r"input_layernorm: no rules in it cut features and sum them"),
+        (
+            {"batch_sharded": (LAYER + "mlp.down_proj",)},
+            r"down_proj: no rules in it .* its own is none of colwise_rep, ",
+        ),
+        ({"batch_sharded": (LAYER + "mlp", LAYER[:-1])}, r"mlp: it stands in another module whose input is"),
+        ({"batch_sharded": True, "sequence_parallel": True}, "got batch_sharded and sequence_parallel, expected one"),
+        ({"batch_sharded": True, "loss_parallel": True}, "got batch_sharded and loss_parallel, expected one"),
+    ],
+)
+def test_what_cannot_gather_batches_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        rules_of(llama(), **options)
+
+
+def test_malformed_choices_are_refused() -> None:
+    with pytest.raises(PlanError, match="unknown layout 'batch' of the input; the only one is batch-sharded"):
+        Plan.from_dict({LAYER + "mlp": {"input": "batch"}})
+    with pytest.raises(PlanError, match="batch_sharded is 'mlp', not true, false, or a list of modules"):
+        Plan.parse({"extends": "llama", "batch_sharded": "mlp"}, source="mine")
+    with pytest.raises(PlanError, match="mlp: no rules in it cut"):
+        rules_of(llama(), Plan.from_dict({LAYER + "mlp": {"input": "batch-sharded"}}))
+    with pytest.raises(PlanError, match="it has no attention, MLP or experts that rules cut"):
+        rules_of(llama(), Plan.from_dict({"model.norm": "replicate"}), batch_sharded=True)
+    model = ARCHITECTURES["t5"].make(8, 8)
+    with pytest.raises(PlanError, match="it has an encoder and a decoder"):
+        rules_of(model, batch_sharded=True)

@@ -1,0 +1,139 @@
+"""Plans that would add up too little, too much, or the wrong things."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from tests.support.architectures import ARCHITECTURES
+from tests.support.models import llama_config
+from tp_transformers import Plan, PlanError
+from tp_transformers.plans.bind import resolve
+
+LAYER = "model.layers.*."
+MLP = LAYER + "mlp."
+ATTENTION = LAYER + "self_attn."
+HEADS = {ATTENTION + name: "colwise" for name in ("q_proj", "k_proj", "v_proj")} | {ATTENTION + "o_proj": "rowwise"}
+GATED = {MLP + "gate_proj": "colwise", MLP + "up_proj": "colwise", MLP + "down_proj": "rowwise"}
+LOCAL = {MLP + "gate_proj": "local_colwise", MLP + "up_proj": "local_colwise", MLP + "down_proj": "local_rowwise"}
+
+
+def llama() -> Any:
+    with torch.device("meta"):
+        return LlamaForCausalLM(llama_config(8, 4))
+
+
+def mixtral() -> Any:
+    return ARCHITECTURES["mixtral"].make(8, 4)
+
+
+def faults(rules: dict[str, Any], model: PreTrainedModel) -> str:
+    resolve(Plan.from_dict(rules), model, 1)  # one rank holds everything: nothing to add up
+    with pytest.raises(PlanError) as caught:
+        resolve(Plan.from_dict(rules), model, 3)
+    return str(caught.value)
+
+
+EXPERTS = {MLP + "experts.gate_up_proj": "packed_colwise", MLP + "experts.down_proj": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        (
+            EXPERTS,
+            f"{MLP}experts: on every rank its output is a part of a sum that nothing adds up; add {MLP}experts: moe",
+        ),
+        (
+            {MLP + "experts": "moe_tp_experts", **EXPERTS, MLP + "experts.gate_up_proj": "colwise"},
+            "gate_up_proj and down_proj would be cut along different features",
+        ),
+        (
+            {MLP + "experts": "moe_tp_experts", MLP + "experts.gate_up_proj": "packed_colwise"},
+            "gate_up_proj would be cut, but not down_proj",
+        ),
+        (
+            {MLP + "experts": "moe_tp_experts"},
+            f"{MLP}experts: every rank's output is whole, and would be added up 3 times",
+        ),
+        (
+            {LAYER + "mlp": "gather", **EXPERTS},
+            f"{MLP}gate.weight: it stands in a block whose parts are summed, so its gradient has to be summed too",
+        ),
+        (
+            {LAYER + "mlp": "gather", MLP + "experts": "moe_tp_experts", **EXPERTS},
+            f"{MLP}experts: it sums its output, and {LAYER}mlp sums again",
+        ),
+    ],
+)
+def test_experts_that_are_not_added_up_once(rules: dict[str, str], says: str) -> None:
+    assert says in faults(rules, mixtral())
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        (
+            LOCAL,
+            f"{MLP}down_proj: on every rank its output is a part of a sum that nothing adds up; add gather around it",
+        ),
+        ({LAYER + "mlp": "gather"}, f"{LAYER}mlp: every rank's output is whole, and would be added up 3 times"),
+        (
+            {LAYER + "mlp": "gather", **GATED},
+            f"{LAYER}mlp: every rank's output is whole, and would be added up 3 times",
+        ),
+        (
+            {LAYER + "mlp": "all_reduce", **LOCAL, LAYER + "self_attn": "gather"},
+            f"{LAYER}self_attn: every rank's output is whole",
+        ),
+        ({"model.norm": "sharded_norm"}, "model.norm: its input is whole on every rank; use replicate"),
+        (
+            {"model.norm": "replicated_with_grad_allreduce"},
+            "model.norm: its input is whole on every rank, and so is its gradient, which would be counted 3 times",
+        ),
+    ],
+)
+def test_blocks_that_are_not_added_up_once(rules: dict[str, str], says: str) -> None:
+    assert says in faults(rules, llama())
+
+
+def test_local_blocks_with_a_gather_are_accepted() -> None:
+    assert resolve(Plan.from_dict({LAYER + "mlp": "gather", **LOCAL}), llama(), 2).module_strategies
+
+
+class Scaled(nn.Module):
+    """An activation with a number to learn."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(width))
+
+
+@pytest.mark.parametrize(("width", "rule"), [(1, "replicated_with_grad_allreduce"), (100, "sharded_norm")])
+def test_what_stands_between_cut_linears_is_named(width: int, rule: str) -> None:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Scaled(width)
+    says = f"{MLP}act_fn.alpha: it stands between linears whose features are cut, and is held whole; "
+    assert f"{says}add {MLP}act_fn: {rule}" in faults(GATED, model)
+    if width == 1:
+        assert resolve(Plan.from_dict({**GATED, MLP + "act_fn": rule}), model, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ((8,), "it stands among heads that are cut, so its gradient has to be summed"),  # as wide as a head
+        ((64,), "cut it too (add model.layers.*.self_attn.extra: local_colwise, or sharded_norm"),
+    ],
+)
+def test_what_stands_among_heads_is_summed_or_cut(shape: tuple[int, ...], says: str) -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama_config(4, 2, hidden_size=64, head_dim=16))
+    for layer in model.model.layers:
+        layer.self_attn.extra = nn.RMSNorm(shape, device="meta")
+    assert says in faults(HEADS, model)

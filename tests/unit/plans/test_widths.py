@@ -1,0 +1,93 @@
+"""Rules that do not fit together, and plans that leave whole layers on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.support.models import llama_config
+from tp_transformers import Plan, PlanError
+from tp_transformers.plans.bind import check_layers_are_cut, resolve
+from tp_transformers.plans.checks.widths import largest_share
+
+MLP = "model.layers.*.mlp."
+
+
+def meta_model(**changes: object) -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return LlamaForCausalLM(llama_config(8, 4, **changes))
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        (
+            {"gate_proj": "colwise", "up_proj": "colwise"},
+            f"{MLP}gate_proj: it leaves its features sharded, but {MLP}down_proj, which takes as many, expects the "
+            f"whole; make {MLP}down_proj rowwise, or {MLP}gate_proj colwise_rep",
+        ),
+        (
+            {"gate_proj": "colwise", "down_proj": "rowwise"},
+            f"{MLP}down_proj: it expects its features sharded, but {MLP}up_proj, which makes as many, leaves the "
+            f"whole; make {MLP}up_proj colwise, or {MLP}down_proj rowwise_rep",
+        ),
+        (
+            {"gate_proj": "packed_colwise", "up_proj": "colwise", "down_proj": "rowwise"},
+            f"{MLP}gate_proj and {MLP}down_proj: the same features are cut differently",
+        ),
+        (
+            {"down_proj": "colwise"},
+            f"{MLP}down_proj: it leaves its features sharded, and nothing after it in model.layers.*.mlp takes as many",
+        ),
+    ],
+)
+def test_linears_that_do_not_fit_together_are_named(rules: dict[str, str], says: str) -> None:
+    plan = Plan.from_dict({MLP + name: strategy for name, strategy in rules.items()})
+    with pytest.raises(PlanError) as caught:
+        resolve(plan, meta_model(), 2)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"},
+        {"gate_proj": "colwise_rep", "up_proj": "colwise_rep", "down_proj": "rowwise_rep"},
+        {"down_proj": "rowwise_rep"},
+        {"gate_proj": "replicate"},
+    ],
+)
+@pytest.mark.parametrize("width", [100, 64], ids=["wide", "square"])  # in a square MLP, anything could feed anything
+def test_linears_that_fit_together_are_left_alone(rules: dict[str, str], width: int) -> None:
+    plan = Plan.from_dict({MLP + name: strategy for name, strategy in rules.items()})
+    resolve(plan, meta_model(intermediate_size=width), 3)
+
+
+def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:
+    model, plan = meta_model(), replace(Plan.from_dict({"lm_head": "colwise_rep"}, source="the plan"), declared=True)
+    resolution = resolve(plan, model, 2)
+    head = 199 * 64
+    whole = sum(param.numel() for param in model.parameters())
+    share = (whole - head + 100 * 64) / whole  # rank 0 holds 100 of 199 rows
+    assert largest_share(model, resolution.layouts, 2) == pytest.approx(share)
+    with pytest.raises(PlanError) as caught:
+        check_layers_are_cut(model, plan, resolution, 2)
+    assert f"cuts a matrix of model.layers.*, so that each of 2 ranks would hold {share:.0%} of the model" in str(
+        caught.value
+    )
+    assert "allow_replicated=True" in str(caught.value)
+    assert check_layers_are_cut(model, plan, resolve(plan, model, 1), 1) is None
+
+
+def test_a_declared_plan_that_leaves_some_layers_is_told() -> None:
+    rules = {f"model.layers.0.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
+    plan = replace(
+        Plan.from_dict({**rules, "model.layers.0.mlp.down_proj": "rowwise"}, source="the plan"), declared=True
+    )
+    model = meta_model()
+    note = check_layers_are_cut(model, plan, resolve(plan, model, 2), 2)
+    assert note is not None
+    assert "leaves 1 of 2 model.layers.* whole on every rank" in note

@@ -1,0 +1,137 @@
+"""Threads of a rank, on a stand-in for its GPU: the first thing that each does with one is to choose the rank's own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tp_transformers.checkpoint.reading import memory, prefetch, reader
+from tp_transformers.checkpoint.reading.header import Checkpoint
+from tp_transformers.ranks import mesh
+from tp_transformers.ranks.mesh import TensorParallelGroup
+
+GPU = torch.device("cuda", 1)
+
+
+class Device:
+    """A device module that computes nothing, and remembers which thread called what."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[Any]] = {}
+
+    def called(self, what: Any) -> None:
+        self.calls.setdefault(threading.current_thread().name, []).append(what)
+
+    def set_device(self, device: Any) -> None:
+        self.called(("set_device", device))
+
+    def Stream(self, *arguments: Any) -> Any:  # noqa: N802
+        self.called("Stream")
+        return mock.Mock()
+
+    def Event(self) -> Any:  # noqa: N802
+        event = mock.Mock()
+        event.synchronize.side_effect = lambda: self.called("synchronize")
+        event.record.side_effect = lambda stream: self.called("record")
+        return event
+
+    def current_stream(self, device: Any) -> Any:
+        self.called("current_stream")
+        return mock.Mock()
+
+    def stream(self, stream: Any) -> Any:
+        self.called("stream")
+        return contextlib.nullcontext()
+
+    def of_others(self) -> dict[str, list[Any]]:
+        """The calls of threads that are not the main one."""
+        return {name: calls for name, calls in self.calls.items() if name != threading.main_thread().name}
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: device)
+    return device
+
+
+@pytest.fixture
+def group(device: Device, monkeypatch: pytest.MonkeyPatch) -> TensorParallelGroup:
+    """A group of two ranks on GPUs, the other of which does as this one does."""
+
+    def gather(self: TensorParallelGroup, value: Any) -> list[Any]:
+        device.called("gather")
+        return [value, value]
+
+    monkeypatch.setattr(TensorParallelGroup, "gather", gather)
+    return TensorParallelGroup(None, 0, 2, GPU)
+
+
+def test_threads_that_read(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(reader, "JOB_BYTES", 1 << 10)
+    empty: Callable[..., Any] = torch.empty
+    monkeypatch.setattr(memory.torch, "empty", lambda *sizes, pin_memory=False, **kind: empty(*sizes, **kind))
+    with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
+        away = torch.empty(4096, device="meta")
+        reader.read([reader.Request(checkpoint.tensors["x"], away)], threads=3)
+    assert sorted(device.of_others()) == ["read-0", "read-1", "read-2"]
+    assert all(calls[0] == ("set_device", away.device) for calls in device.of_others().values())
+
+
+def test_threads_that_meet(device: Device, group: TensorParallelGroup) -> None:
+    ran = group.together(lambda: threading.current_thread())
+    assert ran is threading.main_thread(), "where signals arrive"
+    (calls,) = device.of_others().values()
+    assert calls[:2] == [("set_device", GPU), "gather"]
+
+
+def test_threads_that_prefetch(device: Device, group: TensorParallelGroup, tmp_path: Path) -> None:
+    save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
+    with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
+        request = reader.Request(checkpoint.tensors["x"], torch.empty(4096))
+        prefetch.prefetch(checkpoint.files, [request], group, wanted=True)
+    assert device.of_others()
+    assert all(calls == [("set_device", GPU)] for calls in device.of_others().values())
+
+
+def test_a_thread_that_cannot_have_the_device_is_an_error(
+    device: Device, group: TensorParallelGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "set_device", mock.Mock(side_effect=RuntimeError("no device")))
+    with pytest.raises(RuntimeError):
+        group.together(lambda: None)
+
+
+def test_the_process_group_has_a_backend_for_the_cpu_beside_that_for_gpus(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 with CPU offload gathers what is on the CPU."""
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: started.append(("set_device", gpu)))
+    monkeypatch.setattr(device, "device_count", lambda: 2, raising=False)
+    monkeypatch.setattr(device, "current_device", lambda: 0, raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: started.append((*given, named)))
+    monkeypatch.setattr(mesh.atexit, "register", lambda function: None)
+    assert mesh._start_process_group() == "cuda"
+    assert started == [("set_device", GPU), ("cpu:gloo,cuda:nccl", {"device_id": GPU})]
+    config = dist.distributed_c10d.BackendConfig(dist.Backend(started[1][0]))
+    assert config.get_device_backend_map() == {"cpu": "gloo", "cuda": "nccl"}
+    # A group that runs, of whichever of both forms, is one for GPUs; one of gloo alone is not.
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for name, kind in ((started[1][0], "cuda"), ("nccl", "cuda"), ("gloo", "cpu")):
+        running = str(dist.distributed_c10d.BackendConfig(dist.Backend(name)))
+        monkeypatch.setattr(dist, "get_backend_config", lambda running=running: running)
+        assert mesh._start_process_group() == kind

@@ -1,0 +1,286 @@
+"""Properties of the slice arithmetic, for any sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_transformers.slices.layout import Layout, Split, even, heads, interleaved, packed
+
+sizes = st.integers(1, 16)
+
+
+@st.composite
+def attention(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(query heads, KV heads, ranks) with no more ranks than query heads."""
+    kv = draw(st.integers(1, 16))
+    query = kv * draw(st.integers(1, 8))
+    return query, kv, draw(st.integers(1, min(16, query)))
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> Split:
+    """Any split that a plan can ask for."""
+    size = draw(sizes)
+    kind = draw(st.sampled_from(["even", "heads", "packed", "qkv", "interleaved"]))
+    if kind == "even":
+        return even(draw(st.integers(0, 200)), size, unit=draw(st.integers(1, 9)))
+    if kind == "packed":
+        return packed([even(length, size) for length in draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))])
+    query, kv, size = draw(attention())
+    width = draw(st.integers(1, 8))
+    if kind == "interleaved":
+        return interleaved(*heads(query, kv, size)).scaled(width)
+    query_split, kv_split = (split.scaled(width) for split in heads(query, kv, size))
+    return (
+        packed([query_split, kv_split, kv_split]) if kind == "qkv" else draw(st.sampled_from([query_split, kv_split]))
+    )
+
+
+def indices(split: Split, rank: int) -> list[int]:
+    return [index for start, stop in split.ranges[rank] for index in range(start, stop)]
+
+
+@given(splits())
+def test_every_index_is_held_and_overlaps_are_whole_ranges(split: Split) -> None:
+    assert {index for rank in range(split.size) for index in indices(split, rank)} == set(range(split.length))
+    held = {held for ranges in split.ranges for held in ranges if held[0] < held[1]}
+    for a in held:
+        for b in held:
+            assert a == b or a[1] <= b[0] or b[1] <= a[0]
+
+
+@given(splits())
+def test_widths_count_what_is_held(split: Split) -> None:
+    assert split.widths == tuple(len(indices(split, rank)) for rank in range(split.size))
+
+
+@given(splits())
+def test_pieces_undo_the_split(split: Split) -> None:
+    whole = torch.arange(split.length)
+    shards = [whole[indices(split, rank)] for rank in range(split.size)]
+    rebuilt = torch.full((split.length,), -1)
+    for piece in split.pieces:
+        assert (rebuilt[piece.start : piece.start + piece.length] == -1).all()
+        rebuilt[piece.start : piece.start + piece.length] = shards[piece.rank][piece.local : piece.local + piece.length]
+    assert torch.equal(rebuilt, whole)
+
+
+@given(splits(), st.integers(0, 20))
+def test_a_cover_takes_from_its_reader_what_that_holds(split: Split, reader: int) -> None:
+    cover = split.cover(reader)
+    assert [index for piece in cover for index in range(piece.start, piece.start + piece.length)] == [
+        *range(split.length)
+    ]
+    own = set(indices(split, reader)) if reader < split.size else set()
+    for piece in cover:
+        held = indices(split, piece.rank)[piece.local : piece.local + piece.length]
+        assert held == [*range(piece.start, piece.start + piece.length)]
+        assert (piece.rank == reader) == (piece.start in own)
+
+
+@given(splits(), st.data())
+def test_a_split_that_lacks_or_repeats_an_index_is_no_cut(split: Split, data: st.DataObject) -> None:
+    assert split.is_cut
+    held = all_ranges(split)
+    start, stop = data.draw(st.sampled_from(held)) if held else (0, 0)
+    if stop - start > 1:  # one rank holds a part of what another holds
+        assert not Split(split.length, (*split.ranges, ((start, stop - 1),))).is_cut
+    assert not Split(split.length + 1, split.ranges).is_cut
+    without = tuple(tuple(part for part in ranges if part != (start, stop)) for ranges in split.ranges)
+    assert Split(split.length, without).is_cut == (start == stop)
+
+
+def all_ranges(split: Split) -> list[tuple[int, int]]:
+    return sorted({(start, stop) for ranges in split.ranges for start, stop in ranges if start < stop})
+
+
+@given(splits())
+def test_shared_names_exactly_the_indices_that_others_hold(split: Split) -> None:
+    for rank in range(split.size):
+        mine = indices(split, rank)
+        told = {mine[part.local + offset]: part.ranks for part in split.shared(rank) for offset in range(part.length)}
+        for index in mine:
+            holders = tuple(other for other in range(split.size) if index in indices(split, other))
+            assert told.get(index, (rank,)) == holders
+
+
+@given(splits())
+def test_every_index_that_several_ranks_hold_has_one_slot(split: Split) -> None:
+    several = [
+        index for index in range(split.length) if sum(index in indices(split, rank) for rank in range(split.size)) > 1
+    ]
+    assert split.shared_length == len(several)
+    for rank in range(split.size):
+        mine = indices(split, rank)
+        for part in split.shared(rank):
+            assert mine[part.local : part.local + part.length] == several[part.slot : part.slot + part.length]
+
+
+@given(splits())
+def test_holders_are_the_ranks_that_share_an_index(split: Split) -> None:
+    ranks = [[rank for rank in range(split.size) if index in indices(split, rank)] for index in range(split.length)]
+    assert split.holders == tuple(sorted({tuple(held) for held in ranks if len(held) > 1}))
+
+
+@given(splits())
+def test_is_chunked_means_what_torch_chunk_gives(split: Split) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(split.length).chunk(split.size)] if split.length else []
+    chunks += [[]] * (split.size - len(chunks))
+    assert split.is_chunked == (chunks == [indices(split, rank) for rank in range(split.size)])
+
+
+@given(st.integers(0, 500), sizes, st.integers(1, 32))
+def test_even_keeps_blocks_whole_and_differs_by_one_block(length: int, size: int, unit: int) -> None:
+    split = even(length, size, unit=unit)
+    for rank, ((start, stop),) in enumerate(split.ranges):
+        assert start % unit == 0 or start == length
+        assert stop % unit == 0 or stop == length
+        assert rank == 0 or -(-split.widths[rank] // unit) <= -(-split.widths[rank - 1] // unit)
+    blocks = [-(-width // unit) for width in split.widths]
+    assert max(blocks) - min(blocks) <= 1
+
+
+@given(attention())
+def test_heads_keep_an_integer_ratio_and_every_query_with_its_kv_head(case: tuple[int, int, int]) -> None:
+    query, kv, size = case
+    query_split, kv_split = heads(query, kv, size)
+    group = query // kv
+    for rank in range(size):
+        queries, kvs = indices(query_split, rank), indices(kv_split, rank)
+        assert queries
+        assert len(queries) % len(kvs) == 0
+        ratio = len(queries) // len(kvs)
+        # Grouped-query attention pairs local query i with local KV head i // ratio.
+        assert [kvs[i // ratio] for i in range(len(queries))] == [head // group for head in queries]
+    # No query head is computed twice; KV heads are replicated only where there are fewer of them than ranks.
+    assert sum(query_split.widths) == query
+    assert kv < size or sum(kv_split.widths) == kv
+
+
+def dealt(items: list[int], size: int) -> list[list[int]]:
+    """`items` dealt out to `size` hands, in order; the first ones get one more."""
+    hands = []
+    for left in range(size, 0, -1):
+        count = -(-len(items) // left)
+        hands.append(items[:count])
+        items = items[count:]
+    return hands
+
+
+def slow_heads(query: int, kv: int, size: int) -> list[tuple[list[int], list[int]]]:
+    """(query heads, KV heads) of every rank, by dealing them out one by one."""
+    group = query // kv
+    if kv >= size:
+        return [([head * group + i for head in hand for i in range(group)], hand) for hand in dealt([*range(kv)], size)]
+    ranks = []
+    for head, holders in enumerate(dealt([*range(size)], kv)):
+        for hand in dealt([*range(head * group, (head + 1) * group)], len(holders)):
+            ranks.append((hand, [head]))
+    return ranks
+
+
+@given(attention())
+def test_heads_are_dealt_out(case: tuple[int, int, int]) -> None:
+    query_split, kv_split = heads(*case)
+    ranks = range(case[2])
+    assert [(indices(query_split, rank), indices(kv_split, rank)) for rank in ranks] == slow_heads(*case)
+
+
+@given(attention(), st.integers(1, 4))
+def test_interleaved_keeps_every_kv_head_behind_its_query_heads(case: tuple[int, int, int], width: int) -> None:
+    query, kv, size = case
+    group = query // kv
+    # What is stored: for every KV head its query heads, its key, its value.
+    stored = [
+        (role, head)
+        for kv_head in range(kv)
+        for role, head in [
+            *(("query", kv_head * group + i) for i in range(group)),
+            ("key", kv_head),
+            ("value", kv_head),
+        ]
+    ]
+    split = interleaved(*heads(query, kv, size))
+    assert split.length == len(stored)
+    for rank, (queries, keys) in enumerate(slow_heads(query, kv, size)):
+        expected = [
+            part
+            for kv_head in keys
+            for part in [
+                *(("query", head) for head in queries if head // group == kv_head),
+                ("key", kv_head),
+                ("value", kv_head),
+            ]
+        ]
+        assert [stored[index] for index in indices(split, rank)] == expected
+        rows = [index * width + row for index in indices(split, rank) for row in range(width)]
+        assert indices(split.scaled(width), rank) == rows
+
+
+def test_interleaved_by_example() -> None:
+    # q0 q1 k0 v0 q2 q3 k1 v1: whole groups, then one KV head on two ranks.
+    assert interleaved(*heads(4, 2, 2)).ranges == (((0, 4),), ((4, 8),))
+    assert interleaved(*heads(4, 1, 3)).ranges == (((0, 2), (4, 6)), ((2, 3), (4, 6)), ((3, 4), (4, 6)))
+
+
+@given(st.integers(0, 100), sizes, st.integers(1, 9))
+def test_even_deals_out_blocks(length: int, size: int, unit: int) -> None:
+    blocks = [[*range(start, min(start + unit, length))] for start in range(0, length, unit)]
+    hands = dealt([*range(len(blocks))], size)
+    split = even(length, size, unit=unit)
+    for rank, hand in enumerate(hands):
+        assert indices(split, rank) == [index for block in hand for index in blocks[block]]
+
+
+@pytest.mark.parametrize(
+    ("query", "kv", "size", "query_widths", "kv_ranges"),
+    [
+        (9, 3, 2, (6, 3), [(0, 2), (2, 3)]),
+        (8, 2, 4, (2, 2, 2, 2), [(0, 1), (0, 1), (1, 2), (1, 2)]),
+        (8, 1, 3, (3, 3, 2), [(0, 1)] * 3),
+        (9, 3, 8, (1, 1, 1, 1, 1, 1, 2, 1), [(0, 1)] * 3 + [(1, 2)] * 3 + [(2, 3)] * 2),
+        (7, 7, 4, (2, 2, 2, 1), [(0, 2), (2, 4), (4, 6), (6, 7)]),
+    ],
+)
+def test_heads_by_example(
+    query: int, kv: int, size: int, query_widths: tuple[int, ...], kv_ranges: list[tuple[int, int]]
+) -> None:
+    query_split, kv_split = heads(query, kv, size)
+    assert query_split.widths == query_widths
+    assert [ranges for (ranges,) in kv_split.ranges] == kv_ranges
+
+
+def test_packed_draws_aabb_to_ab() -> None:
+    split = packed([even(4, 2), even(4, 2)])
+    assert split.ranges == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: heads(8, 3, 2),
+        lambda: heads(4, 2, 5),
+        lambda: heads(8, 0, 2),
+        lambda: even(-1, 2),
+        lambda: even(4, 0),
+        lambda: even(4, 2, unit=0),
+        lambda: packed([]),
+        lambda: packed([even(4, 2), even(4, 3)]),
+    ],
+)
+def test_impossible_requests_raise(call) -> None:
+    with pytest.raises(ValueError, match=r"need|ranks|multiple"):
+        call()
+
+
+@given(splits(), st.integers(0, 2))
+def test_layout_gives_local_shapes(split: Split, dim: int) -> None:
+    shape = [3, 4, 5]
+    shape[dim] = split.length
+    for rank in range(split.size):
+        local = Layout(dim, split).local_shape(shape, rank)
+        assert local[dim] == len(indices(split, rank))
+        assert local[:dim] + local[dim + 1 :] == tuple(shape[:dim] + shape[dim + 1 :])

@@ -1,0 +1,122 @@
+"""Lazy slices against the same slices of real tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from tp_transformers.checkpoint.reading.header import Checkpoint
+from tp_transformers.slices.lazy import Deferred, LazyTensor, Resident
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    tensors = {str(dtype): torch.randint(0, 2, (5, 4, 6)).to(dtype) for dtype in DTYPES}
+    tensors.update(scalar=torch.tensor(3.5), empty=torch.empty(0, 3), row=torch.arange(11.0))
+    path = tmp_path_factory.mktemp("lazy") / "model.safetensors"
+    save_file(tensors, path)
+    with Checkpoint([path]) as opened:
+        yield opened, tensors
+
+
+@st.composite
+def ranges(draw: st.DrawFn, length: int) -> list[tuple[int, int]]:
+    pairs = draw(st.lists(st.tuples(st.integers(0, length), st.integers(0, length)), min_size=1, max_size=3))
+    return [(min(pair), max(pair)) for pair in pairs]
+
+
+def select(tensor: torch.Tensor, dim: int, chosen: list[tuple[int, int]]) -> torch.Tensor:
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in chosen], dim)
+
+
+@given(st.data())
+def test_any_chain_of_selections_reads_what_torch_slices(checkpoint, data: st.DataObject) -> None:
+    opened, tensors = checkpoint
+    name = data.draw(st.sampled_from([str(dtype) for dtype in DTYPES]))
+    expected = tensors[name]
+    lazies: list[LazyTensor] = [
+        opened.tensors[name],
+        Resident(expected),
+        Deferred(lambda: tensors[name], shape=expected.shape, dtype=expected.dtype),
+    ]
+    for _ in range(data.draw(st.integers(0, 3))):
+        dim = data.draw(st.integers(0, 2))
+        chosen = data.draw(ranges(expected.shape[dim]))
+        lazies = [lazy.select(dim, chosen) for lazy in lazies]
+        expected = select(expected, dim, chosen)
+    for lazy in lazies:
+        assert lazy.shape == expected.shape
+        value = lazy.materialize()
+        assert value.is_contiguous()
+        assert torch.equal(value, expected)
+    assert sum(length for _, length in lazies[0].runs()) == expected.numel() * expected.dtype.itemsize
+
+
+def test_a_leading_slice_is_one_run_and_a_trailing_one_a_run_a_row(checkpoint) -> None:
+    lazy = checkpoint[0].tensors[str(torch.float32)]
+    assert len(list(lazy.runs())) == 1
+    assert len(list(lazy[1:3].runs())) == 1
+    assert len(list(lazy[:, 1:3].runs())) == 5
+    assert len(list(lazy[..., 1:3].runs())) == 5 * 4
+    assert len(list(lazy[2:3, 1:3].runs())) == 1
+
+
+@pytest.mark.parametrize(
+    "index",
+    [..., 1, -1, slice(1, 3), (slice(None), 2), (..., slice(0, 2)), (1, ..., 0), (slice(2, 1),), ([0, 2],), (None, 1)],
+)
+def test_indexing_is_torchs(checkpoint, index) -> None:
+    opened, tensors = checkpoint
+    name = str(torch.float32)
+    got = opened.tensors[name][index]
+    assert torch.equal(torch.as_tensor(got.materialize() if isinstance(got, LazyTensor) else got), tensors[name][index])
+
+
+@pytest.mark.parametrize("index", [7, -6, (0, 0, 0, 0)])
+def test_bad_indices_raise(checkpoint, index) -> None:
+    with pytest.raises(IndexError):
+        checkpoint[0].tensors[str(torch.float32)][index]
+
+
+def test_a_leaf_is_its_own_only_piece(checkpoint) -> None:
+    opened, tensors = checkpoint
+    for lazy in (opened.tensors["row"][2:5], Resident(tensors["row"][2:5])):
+        destination = torch.empty(3)
+        ((leaf, view),) = lazy.pieces(destination)
+        assert leaf is lazy
+        assert view is destination
+
+
+def test_slicing_reads_nothing(checkpoint) -> None:
+    opened, _ = checkpoint
+    before = opened.bytes_read
+    half = opened.tensors[str(torch.float32)][2:, :, 1:4]
+    assert isinstance(half, LazyTensor)
+    assert opened.bytes_read == before
+    half.materialize()
+    assert opened.bytes_read - before == 3 * 4 * 3 * 4
+
+
+def test_torch_functions_methods_and_operators_read_the_values(checkpoint) -> None:
+    opened, tensors = checkpoint
+    lazy, real = opened.tensors["row"], tensors["row"]
+    assert torch.equal(torch.cat([lazy, lazy]), torch.cat([real, real]))
+    assert torch.equal(lazy.to(torch.float64), real.double())
+    assert torch.equal(lazy.view(1, 11), real.view(1, 11))
+    assert lazy.contiguous() is lazy
+    assert torch.equal(lazy + 1, real + 1)
+    assert torch.equal(2 * lazy - lazy, real)
+    assert torch.equal(-lazy < 0, -real < 0)
+    assert torch.equal(real @ lazy, real @ real)
+    assert (lazy.size(0), lazy.dim(), len(lazy), lazy.numel(), lazy.device.type) == (11, 1, 11, 11, "cpu")
+
+
+def test_scalars_and_empty_tensors(checkpoint) -> None:
+    opened, tensors = checkpoint
+    for name in ("scalar", "empty"):
+        assert torch.equal(opened.tensors[name].materialize(), tensors[name])

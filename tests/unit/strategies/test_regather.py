@@ -1,0 +1,56 @@
+"""What is kept, in place of what a rank has gathered, to make it again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tp_transformers.strategies.regions.regather import _Regathered, remember
+
+
+def normed(x: torch.Tensor) -> tuple[torch.Tensor, _Regathered]:
+    norm = nn.LayerNorm(4)
+    part = norm(x)
+    remember(part, norm, x)
+    return part, _Regathered(part, part, (3,), None, 1)  # type: ignore[arg-type]
+
+
+def test_a_part_that_a_norm_made_is_made_again() -> None:
+    x = torch.randn(2, 3, 4)
+    part, regathered = normed(x)
+    assert regathered._part is None
+    again = regathered._make_part()
+    assert torch.equal(again, part)
+    assert again is not part
+    assert not again.requires_grad
+
+
+def test_a_norm_whose_input_has_changed_is_an_error_as_in_autograd() -> None:
+    x = torch.randn(2, 3, 4)
+    _, regathered = normed(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        regathered._make_part()
+
+
+def test_a_part_that_could_come_out_otherwise_is_kept() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        part, regathered = normed(torch.randn(2, 3, 4))
+    assert regathered._made is None
+    assert regathered._make_part().data_ptr() == part.data_ptr()
+    dropout, x = nn.Dropout(0.5), torch.randn(2, 3, 4)
+    part = dropout(x)
+    remember(part, dropout, x)
+    assert not hasattr(part, "_tp_made")
+
+
+def test_views_of_what_is_gathered_are_told_from_other_tensors() -> None:
+    whole = torch.randn(2, 3, 4)
+    regathered = _Regathered(whole, whole, (3,), None, 1)  # type: ignore[arg-type]
+    view = whole[:, 1:].transpose(1, 2)
+    assert regathered.pack(view) == (view.shape, view.stride(), view.storage_offset())
+    other = torch.randn(3)
+    assert regathered.pack(other).data_ptr() == other.data_ptr()  # type: ignore[union-attr]
+    regathered._whole, regathered._left = whole, 1  # as if it had been gathered
+    assert torch.equal(regathered.unpack(regathered.pack(view)), view)

@@ -1,0 +1,442 @@
+"""Every strategy's slicing, held against an index list; undone, the cut is the original."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers.pytorch_utils import Conv1D
+
+from tp_transformers import Plan, PlanError, TensorParallelLayer
+from tp_transformers.plans.bind import resolve
+from tp_transformers.slices.layout import Layout, Split, heads
+from tp_transformers.slices.lazy import LazyTensor, Resident
+from tp_transformers.strategies import STRATEGIES, get_packed_weights, get_tensor_shard, take
+from tp_transformers.strategies.base import EXPERT_UNIT
+
+SIZES = [1, 2, 3, 5]
+
+
+class FakeMesh:
+    """As much of a DeviceMesh as slicing needs."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+class Experts(nn.Module):
+    """Five experts of (out, in) matrices, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(5, 2 * 20, 12))
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(5, 2 * 20))
+        self.down_proj = nn.Parameter(torch.randn(5, 12, 20))
+        self.down_proj_bias = nn.Parameter(torch.randn(5, 12))
+
+
+MODULES = {
+    "linear": lambda: nn.Linear(10, 14),
+    "embedding": lambda: nn.Embedding(23, 6, padding_idx=3),
+    "conv1d": lambda: Conv1D(14, 10),  # weight (in, out)
+    "experts": Experts,
+    "norm": lambda: nn.LayerNorm(10),
+    "rms norm": lambda: nn.RMSNorm(10, eps=1e-6),
+    "convolution": lambda: nn.Conv1d(6, 10, 3),
+    "dropout": nn.Dropout,
+}
+
+# kind of module -> parameter -> the dim that is cut; None where every rank holds the whole.
+Cut = dict[str, dict[str, int | None]]
+
+OUTPUT_FEATURES: Cut = {
+    "linear": {"weight": 0, "bias": 0},
+    "embedding": {"weight": 1},
+    "conv1d": {"weight": 1, "bias": 0},
+    "experts": {"gate_up_proj": 1, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": 1},
+}
+INPUT_FEATURES: Cut = {
+    "linear": {"weight": 1, "bias": None},
+    "embedding": {"weight": 0},
+    "conv1d": {"weight": 0, "bias": None},
+    # A bias of experts goes with weights of (experts, in, out), whose output features `rowwise` cuts.
+    "experts": {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 2, "down_proj_bias": 1},
+}
+NOTHING: Cut = {kind: {name: None for name, _ in make().named_parameters()} for kind, make in MODULES.items()}
+WHOLE_EXPERTS: Cut = {**NOTHING, "experts": dict.fromkeys(NOTHING["experts"], 0)}
+
+
+def without(cut: Cut, *kinds: str) -> Cut:
+    return {kind: params for kind, params in cut.items() if kind not in kinds}
+
+
+CUTS: dict[str, Cut] = {
+    "colwise": OUTPUT_FEATURES,
+    "colwise_rep": OUTPUT_FEATURES,
+    "colwise_gather_output": OUTPUT_FEATURES,
+    "embedding_colwise": OUTPUT_FEATURES,
+    "packed_colwise": without(OUTPUT_FEATURES, "embedding"),
+    "local_colwise": {**OUTPUT_FEATURES, "norm": {"weight": 0, "bias": 0}, "rms norm": {"weight": 0}},
+    "local_packed_colwise": {**OUTPUT_FEATURES, "norm": {"weight": 0, "bias": 0}, "rms norm": {"weight": 0}},
+    "rowwise": INPUT_FEATURES,
+    "rowwise_rep": INPUT_FEATURES,
+    "rowwise_split_input": INPUT_FEATURES,
+    "embedding_rowwise": INPUT_FEATURES,
+    "packed_rowwise": without(INPUT_FEATURES, "embedding"),
+    "local_rowwise": {**without(INPUT_FEATURES, "embedding"), "norm": {"weight": None, "bias": None}},
+    "local_packed_rowwise": {**without(INPUT_FEATURES, "embedding"), "norm": {"weight": None, "bias": None}},
+    "sharded_norm": {"rms norm": {"weight": 0}},
+    "local": WHOLE_EXPERTS,
+    "moe_tp_experts": NOTHING,
+    "moe_identity_expert": NOTHING,
+    "local_params": NOTHING,
+    "gather": NOTHING,
+    "all_reduce": NOTHING,
+    "alibi": NOTHING,
+    "mla_kv_a_proj": NOTHING,
+    "colwise_loss": OUTPUT_FEATURES,
+    "loss_parallel": NOTHING,
+    "sequence_scatter": NOTHING,
+    "sequence_parallel": NOTHING,
+    "sequence_parallel_rep": NOTHING,
+    "sequence_gather": NOTHING,
+    "sequence_whole": NOTHING,
+    "sequence_states": NOTHING,
+    "replicate": NOTHING,
+    "replicate_once": NOTHING,
+    "replicated_with_grad_allreduce": NOTHING,
+}
+"""What every strategy cuts of the modules that it fits."""
+
+PACKED = ("packed_colwise", "packed_rowwise", "local_packed_colwise", "local_packed_rowwise")
+"""Those that cut two equal parts, each by itself."""
+
+
+def indices(length: int, size: int, rank: int, *, parts: int = 1, unit: int = 1) -> list[int]:
+    """The indices that `rank` holds: in each part, blocks of `unit` are dealt out, the first ranks getting one more."""
+    held = []
+    for part in torch.arange(length).chunk(parts):
+        blocks = part.split(unit)
+        mine = torch.tensor_split(torch.arange(len(blocks)), size)[rank]
+        held += [index for block in mine for index in blocks[block].tolist()]
+    return held
+
+
+def test_every_strategy_is_here_by_name() -> None:
+    assert sorted(CUTS) == sorted(STRATEGIES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, cut in CUTS.items() for kind in cut])
+def test_every_rank_holds_its_indices_and_undo_is_the_original(name: str, kind: str, size: int) -> None:
+    torch.manual_seed(0)
+    module = MODULES[kind]()
+    layer = STRATEGIES[name].bind(module, size, config=SimpleNamespace(qk_rope_head_dim=2))
+    assert CUTS[name][kind].keys() == dict(module.named_parameters()).keys()
+    for param_type, dim in CUTS[name][kind].items():
+        whole = module.get_parameter(param_type).detach()
+        shards = []
+        for rank in range(size):
+            lazy = layer.partition_tensor(Resident(whole), whole, param_type, None, True, rank, FakeMesh(size))
+            real = layer.partition_tensor(whole, whole, param_type, torch.float64, True, rank, FakeMesh(size))
+            expected = whole
+            if dim is not None:
+                unit = 8 if kind == "experts" and dim > 0 else 1
+                held = indices(whole.shape[dim], size, rank, parts=2 if name in PACKED else 1, unit=unit)
+                expected = whole.index_select(dim, torch.tensor(held, dtype=torch.int))
+            assert isinstance(lazy, LazyTensor)
+            assert torch.equal(lazy.materialize(), expected)
+            assert torch.equal(real, expected.double())
+            assert real.dtype == torch.float64
+            assert real.is_contiguous()
+            shards.append(lazy.materialize())
+        assert torch.equal(layer.undo_partition(shards, param_type, whole.shape), whole)
+        if dim is not None:
+            assert sum(shard.numel() for shard in shards) == whole.numel()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    # A rule for the parameter of experts has no module to fit.
+    [(name, kind) for name, cut in CUTS.items() for kind in cut if kind != "experts" or name == "moe_tp_experts"],
+)
+def test_strategies_accept_the_modules_that_they_cut(name: str, kind: str) -> None:
+    module = MODULES[kind]()
+    STRATEGIES[name].bind(module, 2, config=SimpleNamespace(qk_rope_head_dim=2)).check(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [(name, kind, "no linear or embedding") for name in ("colwise", "packed_rowwise") for kind in ("norm", "experts")]
+    + [(name, "embedding", "no packed parts") for name in ("packed_colwise", "packed_rowwise")]
+    + [(name, "embedding", "use embedding_rowwise") for name in ("local_rowwise", "local_packed_rowwise")]
+    + [("sharded_norm", kind, "no RMS norm") for kind in ("norm", "linear", "embedding", "dropout")]
+    + [("mla_kv_a_proj", "linear", "no qk_rope_head_dim")],
+)
+def test_strategies_refuse_modules_that_they_do_not_fit(name: str, kind: str, says: str) -> None:
+    module = MODULES[kind]()
+    with pytest.raises(ValueError, match=says):
+        STRATEGIES[name].bind(module, 2, config=SimpleNamespace()).check(module)
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [(None, "not 2 equal parts"), (3, "not 3 equal parts"), ((4, 4), "add up to 8"), (("query", "key"), "not lengths")],
+)
+def test_packed_parts_that_do_not_fit(parts: Any, says: str) -> None:
+    layer = STRATEGIES["packed_colwise"].bind(nn.Linear(4, 7), 2, parts=parts)
+    with pytest.raises(ValueError, match=says):
+        layer.layout("weight", (7, 4), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "rows_of_rank_1"),
+    [
+        ("colwise", "linear", (slice(5, 10), slice(None))),
+        ("rowwise", "linear", (slice(None), slice(4, 7))),
+        ("embedding_rowwise", "embedding", (slice(8, 16), slice(None))),
+        ("embedding_colwise", "embedding", (slice(None), slice(2, 4))),
+    ],
+)
+def test_what_rank_1_of_3_holds(name: str, kind: str, rows_of_rank_1: Any) -> None:
+    module = MODULES[kind]()
+    whole = module.weight.detach()
+    got = STRATEGIES[name].bind(module, 3).partition_tensor(whole, whole, "weight", None, True, 1, FakeMesh(3))
+    assert torch.equal(got, whole[rows_of_rank_1])
+
+
+def test_what_rank_1_of_2_holds_of_packed_parts() -> None:
+    whole = torch.arange(14.0)[:, None]
+    strategy = STRATEGIES["packed_colwise"].bind(nn.Linear(1, 14), 2, parts=(4, 10))
+    got = strategy.partition_tensor(whole, whole, "weight", None, True, 1, FakeMesh(2))
+    assert got.flatten().tolist() == [2, 3, 9, 10, 11, 12, 13]
+
+
+def test_heads_stand_for_as_many_indices_as_the_length_has_for_one() -> None:
+    query, kv = heads(6, 2, 4)  # queries [0 1 | 2 | 3 4 | 5], KV heads [0 | 0 | 1 | 1]
+    layer = STRATEGIES["colwise"].bind(nn.Linear(5, 12), 4, split=query)
+    assert layer.layout("weight", (12, 5), 4).split.ranges == (((0, 4),), ((4, 6),), ((6, 10),), ((10, 12),))
+    layer = STRATEGIES["colwise"].bind(nn.Linear(5, 12), 4, split=kv)
+    assert layer.layout("bias", (12,), 4).split.ranges == (((0, 6),), ((0, 6),), ((6, 12),), ((6, 12),))
+    with pytest.raises(ValueError, match="weight along dim 0: its 13 features are not 6 whole heads"):
+        STRATEGIES["colwise"].bind(nn.Linear(5, 13), 4, split=query).layout("weight", (13, 5), 4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("width", [8, 20, 64, 100])
+@pytest.mark.parametrize("name", ["colwise", "rowwise", "packed_colwise", "packed_rowwise"])
+def test_widths_of_experts_are_multiples_of_8_but_for_the_last_block(name: str, width: int, size: int) -> None:
+    assert EXPERT_UNIT == 8
+    parts = 2 if name in PACKED else 1
+    shape = (5, width * parts, width * parts)
+    split = STRATEGIES[name].bind(Experts(), size).layout("gate_up_proj", shape, size).split
+    starts = range(0, width * parts, width)
+    for held in split.ranges:
+        assert len(held) == parts
+        for start, (low, high) in zip(starts, held, strict=True):
+            assert (low - start) % 8 == 0 or low == start + width
+            assert (high - start) % 8 == 0 or high == start + width
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("weight", "bias"), [("gate_up_proj", "gate_up_proj_bias"), ("down_proj", "down_proj_bias")])
+@pytest.mark.parametrize("name", ["colwise", "packed_colwise"])
+def test_a_bias_of_experts_is_cut_as_the_output_features_are(name: str, weight: str, bias: str, size: int) -> None:
+    experts = Experts()
+    layer = STRATEGIES[name].bind(experts, size)
+    layouts = [layer.layout(param, experts.get_parameter(param).shape, size) for param in (weight, bias)]
+    assert layouts[0] == layouts[1]
+    assert layouts[1].dim == 1
+
+
+def test_a_unit_is_that_of_the_rule() -> None:
+    rule = Plan.from_dict({"experts.gate_up_proj": {"strategy": "rowwise", "unit": 16}}).rules[0]
+    assert rule.unit == 16
+    for param_type, shape in (("gate_up_proj", (5, 12, 40)), ("gate_up_proj_bias", (5, 40))):
+        layout = STRATEGIES["rowwise"].bind(Experts(), 2, unit=rule.unit).layout(param_type, shape, 2)
+        assert layout.split.ranges == (((0, 32),), ((32, 40),))
+    layout = STRATEGIES["packed_colwise"].bind(nn.Linear(3, 20), 3, unit=4).layout("weight", (20, 3), 3)
+    assert layout.split.ranges == (((0, 4), (10, 14)), ((4, 8), (14, 18)), ((8, 10), (18, 20)))
+
+
+WHOLE_EXPERT_RULES = {
+    "a rule for the experts": {
+        "model.layers.*.mlp": "gather",
+        "model.layers.*.mlp.gate": "replicated_with_grad_allreduce",
+        "model.layers.*.mlp.experts": "local",
+    },
+    "a rule for each parameter": {
+        "model.layers.*.mlp.experts": "moe_tp_experts",
+        "model.layers.*.mlp.experts.gate_up_proj": "local",
+        "model.layers.*.mlp.experts.down_proj": "local",
+    },
+}
+
+
+def mixtral() -> Any:
+    config = MixtralConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_local_experts=2,
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("rules", WHOLE_EXPERT_RULES.values(), ids=WHOLE_EXPERT_RULES)
+def test_fewer_experts_than_ranks_are_refused(rules: dict[str, str]) -> None:
+    resolve(Plan.from_dict(rules), mixtral(), 2)
+    with pytest.raises(PlanError, match="2 experts cannot be spread over 3 ranks"):
+        resolve(Plan.from_dict(rules), mixtral(), 3)
+
+
+def test_experts_that_are_partly_spread_and_partly_cut_are_refused() -> None:
+    rules = {**WHOLE_EXPERT_RULES["a rule for each parameter"], "model.layers.*.mlp.experts.down_proj": "rowwise"}
+    with pytest.raises(PlanError, match="whole experts of gate_up_proj, but not of down_proj"):
+        resolve(Plan.from_dict(rules), mixtral(), 2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_get_tensor_shard_is_a_torch_chunk(dim: int, size: int) -> None:
+    whole = torch.randn(7, 6)
+    chunks = whole.chunk(size, dim)
+    for rank in range(size):
+        # Where there are fewer chunks than ranks, the last ranks hold nothing.
+        expected = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+        assert torch.equal(get_tensor_shard(whole, whole, FakeMesh(size), rank, dim), expected)
+        lazy = get_tensor_shard(Resident(whole), whole, FakeMesh(size), rank, dim)
+        assert isinstance(lazy, LazyTensor)
+        assert torch.equal(lazy.materialize(), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("dim", "parts"), [(0, 2), (1, 3), (-1, 3)])
+def test_get_packed_weights_is_a_torch_tensor_split_of_every_chunk(dim: int, parts: int, size: int) -> None:
+    whole = torch.randn(14, 15)
+    for rank in range(size):
+        expected = torch.cat([chunk.tensor_split(size, dim)[rank] for chunk in whole.chunk(parts, dim)], dim)
+        assert torch.equal(get_packed_weights(whole, whole, FakeMesh(size), rank, dim, parts=parts), expected)
+        lazy = get_packed_weights(Resident(whole), whole, FakeMesh(size), rank, dim, parts=parts)
+        assert isinstance(lazy, LazyTensor)
+        assert torch.equal(lazy.materialize(), expected)
+
+
+def test_get_packed_weights_refuses_parts_that_are_not_equal() -> None:
+    with pytest.raises(ValueError, match="15 features along dim 1 are not 2 equal parts"):
+        get_packed_weights(torch.ones(14, 15), torch.ones(14, 15), FakeMesh(2), 0, -1)
+
+
+def own(partition: Any) -> TensorParallelLayer:
+    """A user's strategy; `partition(param, empty_param, rank, mesh)` cuts."""
+
+    class Own(TensorParallelLayer):
+        def partition_tensor(self, param, empty_param, param_type, dtype, to_contiguous, rank, device_mesh):
+            return partition(param, empty_param, rank, device_mesh)
+
+    return Own().bind(nn.Linear(6, 12), 4)
+
+
+@pytest.mark.parametrize(
+    ("partition", "dim", "ranges"),
+    [
+        (
+            lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, 0),
+            0,
+            [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]],
+        ),
+        (
+            lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, -1),
+            1,
+            [[(0, 2)], [(2, 4)], [(4, 6)], [(0, 0)]],
+        ),
+        (
+            lambda param, empty, rank, mesh: get_packed_weights(param, empty, mesh, rank, 0),
+            0,
+            [[(0, 2), (6, 8)], [(2, 4), (8, 10)], [(4, 5), (10, 11)], [(5, 6), (11, 12)]],
+        ),
+        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3], 0, [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]]),
+        # Two ranks share a half; the last rank of a short cut holds nothing.
+        (lambda param, empty, rank, mesh: param[rank // 2 * 6 :][:6], 0, [[(0, 6)], [(0, 6)], [(6, 12)], [(6, 12)]]),
+        (
+            lambda param, empty, rank, mesh: param[:, min(rank * 2, 6) : rank * 2 + 2],
+            1,
+            [[(0, 2)], [(2, 4)], [(4, 6)], [(0, 0)]],
+        ),
+        (
+            lambda param, empty, rank, mesh: (
+                take(
+                    param,
+                    Layout(0, Split(12, tuple(((3 * i, 3 * i + 1), (3 * i + 2, 3 * i + 3)) for i in range(4)))),
+                    rank,
+                )
+                if rank
+                else take(param, Layout(0, Split(12, (((0, 3), (4, 5), (7, 8), (10, 11)),))), 0)
+            ),
+            0,
+            [[(0, 3), (4, 5), (7, 8), (10, 11)], [(3, 4), (5, 6)], [(6, 7), (8, 9)], [(9, 10), (11, 12)]],
+        ),
+    ],
+    ids=["even", "even along the last dim", "packed", "slices", "shared", "an empty shard", "lists of ranges"],
+)
+def test_a_strategy_of_your_own_is_asked_what_it_cuts(partition: Any, dim: int, ranges: Any) -> None:
+    layer, whole = own(partition), torch.randn(12, 6)
+    layout = layer.layout("weight", whole.shape, 4)
+    assert layout.dim == dim
+    assert [list(held) for held in layout.split.ranges] == ranges
+    shards = [layer.partition_tensor(whole, whole, "weight", None, True, rank, FakeMesh(4)) for rank in range(4)]
+    assert [tuple(shard.shape) for shard in shards] == [layout.local_shape(whole.shape, rank) for rank in range(4)]
+    assert torch.equal(layer.undo_partition(shards, "weight", whole.shape), whole)
+
+
+def test_a_strategy_of_your_own_may_cut_nothing() -> None:
+    assert own(lambda param, empty, rank, mesh: param).layout("weight", (12, 6), 4) is None
+    assert own(lambda param, empty, rank, mesh: param[0:12, ...]).layout("weight", (12, 6), 4) is None
+
+
+@pytest.mark.parametrize(
+    ("partition", "says"),
+    [
+        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 2], "leaves out indices of dim 0"),
+        (lambda param, empty, rank, mesh: param[rank * 2 : rank * 2 + 6], "ranges that overlap"),
+        (lambda param, empty, rank, mesh: param if rank else param[:6], "ranges that overlap"),
+        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3, :2], r"cuts dims \[0, 1\]; .* along one"),
+        (
+            lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, rank % 2),
+            "cuts dim 0 on one rank, dim 1 on another",
+        ),
+        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3] * 2, "not values computed from it"),
+        (lambda param, empty, rank, mesh: torch.cat([param[:2], param[4:]]), "not values computed from it"),
+        (lambda param, empty, rank, mesh: None, "not values computed from it"),
+        (
+            lambda param, empty, rank, mesh: param[mesh.get_local_rank()],
+            "fails on a lazy tensor: AttributeError: .*get_local_rank",
+        ),
+        (lambda param, empty, rank, mesh: param[:, :, :1], "fails on a lazy tensor: IndexError: too many indices"),
+    ],
+    ids=[
+        "gaps",
+        "overlaps",
+        "whole on some ranks",
+        "two dims",
+        "another dim on another rank",
+        "computed",
+        "joined",
+        "nothing",
+        "asks the mesh for a rank",
+        "too many indices",
+    ],
+)
+def test_a_strategy_of_your_own_that_makes_no_cut_is_refused(partition: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        own(partition).layout("weight", (12, 6), 4)

@@ -1,0 +1,247 @@
+"""What training needs, as far as one process can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BartForConditionalGeneration, LlamaForCausalLM
+
+import tp_transformers
+from tests.support.architectures import ARCHITECTURES
+from tests.support.models import llama_config
+from tp_transformers.model.dropout import OwnRandomness
+from tp_transformers.strategies import ColwiseParallel, RowwiseParallel, SequenceGatherParallel
+from tp_transformers.training.data_parallel import layers_of
+
+
+def test_layers_are_those_that_transformers_does_not_split() -> None:
+    llama = LlamaForCausalLM(llama_config(8, 4))
+    assert layers_of(llama) == [*llama.model.layers][::-1]
+    bart = ARCHITECTURES["bart"].make(8, 8)
+    assert isinstance(bart, BartForConditionalGeneration)
+    assert set(layers_of(bart)) == {*bart.model.encoder.layers, *bart.model.decoder.layers}
+    block = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
+    assert layers_of(block) == [*block[0]][::-1]
+
+
+def test_groups_keep_their_settings_and_every_parameter() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    groups = tp_transformers.parameter_groups([{"params": weights[:2], "lr": 1.0}, {"params": weights[2], "lr": 2.0}])
+    assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 1.0), (1, 2.0)]
+    (group,) = tp_transformers.parameter_groups(iter(weights))
+    assert group["params"] == weights
+    assert tp_transformers.parameter_groups([]) == []
+
+
+def test_a_model_without_a_plan_is_refused_or_left_to_torch() -> None:
+    plain: Any = nn.Linear(3, 3)
+    plain(torch.ones(3)).sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 100.0)
+    assert tp_transformers.clip_grad_norm_(plain, 100.0) == expected
+    assert tp_transformers.clip_grad_norm_(plain.weight, 100.0) == plain.weight.grad.norm()
+    for function in (tp_transformers.check_inputs, lambda model: tp_transformers.data_parallel(model, None)):  # type: ignore[arg-type]
+        with pytest.raises(tp_transformers.UnsupportedError, match="loaded with tp_plan"):
+            function(plain)
+
+
+def test_clipping_on_one_rank_is_torchs(cases: Any) -> None:
+    grads = []
+    for plan in ("auto", None):
+        with tp_transformers.enable():
+            model = LlamaForCausalLM.from_pretrained(cases(9, 3).folder, tp_plan=plan)
+        model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
+        clip = tp_transformers.clip_grad_norm_ if plan else torch.nn.utils.clip_grad_norm_
+        norm = clip(model.parameters(), 0.5, foreach=False)  # type: ignore[operator]
+        grads.append((norm, *(param.grad for param in model.parameters())))
+        next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        with pytest.raises(RuntimeError, match=r"norm of order 2\.0"):
+            clip(model.parameters(), 0.5, error_if_nonfinite=True)  # type: ignore[operator]
+    for mine, theirs in list(zip(*grads, strict=True))[2:]:
+        torch.testing.assert_close(mine, theirs)
+
+
+class Block(nn.Module):
+    """A layer that is cut, a dropout, and one that takes what is cut."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.column, self.row, self.p, self.dropout = nn.Identity(), nn.Identity(), 0.5, 0.5
+        self.column.tp_strategy, self.row.tp_strategy = ColwiseParallel(), RowwiseParallel()  # type: ignore[assignment]
+        OwnRandomness(rank, torch.device("cpu")).attach(self)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inside = nn.functional.dropout(self.column(x), 0.5, self.training)
+        if self.fails:
+            raise ValueError("stopped")
+        return inside, nn.functional.dropout(self.row(x), 0.5, self.training)
+
+
+def test_ranks_draw_alike_outside_and_not_inside() -> None:
+    x, states, seen = torch.ones(1000), [], []
+    for rank in range(3):
+        torch.manual_seed(3)
+        block = Block(rank)
+        seen.append([mask for _ in range(2) for mask in block(x)])
+        states.append(torch.get_rng_state())
+        start = torch.get_rng_state()
+        block.fails = True
+        with pytest.raises(ValueError, match="stopped"):
+            block(x)
+        block.fails = False
+        after = torch.get_rng_state()
+        torch.set_rng_state(start)
+        again = block(x)
+        torch.set_rng_state(start)
+        assert all(torch.equal(a, b) for a, b in zip(again, block(x), strict=True)), "nothing but the state counts"
+        assert not torch.equal(start, after)
+    assert all(torch.equal(state, states[0]) for state in states)
+    inside = [masks[0] for masks in seen]
+    assert not torch.equal(inside[0], inside[1])
+    assert not torch.equal(inside[1], inside[2])
+    assert abs((inside[0] * inside[1]).mean().item() - 1) < 0.2  # and independent: half of a half, scaled by four
+    assert all(torch.equal(masks[1], seen[0][1]) and torch.equal(masks[3], seen[0][3]) for masks in seen)
+    block = Block(0).eval()
+    start = torch.get_rng_state()
+    block(x)
+    assert torch.equal(torch.get_rng_state(), start), "nothing is drawn where nothing is dropped"
+
+
+class Generator:
+    """A device's module, whose generator is one of the CPU's that counts its draws' states."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.seeds: list[int] = []
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        self.generator.set_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        self.seeds.append(seed)
+        self.generator.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        return self.generator.initial_seed()
+
+
+def test_a_device_draws_from_its_own_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, device, rand = Generator(), torch.device("meta"), torch.rand
+    drawn: list[torch.device] = []
+
+    def draw(*size: Any, device: torch.device) -> torch.Tensor:
+        drawn.append(device)
+        return rand(*size, generator=module.generator)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(torch, "rand", draw)
+    seeds = []
+    for rank, seed in ((0, 3), (0, 3), (1, 3), (0, 4)):
+        torch.manual_seed(rank)  # the CPU's generator does not count, and does not go on
+        before = torch.get_rng_state()
+        module.manual_seed(seed)
+        module.seeds.clear()
+        own = OwnRandomness(rank, device)
+        own.draws = True
+        states = []
+        for _ in range(2):
+            own.enter()
+            own.leave()
+            states.append(module.get_rng_state(device))
+        assert not torch.equal(*states), "the shared state goes on"
+        assert torch.equal(torch.get_rng_state(), before)
+        assert len(set(module.seeds)) == 2
+        seeds.append(list(module.seeds))
+    assert seeds[0] == seeds[1]
+    assert seeds[0] != seeds[2]
+    assert seeds[0] != seeds[3]
+    assert drawn == [device] * 8
+
+
+class Adapter(nn.Module):
+    """As LoRA's layers are: it drops some of the whole input, after the layer that it is around."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.base_layer(x)
+        self.mask = nn.functional.dropout(torch.ones_like(x), 0.5)
+        return x
+
+
+def test_an_adapter_that_comes_after_a_step_drops_alike() -> None:
+    masks = []
+    for rank in range(2):
+        torch.manual_seed(3)
+        block = Block(rank)
+        block(torch.ones(100))
+        block.column = Adapter(block.column)
+        inside, _ = block(torch.ones(100))
+        masks.append((block.column.mask, inside, torch.get_rng_state()))
+    (one, first, state), (other, second, same) = masks
+    assert torch.equal(one, other)
+    assert torch.equal(state, same)
+    assert not torch.equal(first, second)
+
+
+class Layer(nn.Module):
+    """A layer that has a part of the sequence, and two blocks that join it; what it computes is checkpointed within."""
+
+    def __init__(self, rank: int, group: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.p_drop = nn.Sequential(nn.Dropout(0.5)), nn.Sequential(nn.Dropout(0.5)), 0.5
+        for block in (self.first, self.second):
+            block.tp_strategy = SequenceGatherParallel()  # type: ignore[assignment]
+        OwnRandomness(rank, torch.device("cpu"), group).attach(self)
+        self.seen: list[torch.Tensor] = []
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (self.first, self.second):
+            x = block(x)
+            self.seen.append(x.detach() != 0)
+            x = nn.functional.dropout(x, self.p_drop, self.training)
+            self.seen.append(x.detach() != 0)
+        return x * 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.compute, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_ranks_draw_their_own_for_their_part_of_a_sequence() -> None:
+    group: Any = type("Group", (), {})()
+    found = []
+    for rank in range(2):
+        torch.manual_seed(3)
+        layer, inputs = Layer(rank, group), [torch.ones(1000, requires_grad=True) for _ in range(2)]
+        outputs = [layer(x) for x in inputs]
+        seen = [mask.clone() for mask in layer.seen]
+        state = torch.get_rng_state()
+        for output in outputs[::-1]:  # where the second is computed again, nothing says that it has ended
+            output.sum().backward()
+        for x, output in zip(inputs, outputs, strict=True):
+            assert x.grad is not None
+            assert torch.equal(x.grad, output), "the same masks again"
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append((seen, state))
+    (first, one), (second, other) = found
+    assert torch.equal(one, other)
+    assert len(first) == 8
+    assert torch.equal(first[0], second[0]), "in a block, of the whole"
+    alike = (first[1] == second[1])[first[0]].float().mean().item()
+    assert abs(alike - 0.5) < 0.15  # of about 500
+    with torch.no_grad():  # which is cut only where something said so
+        torch.manual_seed(3)
+        Layer(0, group)(torch.ones(10))
+        state = torch.get_rng_state()
+        torch.manual_seed(3)
+        Layer(1, group)(torch.ones(10))
+        assert torch.equal(torch.get_rng_state(), state)

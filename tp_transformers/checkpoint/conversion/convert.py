@@ -1,0 +1,175 @@
+"""transformers' renamings and converters -> for every model parameter, a lazy expression over checkpoint tensors.
+
+Renamings cost nothing. Converters are expressed by `operations`, so that slices of their results read slices of their
+sources. One that cannot be expressed falls back: its sources are read whole, converted by transformers itself, and
+then sliced; the load report says so.
+
+The internals of transformers that are used here are the same from 5.6 on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ...errors import CheckpointError
+from ...slices.lazy import Deferred, LazyTensor
+from .operations import express
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass
+class Conversion:
+    """What a checkpoint means to a model."""
+
+    expressions: dict[str, LazyTensor] = field(default_factory=dict)
+    """Model parameter or buffer -> its whole value, lazily."""
+    unexpected: set[str] = field(default_factory=set)
+    """Checkpoint tensors (renamed) that the model has no place for."""
+    fallbacks: list[str] = field(default_factory=list)
+    """Parameters whose sources have to be read whole."""
+
+
+def convert(
+    model: PreTrainedModel,
+    tensors: Mapping[str, LazyTensor],
+    shapes: Mapping[str, torch.Size],
+    weight_mapping: Sequence[Any] | None,
+) -> Conversion:
+    """Express the state of `model` in terms of checkpoint tensors.
+
+    Args:
+        model: the model; its names, config and base-model prefix count.
+        tensors: what the checkpoint holds.
+        shapes: whole shape of every parameter and persistent buffer of the model.
+        weight_mapping: transformers' transforms for this model, in their order.
+
+    Raises:
+        CheckpointError: where a converter cannot take the tensors that there are for it.
+    """
+    renamings = [entry for entry in weight_mapping or () if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in weight_mapping or () if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    names: dict[str, Any] = dict.fromkeys(shapes, True)
+
+    result = Conversion()
+    groups: dict[str, _Group] = {}
+    for key in sorted(tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+        if name not in names and key in names:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, names)
+        if pattern is None:
+            if name in names:
+                result.expressions[name] = tensors[key]
+            else:
+                result.unexpected.add(name)
+            continue
+        converter = by_pattern[pattern]
+        if name not in names:
+            result.unexpected.update(_targets(name, converter))
+            continue
+        if name not in groups:
+            groups[name] = _Group(name, converter, WholeModel(model, shapes))
+        groups[name].sources.append((key, pattern, tensors[key]))
+
+    for group in groups.values():
+        targets = [target for target in _targets(group.first_target, group.converter) if target in names]
+        expressed = express(group.converter, group.first_target, group.sources, group.model)
+        if expressed is None:
+            result.fallbacks.append(group.first_target)
+            result.expressions.update({target: group.deferred(target, shapes[target]) for target in targets})
+        else:
+            result.expressions.update({target: group.take(expressed, target) for target in targets})
+    # transformers reverts these on save.
+    model._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]  # type: ignore[attr-defined]
+    return result
+
+
+def identity(entry: Any) -> list[Any]:
+    """What a transform of transformers is known by in another process, as JSON has it."""
+    return [
+        type(entry).__name__,
+        [*entry.source_patterns],
+        [*entry.target_patterns],
+        getattr(entry, "scope_prefix", None),
+    ]
+
+
+def dtype_policy(dtype_plan: Mapping[str, torch.dtype]) -> Callable[[str], torch.dtype | None]:
+    """Which dtype transformers' `dtype_plan` keeps a parameter in; None where it has nothing to say."""
+    if not dtype_plan:
+        return lambda name: None
+    patterns, by_group, _ = build_glob_alternation(list(dtype_plan))
+
+    def policy(name: str) -> torch.dtype | None:
+        found = patterns.search(name)
+        return dtype_plan[by_group[found.lastgroup]] if found is not None and found.lastgroup is not None else None
+
+    return policy
+
+
+def _targets(first_target: str, converter: WeightConverter) -> list[str]:
+    """The names of everything that the converter makes."""
+    first = converter.target_patterns[0]
+    return [first_target.replace(first, target) for target in converter.target_patterns]
+
+
+class WholeModel:
+    """A model whose parameters are seen whole, whatever this rank holds of them: converters measure against them."""
+
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
+        self.model, self.shapes = model, shapes
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """A meta tensor of the parameter's whole shape. Raises AttributeError where there is none."""
+        if name not in self.shapes:
+            raise AttributeError(f"{type(self.model).__name__} has no parameter {name}")
+        return torch.empty(self.shapes[name], device="meta")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class _Group:
+    """Checkpoint tensors that one converter turns into one or more parameters."""
+
+    def __init__(self, first_target: str, converter: WeightConverter, model: WholeModel) -> None:
+        self.first_target, self.converter, self.model = first_target, converter, model
+        self.sources: list[tuple[str, str, LazyTensor]] = []
+        self.results: dict[str, torch.Tensor] = {}
+
+    def deferred(self, target: str, shape: torch.Size) -> Deferred:
+        """`target` by transformers' own code, on sources that are read whole."""
+        return Deferred(lambda: self._value(target), shape=shape, dtype=self.sources[0][2].dtype)
+
+    def take(self, values: dict[str, Any], target: str) -> Any:
+        """Take `target` out of what the converter gave. Raises CheckpointError where it is not there."""
+        if target not in values:
+            raise CheckpointError(
+                f"{target}: the converter of {self.sources[0][0]} gave {', '.join(sorted(values)) or 'nothing'} instead"
+            )
+        return values.pop(target)
+
+    def _value(self, target: str) -> torch.Tensor:
+        """The whole value of `target`; computed for all targets together, each kept until it is taken."""
+        if target not in self.results:
+            converter = copy.deepcopy(self.converter)
+            for key, pattern, tensor in self.sources:
+                converter.add_tensor(self.first_target, key, pattern, tensor.materialize())
+            values = converter.convert(self.first_target, model=self.model, config=self.model.config)
+            self.results = {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
+        value: torch.Tensor = self.take(self.results, target)
+        return value

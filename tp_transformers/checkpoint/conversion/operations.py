@@ -1,0 +1,231 @@
+"""The operations of transformers' converters, on lazy tensors: what is sliced afterwards is all that is read.
+
+transformers itself runs on empty tensors of the same shapes, and so decides on names, on sizes that come from the
+config or the model, on what an operation leaves alone, and on what is an error. The table below says only where the
+values of its results stand. A new operation is one entry; what is not in the table, or cannot be told from shapes, is
+not expressed, and the caller reads those sources whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import core_model_loading
+from transformers.core_model_loading import WeightConverter
+
+from ...errors import CheckpointError, describe
+from ...slices.composed import Concat, Squeeze, Stack, Transpose, permute
+from ...slices.lazy import LazyTensor
+
+Sources = Sequence[tuple[str, str, LazyTensor]]
+"""What a converter takes: (checkpoint name, source pattern that it matched, tensor), in checkpoint order."""
+
+_SHORTEST_ROW = 64
+"""Bytes of a row that are worth a read of their own; permuting smaller ones is left to whole tensors."""
+
+
+def express(converter: WeightConverter, target: str, sources: Sources, model: Any) -> dict[str, LazyTensor] | None:
+    """What `converter` makes of `sources`, lazily: {parameter name: lazy tensor}; None where it cannot be expressed.
+
+    Args:
+        converter: one of transformers' converters.
+        target: name of its first target.
+        sources: what it takes.
+        model: what operations ask for the config, and for parameters of whole shapes.
+
+    Raises:
+        CheckpointError: where transformers cannot convert tensors of these shapes (an expert is missing).
+    """
+    if not all(map(_is_known, converter.operations)):
+        return None
+    lazily = copy.deepcopy(converter)
+    lazily.operations = [_Expressed(operation, target, sources) for operation in converter.operations]
+    for name, pattern, tensor in sources:
+        lazily.add_tensor(target, name, pattern, tensor)
+    try:
+        values = lazily.convert(target, model=model, config=model.config)
+        return {name: _only(value) for name, value in values.items()}
+    except ValueError:  # what the table and the expressions raise where they do not apply
+        return None
+
+
+def _is_known(operation: Any) -> bool:
+    """Whether it is the very operation of transformers that the table describes, and no other of its name."""
+    name = type(operation).__name__
+    return name in _TABLE and getattr(core_model_loading, name, None) is type(operation)
+
+
+class _Expressed:
+    """Stands in for an operation of transformers; takes and gives lazy tensors."""
+
+    def __init__(self, operation: Any, target: str, sources: Sources) -> None:
+        self.operation, self.target, self.sources = operation, target, sources
+
+    def convert(self, tensors: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+        """Name the results as transformers does, and express them as the table does."""
+        likes = {pattern: _each(value, _like) for pattern, value in tensors.items()}
+        given = {
+            id(like): tensor
+            for pattern, value in tensors.items()
+            for like, tensor in zip(_listed(likes[pattern]), _listed(value), strict=True)
+        }
+
+        def run(values: dict[str, Any]) -> dict[str, Any]:
+            results: dict[str, Any] = self.operation.convert(dict(values), **arguments)
+            return results
+
+        try:
+            results = run(likes)
+        except Exception as error:
+            raise self._inconvertible(error) from error
+        wanted = [_only(result) for result in results.values()]
+        if all(id(like) in given for like in wanted):  # an operation that finds nothing to do hands back what it took
+            made = [given[id(like)] for like in wanted]
+        else:
+            lists = {pattern: _listed(value) for pattern, value in tensors.items()}
+            made = _TABLE[type(self.operation).__name__](_Step(self.operation, lists, wanted, arguments, run))
+        if [tensor.shape for tensor in made] != [like.shape for like in wanted]:
+            raise ValueError(f"{self.operation}: other shapes than transformers gives")
+        # A list stays a list: that is how the next operation knows what it has.
+        return {
+            pattern: [tensor] if isinstance(result, list) else tensor
+            for (pattern, result), tensor in zip(results.items(), made, strict=True)
+        }
+
+    def _inconvertible(self, error: Exception) -> CheckpointError:
+        counts: dict[str, int] = {}
+        for _, pattern, _ in self.sources:
+            counts[pattern] = counts.get(pattern, 0) + 1
+        return CheckpointError(
+            describe(
+                f"{self.target}, which is made of {self.sources[0][0]} and others",
+                got=" and ".join(f"{count} tensors of {pattern}" for pattern, count in counts.items()),
+                expected=f"what {type(self.operation).__name__} can convert ({error})",
+                fix="Tensors are missing, or of the wrong shape; download the checkpoint again.",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operation, what it takes, and what transformers makes of it."""
+
+    operation: Any
+    sources: dict[str, list[LazyTensor]]
+    """By pattern, in the order of transformers."""
+    wanted: list[torch.Tensor]
+    """Meta tensors: the results, in the order of transformers."""
+    arguments: dict[str, Any]
+    """Keyword arguments of the operation, as transformers passes them."""
+    run: Callable[[dict[str, Any]], dict[str, Any]]
+    """The operation itself, on tensors by pattern."""
+
+    @property
+    def only_source(self) -> LazyTensor:
+        """Raises ValueError where there is more than one."""
+        ((tensor,),) = self.sources.values()
+        return tensor
+
+
+def _merge(step: _Step) -> list[LazyTensor]:
+    """n tensors of a pattern -> one with a new dim."""
+    return [Stack(tensors, step.operation.dim % (tensors[0].ndim + 1)) for tensors in step.sources.values()]
+
+
+def _unmerge(step: _Step) -> list[LazyTensor]:
+    """One tensor -> each index of a dim, which goes."""
+    made: list[LazyTensor] = []
+    for (tensor,) in step.sources.values():
+        dim = step.operation.dim % tensor.ndim
+        made += [Squeeze(tensor.select(dim, [(index, index + 1)]), dim) for index in range(tensor.shape[dim])]
+    return made
+
+
+def _concatenate(step: _Step) -> list[LazyTensor]:
+    """All tensors, pattern by pattern in the converter's order, -> one after the other."""
+    patterns = [pattern for pattern in step.arguments["source_patterns"] if pattern in step.sources]
+    tensors = [tensor for pattern in patterns for tensor in step.sources[pattern]]
+    return [Concat(tensors, step.operation.dim % tensors[0].ndim)]
+
+
+def _cut(step: _Step) -> list[LazyTensor]:
+    """One tensor -> consecutive ranges of a dim, as long as transformers cuts them."""
+    source = step.only_source
+    dim = step.operation.dim % source.ndim
+    made: list[LazyTensor] = []
+    start = 0
+    for like in step.wanted:
+        made.append(source.select(dim, [(start, start + like.shape[dim])]))
+        start += like.shape[dim]
+    return made
+
+
+def _transpose(step: _Step) -> list[LazyTensor]:
+    """One tensor -> two of its dims swapped."""
+    source = step.only_source
+    return [Transpose(source, step.operation.dim0 % source.ndim, step.operation.dim1 % source.ndim)]
+
+
+def _permute(step: _Step) -> list[LazyTensor]:
+    """Each tensor -> the rows of a dim in another order: the one into which transformers itself puts their indices."""
+    indices: dict[str, Any] = {}
+    dims = []
+    for pattern, (tensor,) in step.sources.items():
+        dim = getattr(step.operation, "dim", 0) % tensor.ndim
+        if math.prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize < _SHORTEST_ROW:
+            raise ValueError(f"{step.operation}: rows too short to be read one by one")
+        shape = [1] * tensor.ndim
+        shape[dim] = -1
+        indices[pattern] = torch.arange(tensor.shape[dim]).view(shape)
+        dims.append(dim)
+    orders = [_only(order).flatten().tolist() for order in step.run(indices).values()]
+    sources = [tensor for (tensor,) in step.sources.values()]
+    return [permute(*each) for each in zip(sources, dims, orders, strict=True)]
+
+
+def _fuse_experts(step: _Step) -> list[LazyTensor]:
+    """Lists of all experts -> for every target, its share of each list merged, one after the other."""
+    operation, targets = step.operation, step.arguments["target_patterns"]
+    parts: list[list[LazyTensor]] = [[] for _ in targets]
+    for pattern in step.arguments["source_patterns"]:
+        shares = operation.split_list_into_chunks(step.sources[pattern], chunks=len(targets))
+        for part, share in zip(parts, shares, strict=True):
+            part.append(Stack(share, operation.stack_dim))
+    return [Concat(part, operation.concat_dim) for part in parts]
+
+
+_TABLE: dict[str, Callable[[_Step], list[LazyTensor]]] = {
+    "Chunk": _cut,
+    "Concatenate": _concatenate,
+    "ErnieFuseAndSplitTextVisionExperts": _fuse_experts,
+    "Interleave": _permute,
+    "MergeModulelist": _merge,
+    "PermuteForRope": _permute,
+    "Split": _cut,
+    "SplitModulelist": _unmerge,
+    "Transpose": _transpose,
+}
+"""Name of an operation's class in transformers -> its results, in the order in which transformers gives them."""
+
+
+def _like(tensor: LazyTensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _each(value: Any, function: Callable[[Any], Any]) -> Any:
+    return [function(item) for item in value] if isinstance(value, list) else function(value)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _only(value: Any) -> Any:
+    """The tensor of a result, which may stand in a list. Raises ValueError where there are several."""
+    (tensor,) = _listed(value)
+    return tensor

@@ -1,0 +1,239 @@
+"""Requests for remote bytes -> few large ranges, each fetched by one rank and passed on to those that need it.
+
+A tensor of which ranks need long runs of bytes, none of them the same, is fetched by those ranks, straight into place.
+Of all others (a row-parallel shard is one short run a row; norms; what ranks share) the ranks tell each other what they
+need, cut the union into blocks in file order, and fetch block i on rank i mod size. So together they fetch a checkpoint
+once, in ranges of megabytes, whatever the plan.
+
+They go in rounds: each rank fetches one block and one range of its own, all agree that none has failed, and the bytes
+of the blocks go round. What the next rounds need is under way meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ...ranks.mesh import TensorParallelGroup, bind_thread
+from ...slices.stored import Selection, Stored
+from ..reading.reader import Request
+from ..reading.source import Source
+from .fetch_plan import Bytes, Need, Part, Positions, divide, pieces
+
+CONNECTIONS = 6
+"""Requests that a rank has under way at a time."""
+
+
+def fetch(
+    requests: Iterable[Request],
+    sources: Sequence[Source],
+    group: TensorParallelGroup,
+    *,
+    progress: Callable[[int], object] = lambda nbytes: None,
+) -> None:
+    """Fill the destinations of all ranks' `requests`; all ranks call it, with the same files as `sources`.
+
+    `progress` is called with byte counts of this rank's requests. Holds CONNECTIONS blocks in memory.
+
+    Raises CheckpointError on all ranks where one cannot fetch its part; `sources` are closed then.
+    """
+    # 1. Tell each other what is needed.
+    with group.agree():
+        numbers = {id(source): number for number, source in enumerate(sources)}
+        mine = [
+            Need(group.rank, numbers[id(piece.tensor.source)], piece.tensor, piece.destination)
+            for request in requests
+            for piece in pieces(request)
+        ]
+        told = [(need.file, *_described(need.stored)) for need in mine]
+    needs: list[Need] = []
+    for rank, others in enumerate(group.gather(told)):
+        needs += mine if rank == group.rank else [_need(rank, sources, *other) for other in others]
+    # 2. Say who fetches what, alike on all ranks.
+    blocks, ranges = divide(needs, group.size)
+    count = max(-(-len(blocks) // group.size), *map(len, ranges))
+    rounds = [_Round(number, group, sources, blocks, ranges[group.rank]) for number in range(count)]
+    # 3. Fetch it, round by round.
+    pool = partial(ThreadPoolExecutor, CONNECTIONS, initializer=bind_thread, initargs=(group.device,))
+    with _gloo(group) as channel, pool() as executor, _closed_on_failure(sources):
+        waiting, under_way = iter(rounds), deque[tuple[_Round, list[Future[None]]]]()
+
+        def start() -> None:
+            while sum(len(jobs) for _, jobs in under_way) < CONNECTIONS and (following := next(waiting, None)):
+                under_way.append((following, [executor.submit(job) for job in following.jobs()]))
+
+        with group.agree():
+            start()
+        while under_way:
+            current, jobs = under_way.popleft()
+            group.meet(jobs)
+            with group.agree():
+                for job in jobs:
+                    job.result()
+                current.prepare()
+            with group.agree():
+                progress(current.deliver(channel))
+                start()
+
+
+def _described(stored: Stored) -> tuple[int, tuple[int, ...], torch.dtype, Selection]:
+    return stored.offset, stored.stored_shape, stored.dtype, stored.selection
+
+
+def _need(rank: int, sources: Sequence[Source], file: int, offset: int, shape: Any, dtype: Any, selection: Any) -> Need:
+    stored = Stored(sources[file], offset=offset, shape=shape, dtype=dtype, selection=selection)
+    return Need(rank, file, stored)
+
+
+class _Round:
+    """One block of every rank, and one range of this rank's own."""
+
+    def __init__(
+        self, number: int, group: TensorParallelGroup, sources: Sequence[Source], blocks: list[Part], ranges: list[Part]
+    ) -> None:
+        self.group, self.sources = group, sources
+        self.stop = (number + 1) * group.size
+        self.blocks = blocks[self.stop - group.size : self.stop]
+        self.ranges = ranges[number : number + 1]
+        self.number = number
+        self.bytes: Bytes | None = None
+        """Those of this rank's block, once it is fetched."""
+
+    def jobs(self) -> list[Callable[[], None]]:
+        """What this rank has to fetch, each to be called in a thread of its own."""
+        jobs: list[Callable[[], None]] = []
+        for block in self.blocks[self.group.rank : self.group.rank + 1]:
+            self.bytes = np.empty(block.stop - block.start, dtype=np.uint8)
+            jobs.append(partial(self.sources[block.file].read, block.start, [self.bytes.data]))
+        for part in self.ranges:
+            jobs.append(partial(self.sources[part.file].read, part.start, list(_places(part))))
+        return jobs
+
+    def prepare(self) -> None:
+        """Make room for what comes, so that nothing can fail while ranks wait for each other's bytes."""
+        for block in self.blocks:
+            for need in block.of(self.group.rank):
+                len(need.memory)
+
+    def deliver(self, channel: dist.ProcessGroup | None) -> int:
+        """Pass the blocks on, once all are fetched; returns how many bytes this rank has got that it needs."""
+        rank, size = self.group.rank, self.group.size
+        count = sum(int(need.within(part.start, part.stop)[1].sum()) for part in self.ranges for need in part.needs)
+        for step in range(size):
+            sent = self._pack((rank + step) % size)
+            owner = (rank - step) % size
+            got = sent if step == 0 else _swap(channel, sent, (rank + step) % size, owner, self._size(owner))
+            count += len(got)
+            self._unpack(owner, got)
+        for number, parts in ((self.stop - 1, self.blocks), (self.number, self.ranges)):
+            for need in (need for part in parts for need in part.needs if need.last_part <= number):
+                need.finish()
+        self.bytes = None
+        return count
+
+    def _portions(self, owner: int, rank: int) -> Iterator[tuple[Need, Positions, Positions, Positions]]:
+        """What `rank` needs of the block of `owner`: (need, offsets in the block, lengths, positions)."""
+        for block in self.blocks[owner : owner + 1]:
+            for need in block.of(rank):
+                offsets, lengths, positions = need.within(block.start, block.stop)
+                yield need, offsets - block.start, lengths, positions
+
+    def _size(self, owner: int) -> int:
+        return sum(int(lengths.sum()) for _, _, lengths, _ in self._portions(owner, self.group.rank))
+
+    def _pack(self, rank: int) -> Bytes:
+        """Those bytes of this rank's block that `rank` needs, one after the other."""
+        portions = list(self._portions(self.group.rank, rank))
+        packed = np.empty(sum(int(lengths.sum()) for _, _, lengths, _ in portions), dtype=np.uint8)
+        filled = 0
+        for _, offsets, lengths, _ in portions:
+            assert self.bytes is not None
+            ends = filled + np.cumsum(lengths)
+            _copy(packed, ends - lengths, self.bytes, offsets, lengths)
+            filled = int(ends[-1]) if len(ends) else filled
+        return packed
+
+    def _unpack(self, owner: int, packed: Bytes) -> None:
+        """Put what `owner` has packed for this rank into place."""
+        taken = 0
+        for need, _, lengths, positions in self._portions(owner, self.group.rank):
+            ends = taken + np.cumsum(lengths)
+            _copy(np.frombuffer(need.memory, dtype=np.uint8), positions, packed, ends - lengths, lengths)
+            taken = int(ends[-1]) if len(ends) else taken
+
+
+def _places(part: Part) -> Iterator[memoryview]:
+    """Where the consecutive bytes of a part go; what nobody needs goes nowhere."""
+    runs = []
+    for need in part.needs:
+        for offset, length, position in zip(*need.within(part.start, part.stop), strict=True):
+            runs.append((int(offset), need.memory[position : position + length]))
+    reached = part.start
+    for offset, place in sorted(runs, key=itemgetter(0)):
+        if offset > reached:
+            yield memoryview(bytearray(offset - reached))
+        yield place
+        reached = offset + len(place)
+
+
+def _copy(target: Bytes, starts: Positions, source: Bytes, offsets: Positions, lengths: Positions) -> None:
+    """Copy `lengths[i]` bytes of `source` from `offsets[i]` to `starts[i]` of `target`, for all i."""
+    singly = range(len(lengths))
+    if len(lengths) > 3:
+        # All but the first and the last, which may be cut, are mostly the rows of a matrix: one copy of two dims.
+        regular = [np.diff(starts[1:-1]), np.diff(offsets[1:-1]), lengths[1:-1]]
+        if all(values.min() == values.max() for values in regular):
+            rows = (len(lengths) - 2, int(lengths[1]))
+            to = np.lib.stride_tricks.as_strided(target[starts[1] :], rows, (int(regular[0][0]), 1))
+            to[...] = np.lib.stride_tricks.as_strided(source[offsets[1] :], rows, (int(regular[1][0]), 1))
+            singly = range(0, len(lengths), len(lengths) - 1)
+    for index in singly:
+        start, offset, length = int(starts[index]), int(offsets[index]), int(lengths[index])
+        target[start : start + length] = source[offset : offset + length]
+
+
+def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, sender: int, size: int) -> Bytes:
+    """Send `sent` to one rank while `size` bytes come from another."""
+    got = np.empty(size, dtype=np.uint8)
+    works = []
+    if len(sent):
+        works.append(dist.isend(torch.from_numpy(sent), group=channel, group_dst=to))
+    if size:
+        works.append(dist.irecv(torch.from_numpy(got), group=channel, group_src=sender))
+    for work in works:
+        assert work is not None
+        work.wait()
+    return got
+
+
+@contextmanager
+def _gloo(group: TensorParallelGroup) -> Iterator[dist.ProcessGroup | None]:
+    """A process group that sends between CPUs: the axis' own, or one beside it."""
+    if group.size == 1 or group.device.type == "cpu":
+        yield group.process_group
+        return
+    channel = dist.new_group(group.global_ranks, backend="gloo", use_local_synchronization=True)
+    try:
+        yield channel
+    finally:
+        dist.destroy_process_group(channel)
+
+
+@contextmanager
+def _closed_on_failure(sources: Sequence[Source]) -> Iterator[None]:
+    """Close the sources where the block fails, so that threads which read them stop."""
+    try:
+        yield
+    except BaseException:
+        for source in sources:
+            source.close()
+        raise

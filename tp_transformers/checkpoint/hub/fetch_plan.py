@@ -1,0 +1,177 @@
+"""What the ranks need of remote files -> which rank fetches which ranges: arithmetic that every rank does alike."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...slices.layout import even
+from ...slices.stored import Stored, byte_view
+from ..reading.memory import copy
+from ..reading.reader import Request, is_same_memory
+
+DIRECT_BYTES = 4 << 20
+"""Runs of at least as many bytes are fetched by the rank that needs them."""
+RANGE_BYTES = 32 << 20
+"""The most that a rank fetches for itself by one request."""
+BLOCK_BYTES = 16 << 20
+"""The most that a rank fetches for all by one request, and the most that it stages of one tensor."""
+GAP_SHARE = 64
+"""Bytes that nobody needs are fetched where they join needed ones, up to this part of a range."""
+
+Bytes = NDArray[np.uint8]
+Positions = NDArray[np.int64]
+
+
+class Need:
+    """What one rank needs of one stored tensor; on that rank, also where it goes."""
+
+    last_part = -1
+    """Number of the last part that it takes something from."""
+
+    def __init__(self, rank: int, file: int, stored: Stored, destination: torch.Tensor | None = None) -> None:
+        self.rank, self.file, self.stored, self.destination = rank, file, stored, destination
+        # The span of bytes in the file; and the shortest run: all within the last dim that is not whole.
+        itemsize = stored.dtype.itemsize
+        self.start = last = stored.offset
+        self.run_bytes, step, whole = itemsize, itemsize, True
+        for length, ranges in zip(reversed(stored.stored_shape), reversed(stored.selection), strict=True):
+            self.start += min(begin for begin, _ in ranges) * step
+            last += (max(end for _, end in ranges) - 1) * step
+            if whole:
+                self.run_bytes = min(end - begin for begin, end in ranges) * step
+                whole = ranges == ((0, length),)
+            step *= length
+        self.stop = last + itemsize
+
+    @cached_property
+    def _runs(self) -> tuple[Positions, Positions, Positions]:
+        """(offsets in the file, lengths, positions in the destination), in file order, in bytes."""
+        offsets, lengths = np.array(list(self.stored.runs()), dtype=np.int64).reshape(-1, 2).T
+        positions = np.cumsum(lengths) - lengths
+        order = np.argsort(offsets, kind="stable")
+        return offsets[order], lengths[order], positions[order]
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(start, stop) of every run, in file order."""
+        offsets, lengths, _ = self._runs
+        return list(zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True))
+
+    def within(self, start: int, stop: int) -> tuple[Positions, Positions, Positions]:
+        """The runs, as `_runs`, cut to the bytes [start, stop) of the file."""
+        offsets, lengths, positions = self._runs
+        low = int(np.searchsorted(offsets + lengths, start, "right"))
+        high = int(np.searchsorted(offsets, stop, "left"))
+        offsets, lengths, positions = offsets[low:high], lengths[low:high], positions[low:high]
+        skipped = np.maximum(start - offsets, 0)
+        ends = np.minimum(offsets + lengths, stop)
+        return offsets + skipped, ends - offsets - skipped, positions + skipped
+
+    @cached_property
+    def _values(self) -> torch.Tensor:
+        assert self.destination is not None
+        if is_same_memory(self.destination, self.stored.dtype):
+            return self.destination
+        # Pinned on the way to a GPU: a copy from other memory would go through a buffer of the driver's.
+        pinned = self.destination.device.type != "cpu"
+        return torch.empty(self.stored.shape, dtype=self.stored.dtype, pin_memory=pinned)
+
+    @property
+    def memory(self) -> memoryview:
+        """Where the bytes go: the memory of the destination, or a tensor beside it until `finish`."""
+        return byte_view(self._values)
+
+    def finish(self) -> None:
+        """Copy what stands beside the destination into it, and let go of both."""
+        if self.destination is not None and self._values is not self.destination:
+            copy(self._values, self.destination)
+        self.destination = None
+        for name in ("_runs", "_values"):
+            self.__dict__.pop(name, None)
+
+
+@dataclass
+class Part:
+    """Consecutive bytes of a file that one request fetches, and the needs that they meet."""
+
+    file: int
+    start: int
+    stop: int
+    needs: list[Need] = field(default_factory=list)
+    gaps: int = 0
+    """Bytes that nobody needs."""
+
+    def of(self, rank: int) -> list[Need]:
+        """The needs of one rank."""
+        return [need for need in self.needs if need.rank == rank]
+
+
+def pieces(request: Request) -> Iterator[Request]:
+    """The request, in pieces of BLOCK_BYTES where its bytes cannot go straight into place."""
+    tensor, destination = request.tensor, request.destination
+    if not tensor.nbytes:
+        return
+    if is_same_memory(request.destination, tensor.dtype) or tensor.nbytes <= BLOCK_BYTES:
+        yield request
+        return
+    dim = next(dim for dim, length in enumerate(tensor.shape) if length > 1)
+    count = min(-(-tensor.nbytes // BLOCK_BYTES), tensor.shape[dim])
+    for ((start, stop),) in even(tensor.shape[dim], count).ranges:
+        yield from pieces(Request(tensor.select(dim, [(start, stop)]), destination.narrow(dim, start, stop - start)))
+
+
+def divide(needs: Iterable[Need], size: int) -> tuple[list[Part], list[list[Part]]]:
+    """(blocks, of which rank i fetches those of a number i mod size; for every rank, the ranges for itself alone).
+
+    Alone are fetched tensors of which all ranks need long runs, none of them the same bytes.
+    """
+    tensors: dict[tuple[int, int], list[Need]] = defaultdict(list)
+    for need in needs:
+        tensors[need.file, need.stored.offset].append(need)
+    together: list[Need] = []
+    alone: list[list[Need]] = [[] for _ in range(size)]
+    for some in tensors.values():
+        is_long = min(need.run_bytes for need in some) >= DIRECT_BYTES
+        spans = sorted(span for need in some for span in need.spans()) if is_long else []
+        overlap = any(start < stop for (_, stop), (start, _) in pairwise(spans))
+        for need in some:
+            (alone[need.rank] if is_long and not overlap else together).append(need)
+    blocks = _cut([(need.file, need.start, need.stop) for need in together], together, BLOCK_BYTES)
+    ranges = [_cut([(need.file, *span) for need in own for span in need.spans()], own, RANGE_BYTES) for own in alone]
+    return blocks, ranges
+
+
+def _cut(spans: Iterable[tuple[int, int, int]], needs: Iterable[Need], limit: int) -> list[Part]:
+    """The union of `spans` (file, start, stop) as parts of at most `limit` bytes in file order, which meet `needs`.
+
+    Spans are joined over gaps as long as those are a GAP_SHARE-th of a part at most.
+    """
+    parts: list[Part] = []
+    for file, start, stop in sorted(spans):
+        if parts and parts[-1].file == file:
+            last = parts[-1]
+            gap = max(start - last.stop, 0)
+            start = max(start, last.stop)
+            length = last.stop - last.start
+            if start < stop and gap < limit - length and (last.gaps + gap) * GAP_SHARE <= length:
+                last.gaps += gap
+                start = last.stop = min(stop, last.start + limit)
+        while start < stop:
+            parts.append(Part(file, start, min(start + limit, stop)))
+            start = parts[-1].stop
+    starts = [(part.file, part.start) for part in parts]
+    for need in needs:
+        number = max(bisect_right(starts, (need.file, need.start)) - 1, 0)
+        while number < len(parts) and (parts[number].file, parts[number].start) < (need.file, need.stop):
+            parts[number].needs.append(need)
+            need.last_part = number
+            number += 1
+    return parts

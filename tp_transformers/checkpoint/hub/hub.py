@@ -1,0 +1,285 @@
+"""Names on the Hub -> sources of one commit, of which nothing but config and index is kept on disk.
+
+Rank 0 finds out which files there are; then the ranks divide the files among themselves, ask the Hub once for each and
+read its header, and tell the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub import constants, hf_hub_url, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from transformers.modeling_utils import get_state_dict_dtype
+from transformers.utils.hub import cached_file
+
+from ...errors import CheckpointError, describe
+from ...ranks.mesh import TensorParallelGroup
+from ..reading.header import HEADER_LIMIT, check_files, read_header
+from ..reading.source import LocalFile, Source
+from .remote_file import RemoteFile, ask_hub, refused, resolve
+
+CONNECTIONS = 6
+"""Requests that one rank has under way at a time."""
+HEAD_BYTES = 256 << 10
+"""How much of a file is fetched at first for its header, at most."""
+HEAD_SHARE = 1024
+"""How much of a file is fetched at first for its header: this part of it, or HEAD_BYTES if that is less."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where `from_pretrained` looks for weights on the Hub."""
+
+    repository: str
+    revision: str
+    subfolder: str = ""
+    variant: str | None = None
+    use_safetensors: bool | None = None
+    file: str | None = None
+    """The file, or index, that the config names."""
+    token: str | bool | None = None
+    cache_dir: str | Path | None = None
+    force_download: bool = False
+
+    @classmethod
+    def asked_for(cls, arguments: Mapping[str, Any], download: Mapping[str, Any]) -> Weights:
+        """Those that the `arguments` of transformers' `_get_resolved_checkpoint_files` mean."""
+        return cls(
+            repository=str(arguments["pretrained_model_name_or_path"]),
+            revision=str(download["revision"]),
+            subfolder=download.get("subfolder") or "",
+            variant=arguments["variant"],
+            use_safetensors=arguments["use_safetensors"],
+            file=arguments.get("transformers_explicit_filename"),
+            token=download.get("token"),
+            cache_dir=download.get("cache_dir"),
+            force_download=bool(download.get("force_download")),
+        )
+
+    def url(self, file: str) -> str:
+        """Where the Hub answers for a file."""
+        return hf_hub_url(self.repository, file, revision=self.revision, subfolder=self.subfolder or None)
+
+    def path(self, file: str) -> str:
+        """A file's name in the repository."""
+        return posixpath.join(self.subfolder, file)
+
+    def cached(self, file: str) -> str | None:
+        """Path of a file that was downloaded before, if it was and may be used."""
+        if self.force_download:
+            return None
+        path = try_to_load_from_cache(
+            self.repository,
+            self.path(file),
+            cache_dir=self.cache_dir,
+            revision=self.revision,
+        )
+        return path if isinstance(path, str) else None
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """What one rank found out of a file, for the others."""
+
+    size: int
+    etag: str
+    location: str
+    etags: dict[str, str]
+    head: bytes
+
+
+def is_on_hub(name: str | os.PathLike[str] | None, *, local_files_only: bool = False) -> bool:
+    """Whether `name` is one to be looked for on the Hub, which may be asked."""
+    return name is not None and not os.path.exists(name) and not local_files_only and not is_offline_mode()
+
+
+def pin(
+    group: TensorParallelGroup, repository: str, revision: str | None, *, token: str | bool | None, subfolder: str = ""
+) -> str:
+    """The commit that `revision` is now, the same one on all ranks.
+
+    Raises CheckpointError on all ranks where there is no such repository or revision, or no access to it.
+    """
+
+    def commit() -> str:
+        url = hf_hub_url(repository, "config.json", revision=revision, subfolder=subfolder or None)
+        try:
+            found = resolve(url, token).commit_hash
+        except EntryNotFoundError as error:
+            answer = error.response if isinstance(error, HfHubHTTPError) else None
+            found = answer.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT) if answer is not None else None
+            if found is None:
+                raise refused(url, error) from error
+        return str(found)
+
+    return _on_rank_0(group, commit)
+
+
+def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str | RemoteFile], dict[str, Any]]:
+    """The files of a checkpoint on the Hub, and what transformers calls its sharded metadata.
+
+    Files that were downloaded before are read from the cache; the others are remote, their headers fetched already.
+    The metadata has transformers' `dtype`, of the first file, unless the index tells it.
+
+    Raises CheckpointError on all ranks where there are no safetensors files, or where they cannot be read.
+    """
+    files, metadata = _on_rank_0(group, lambda: _find(weights))
+    with group.agree():
+        cached = {file: weights.cached(file) for file in files}
+    missing = sorted({file for names in group.gather([f for f in files if not cached[f]]) for file in names})
+    found = group.together(lambda: _inquire_all(weights, missing[group.rank :: group.size]))
+    everywhere = {file: remote for some in group.gather(found) for file, remote in some.items()}
+    with group.agree():
+        opened = [cached[file] or _open(weights, file, everywhere[file]) for file in files]
+        if "dtype" not in metadata:
+            metadata["dtype"] = _dtype(opened[0])
+    return opened, metadata
+
+
+def _on_rank_0(group: TensorParallelGroup, compute: Callable[[], T]) -> T:
+    """What `compute` returns on rank 0, on all ranks; they fail together."""
+    value = group.together(lambda: compute() if group.rank == 0 else None)
+    result: Any = group.gather(value)[0]
+    return result  # type: ignore[no-any-return]
+
+
+def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
+    """Names of the weight files, in the order of transformers, and the metadata of their index."""
+    single = weights.file or _variant("model.safetensors", weights.variant)
+    index = single if single.endswith(".index.json") else None
+    if weights.use_safetensors is False:
+        check_files([_variant("pytorch_model.bin", weights.variant)], folder=weights.repository)
+    if index is None and _exists(weights, single):
+        return [single], {}
+    if index is None and weights.file is None:
+        index = _variant("model.safetensors.index.json", weights.variant)
+    path = index and ask_hub(
+        weights.url(index),
+        partial(
+            cached_file,
+            weights.repository,
+            index,
+            subfolder=weights.subfolder,
+            revision=weights.revision,
+            token=weights.token,
+            cache_dir=weights.cache_dir,
+            force_download=weights.force_download,
+            _raise_exceptions_for_missing_entries=False,
+        ),
+    )
+    if path is None:
+        for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
+            if _exists(weights, _variant(name, weights.variant)):
+                check_files([_variant(name, weights.variant)], folder=weights.repository)
+        names = dict.fromkeys(weights.path(name) for name in (single, index) if name)
+        raise CheckpointError(
+            describe(
+                f"{weights.repository} on the Hub",
+                got=f"no {' and no '.join(names)}",
+                expected="safetensors files",
+                fix="Check the name, revision, subfolder and variant.",
+            )
+        )
+    try:
+        content = json.loads(Path(path).read_bytes())
+        weight_map, metadata = content["weight_map"], dict(content.get("metadata") or {})
+        files = sorted({os.fspath(file) for file in weight_map.values()})
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            describe(
+                f"{weights.repository} on the Hub",
+                got=f"{index}, which cannot be read ({type(error).__name__}: {error})",
+                expected="a JSON index whose weight_map names the file of every tensor",
+                fix="The index is damaged; save the model again.",
+            )
+        ) from error
+    check_files(files, folder=weights.repository)
+    for name in files:
+        if posixpath.isabs(name) or posixpath.normpath(name).startswith(".."):
+            raise CheckpointError(
+                describe(
+                    f"{weights.repository} on the Hub",
+                    got=f"an index that names {name}",
+                    expected="files of the repository",
+                    fix="Do not load it unless you trust where it comes from.",
+                )
+            )
+    return files, {**metadata, "weight_map": weight_map}
+
+
+def _variant(name: str, variant: str | None) -> str:
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}.{variant}.{ending}" if variant else name
+
+
+def _exists(weights: Weights, file: str) -> bool:
+    if weights.cached(file):
+        return True
+    try:
+        resolve(weights.url(file), weights.token)
+    except EntryNotFoundError:
+        return False
+    return True
+
+
+def _inquire_all(weights: Weights, files: list[str]) -> dict[str, _Remote]:
+    with ThreadPoolExecutor(CONNECTIONS) as executor:
+        return dict(zip(files, executor.map(partial(_inquire, weights), files), strict=True))
+
+
+def _inquire(weights: Weights, file: str) -> _Remote:
+    """Ask the Hub for one file, and fetch its header."""
+    try:
+        metadata = resolve(weights.url(file), weights.token)
+    except EntryNotFoundError as error:
+        raise refused(weights.url(file), error) from error
+    assert metadata.etag is not None
+    assert metadata.size is not None
+    remote = _Remote(metadata.size, metadata.etag, metadata.location, {}, b"")
+    with closing(_open(weights, file, remote)) as source:
+        head = _read(source, 0, min(metadata.size, max(8, min(metadata.size // HEAD_SHARE, HEAD_BYTES))))
+        stop = 8 + int.from_bytes(head[:8], "little")
+        if len(head) < stop <= min(metadata.size, 8 + HEADER_LIMIT):  # else read_header says what is wrong
+            head += _read(source, len(head), stop - len(head))
+        return _Remote(source.size, source.etag, source.location, source.etags, head)
+
+
+def _read(source: Source, offset: int, length: int) -> bytes:
+    buffer = bytearray(length)
+    source.read(offset, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+def _open(weights: Weights, file: str, remote: _Remote) -> RemoteFile:
+    return RemoteFile(
+        weights.url(file),
+        name=f"{weights.repository}@{weights.revision[:8]}/{weights.path(file)}",
+        size=remote.size,
+        etag=remote.etag,
+        location=remote.location,
+        token=weights.token,
+        etags=remote.etags,
+        head=remote.head,
+    )
+
+
+def _dtype(file: str | RemoteFile) -> torch.dtype:
+    """The dtype that transformers takes a file to be of: that of the first tensor by name that is of floats."""
+    with LocalFile(file) if isinstance(file, str) else nullcontext(file) as source:
+        tensors = read_header(source)
+    state_dict = {name: torch.empty(0, dtype=tensors[name].dtype, device="meta") for name in sorted(tensors)}
+    dtype: torch.dtype = get_state_dict_dtype(state_dict)
+    return dtype

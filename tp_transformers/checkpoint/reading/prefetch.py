@@ -1,0 +1,102 @@
+"""A cold page cache: the ranks of a node read the files together, each block once, before any of them gathers its rows.
+
+Without that, every rank would fetch for itself what a row shard needs of every row, which from a disk or a network is
+the whole of it. So the spans that the ranks of a node need are cut into blocks in file order, which those that need
+something of a file take in turn. What is in the page cache already is left alone, and so is everything where memory is
+too short to hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ...logs import get_logger
+from ...ranks.mesh import TensorParallelGroup, bind_thread
+from ...slices.layout import Range, union
+from ...text import size
+from .reader import Request
+from .source import LocalFile, node
+
+logger = get_logger(__name__)
+
+BLOCK_BYTES = 16 << 20
+_THREADS = 4
+"""Reads that a rank has under way; the threads wait for a disk, not for a core."""
+
+
+def prefetch(
+    files: Sequence[LocalFile | None],
+    requests: Sequence[Request],
+    group: TensorParallelGroup,
+    *,
+    wanted: bool | None = None,
+) -> int:
+    """Bring what `requests` need of `files` into the page cache, with the other ranks of this node; all ranks call it.
+
+    Args:
+        files: the files, in the same order on all ranks; None for one that this rank has not opened and needs not.
+        requests: what this rank will read.
+        group: the ranks.
+        wanted: True even if the bytes seem to be there, None where some are not there; False leaves out what this rank
+            needs.
+
+    Returns:
+        Bytes that this rank brought in.
+
+    Raises:
+        CheckpointError: on all ranks, where one cannot read a file.
+    """
+    with group.agree():
+        here, spans = node(), _spans(files, () if wanted is False else requests)
+        cold = wanted or not all(
+            file is None or file.is_resident(held) for file, held in zip(files, spans, strict=True)
+        )
+        kept = sum(request.tensor.nbytes for request in requests)
+    others = [each for each in group.gather((here, group.rank, cold, spans, kept)) if each[0] == here]
+    if not any(each[2] for each in others):
+        others = []  # and on to the vote, since another node may be cold
+    total = turn = 0
+    mine: list[tuple[LocalFile, int, int]] = []
+    for index, file in enumerate(files):
+        readers = [each[1] for each in others if each[3][index]]
+        for first, stop in union(span for each in others for span in each[3][index]):
+            total += stop - first
+            for start in range(first, stop, BLOCK_BYTES):
+                if file is not None and readers[turn % len(readers)] == group.rank:
+                    mine.append((file, start, min(start + BLOCK_BYTES, stop)))
+                turn += 1
+
+    def bring() -> int:
+        if total + sum(each[4] for each in others) > _available_memory():
+            if group.rank == others[0][1]:
+                logger.info("the page cache has no room for %s that this node needs; not prefetched", size(total))
+            return 0
+        lacking = [block for block in mine if wanted or not block[0].is_resident([block[1:]])]
+        with ThreadPoolExecutor(_THREADS, "prefetch", bind_thread, (group.device,)) as pool:
+            for _ in pool.map(lambda block: block[0].prefetch(*block[1:]), lacking):
+                pass
+        return sum(stop - start for _, start, stop in lacking)
+
+    return group.together(bring)
+
+
+def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> list[list[Range]]:
+    """What is needed of every file, in file order; of rows, what is between them too."""
+    spans: dict[LocalFile, list[Range]] = {file: [] for file in files if file is not None}
+    for request in requests:
+        for box, _ in request.tensor.boxes(request.destination):
+            spans[box.source].append((box.offset, box.stop))  # type: ignore[index]
+    return [union(spans[file]) if file is not None else [] for file in files]
+
+
+def _available_memory() -> float:
+    """Bytes that can be had without swapping; infinite where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return float("inf")
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return float("inf")

@@ -1,0 +1,71 @@
+"""What a load did, in one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...text import size
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """How one rank came by its shard: `model.tp_report`; `print` shows it in a line."""
+
+    rank: int
+    shares: tuple[int, ...]
+    """Bytes that every rank holds."""
+    seconds: float
+    """From opening the files until the parameters were in place."""
+    reading_seconds: float
+    """Of these, while bytes came in."""
+    bytes_read: int
+    """Bytes that this rank copied out of files, headers included."""
+    reads: int
+    """Calls, and copies out of memory maps, that it took."""
+    methods: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    """Way to read -> (bytes of the shard, bytes copied for them, seconds summed over threads)."""
+    threads: int = 1
+    peak_buffer: int = 0
+    """Bytes of all buffers together that are not part of the model."""
+    mapped: int = 0
+    """Bytes of the shard that are pages of the files (`tp_map`), and were not copied."""
+    prefetched: int = 0
+    """Bytes that this rank brought into a cold page cache, for itself and the others of its node."""
+    sampled: int = 0
+    """Bytes that this rank read beside `bytes_read`, at most 64 KiB a file, to compare copies on several nodes."""
+    fallbacks: tuple[str, ...] = ()
+    """Parameters whose sources were read whole, because a conversion could not be expressed in slices."""
+
+    @property
+    def share(self) -> int:
+        """Bytes that this rank holds."""
+        return self.shares[self.rank]
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """This rank's shard over the time that it took, in 10^9 bytes a second."""
+        return self.share / self.seconds / 1e9 if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        shares = ", ".join(map(size, self.shares))
+        ways = ", ".join(
+            f"{size(nbytes)} {way} at {nbytes / seconds / 1e9:.1f} GB/s a thread"
+            for way, (nbytes, _, seconds) in sorted(self.methods.items())
+            if seconds
+        )
+        notes = [
+            f"rank {self.rank} of {len(self.shares)}: {size(self.share)} in {self.seconds:.2f} s "
+            f"({self.gigabytes_per_second:.1f} GB/s)",
+            f"read {size(self.bytes_read)} in {self.reads} reads by {self.threads} threads" + f" ({ways})" * bool(ways),
+            f"buffers {size(self.peak_buffer)}",
+            f"shares {shares}",
+        ]
+        if self.mapped:
+            notes.append(f"mapped {size(self.mapped)}")
+        if self.prefetched:
+            notes.append(f"prefetched {size(self.prefetched)}")
+        if self.sampled:
+            notes.append(f"sampled {size(self.sampled)}")
+        if self.fallbacks:
+            notes.append(f"{len(self.fallbacks)} parameters converted whole ({self.fallbacks[0]}, ...)")
+        return "; ".join(notes)

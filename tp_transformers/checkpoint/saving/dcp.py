@@ -1,0 +1,171 @@
+"""What torch.distributed.checkpoint needs to know of a shard that is a plain tensor: where it stands in the whole.
+
+A DTensor says so itself. A plain tensor of a rank (uneven heads, replicated KV heads) would be saved as if all ranks
+held the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from ...slices.layout import Piece
+from ...strategies import ParamShard, local_tensor
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+
+class LocalShard(Tensor):
+    """This rank's values of a parameter, and where they stand in the whole, as torch.distributed.checkpoint asks.
+
+    It computes as a plain tensor does, and is one when it is pickled or copied. Values that several ranks hold are
+    saved by the first of them, and loaded by all.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    tp_shard: ParamShard
+
+    @staticmethod
+    def of(local: Tensor, shard: ParamShard) -> LocalShard:
+        """`local` itself, of which `shard` tells the place."""
+        tensor = local.detach().as_subclass(LocalShard)
+        tensor.tp_shard = shard
+        return tensor
+
+    def size(self, dim: int | None = None) -> Any:
+        """That of the whole, as a DTensor's is: checkpoints compare it. `shape` is this rank's."""
+        return self.tp_shard.shape if dim is None else self.tp_shard.shape[dim]
+
+    def plain(self) -> Tensor:
+        """The same memory as a plain tensor."""
+        return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.plain().clone()
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        layout, rank = self._layout, self.tp_shard.group.rank
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self.plain()),
+                    size=self.tp_shard.shape,
+                ),
+            )
+            for chunk in map(self._chunk, self._kept(piece for piece in layout.split.pieces if piece.rank == rank))
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk(piece) for piece in self._held]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        dim = self._layout.dim
+        for piece in self._held:
+            if index.offset is None or piece.start == index.offset[dim]:
+                return self.plain().narrow(dim, piece.local, piece.length)
+        raise ValueError(f"{index.fqn}: this rank holds nothing from {index.offset} on")
+
+    @property
+    def _layout(self) -> Any:
+        return self.tp_shard.layout
+
+    @property
+    def _held(self) -> Iterator[Piece]:
+        """What this rank holds, those indices included that others hold too."""
+        rank, local, pieces = self.tp_shard.group.rank, 0, []
+        for start, stop in self._layout.split.ranges[rank]:
+            pieces.append(Piece(rank, local, start, stop - start))
+            local += stop - start
+        return self._kept(pieces)
+
+    def _kept(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """What FSDP leaves on this rank of the pieces of its shard, and where it stands in that."""
+        start, stop = self.tp_shard.rows if self._layout.dim == 0 else (0, self.tp_shard.local_shape[self._layout.dim])
+        for piece in pieces:
+            first, last = max(piece.local, start), min(piece.local + piece.length, stop)
+            if first < last:
+                yield Piece(piece.rank, first - start, piece.start + first - piece.local, last - first)
+
+    def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
+        dim, sizes = self._layout.dim, list(self.tp_shard.shape)
+        offsets = [0] * len(sizes)
+        if dim != 0:
+            offsets[0], sizes[0] = self.tp_shard.rows[0], self.tp_shard.rows[1] - self.tp_shard.rows[0]
+        offsets[dim], sizes[dim] = piece.start, piece.length
+        return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def placed(local: Tensor, param: Tensor) -> Tensor:
+    """`local`, laid out like `param` (itself, an optimizer's state of it), in the form that can be saved as a shard."""
+    shard: ParamShard | None = getattr(param, "tp_shard", None)
+    if shard is None or shard.layout is None or local.shape != param.shape:
+        return local
+    # Torch takes what FSDP cuts of an uneven DTensor for something else than it is.
+    is_even = len(set(shard.layout.split.widths)) == 1
+    if shard.placement is not None and (shard.data_parallel is None or is_even):
+        return local
+    return LocalShard.of(local_tensor(local), shard)
+
+
+def laid_out(local: Tensor, param: Tensor) -> Tensor:
+    """`local`, this rank's values, as a DTensor where `param` is one, else as a plain tensor."""
+    if isinstance(param, DTensor):
+        layout: dict[str, Any] = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+        return DTensor.from_local(local, param.device_mesh, param.placements, **layout)
+    return local
+
+
+def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of `optimizer` by the names of `model`'s parameters, for torch.distributed.checkpoint at any size.
+
+    It is `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, flattened, since how parameters are
+    grouped differs with the number of ranks. The state of parameters that are plain tensors knows its place too.
+    `load_optimizer_state_dict` gives it back.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    params = dict(model.named_parameters(remove_duplicate=False))
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_options())  # type: ignore[assignment]
+    for key, value in state.items():
+        param = params.get(_name(key))
+        if isinstance(value, Tensor) and param is not None:
+            state[key] = placed(value, param)
+    return state
+
+
+def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give `optimizer` back what `optimizer_state_dict` returned, as torch.distributed.checkpoint has filled it."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    params = dict(model.named_parameters(remove_duplicate=False))
+    values: dict[str, Any] = {
+        key: laid_out(value.plain(), params[_name(key)]) if isinstance(value, LocalShard) else value
+        for key, value in state.items()
+    }
+    set_optimizer_state_dict(model, optimizer, values, options=_options())
+
+
+def _options() -> StateDictOptions:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def _name(key: str) -> str:
+    """The parameter of which a flat state of an optimizer has `state.NAME.exp_avg`."""
+    return key.removeprefix("state.").rpartition(".")[0]

@@ -1,0 +1,266 @@
+"""The manifest of a pre-sharded checkpoint: which rank's file holds what. Trusts nothing that it reads.
+
+It is a JSON file beside the rank files, and the index of a variant in the terms of transformers: with
+`variant="sharded"`, transformers finds the rank files by its `weight_map`; without, it finds no weights in the folder
+and says so. A folder is complete when it has a manifest, which is written last and put in place at once.
+
+    metadata      {"dtype": "bfloat16"}                        what transformers reads
+    weight_map    {"rank 0": "rank-00000-of-00002-1f3c.safetensors", ...}
+    version       of this format
+    save          a name that no other save has; every rank file bears it
+    source        {"name": ..., "commit_hash": ...}            what the model was loaded from
+    plan          {name pattern: strategy name}
+    conversions   which of transformers' conversions the model went through when it was loaded
+    layouts       [{"dim": 0, "ranges": [[[0, 6]], [[6, 9]]]}, ...]     what each rank holds of a dim
+    tensors       {name: [dtype, whole shape, index into layouts or null for whole on every rank]}
+    files         [{"name": ..., "size": in bytes, "crc32": ...}, ...]  by rank
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+from ...errors import CheckpointError, describe
+from ...slices.layout import Layout, Split
+from ..reading.header import DTYPE_NAMES
+from .writer import write_text
+
+VARIANT = "sharded"
+"""What `from_pretrained` has to be given as `variant` for transformers to find the rank files."""
+
+MANIFEST_NAME = f"model.safetensors.index.{VARIANT}.json"
+
+RANK_FILE = re.compile(r"rank-\d{5}-of-\d{5}-[0-9a-f]{8}\.safetensors")
+"""What rank files are called: no name of another form is opened or removed."""
+
+_VERSION = 1
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_ORDINARY = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+
+_DISTRIBUTED_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+"""What transformers' distributed checkpoints are made of."""
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank wrote."""
+
+    name: str
+    size: int
+    """In bytes."""
+    crc32: str
+    """Of the whole file, as 8 hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """One parameter or persistent buffer, of which the rank files hold the shards."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: Layout | None
+    """Who holds what; None where every rank holds it whole."""
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what the file of `rank` holds."""
+        return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that is known of a pre-sharded checkpoint without opening its files."""
+
+    folder: Path
+    save: str
+    files: tuple[RankFile, ...]
+    tensors: Mapping[str, WholeTensor]
+    conversions: tuple[Any, ...]
+    dtype: str
+    source: Mapping[str, str | None]
+    plan: Mapping[str, str]
+
+    @classmethod
+    def find(cls, folder: Path) -> Manifest | None:
+        """Read and check the manifest in `folder`; None where there is none.
+
+        Raises CheckpointError on a manifest that is not well-formed, and on ordinary weights beside it.
+        """
+        path = folder / MANIFEST_NAME
+        if not path.is_file():
+            return None
+        ordinary = ordinary_weights(folder)
+        if ordinary:
+            raise CheckpointError(
+                describe(
+                    f"checkpoint {folder}",
+                    got=f"both {MANIFEST_NAME} and {ordinary[0]}",
+                    expected="either pre-sharded or ordinary weights",
+                    fix="Remove those that are not meant.",
+                )
+            )
+        return _Parser(path).manifest()
+
+    def write(self) -> None:
+        """Put the manifest into its folder, in place of another one."""
+        layouts: dict[Layout, int] = {}
+        for tensor in self.tensors.values():
+            if tensor.layout is not None:
+                layouts.setdefault(tensor.layout, len(layouts))
+        content = {
+            "metadata": {"dtype": self.dtype},
+            "weight_map": {f"rank {rank}": file.name for rank, file in enumerate(self.files)},
+            "version": _VERSION,
+            "save": self.save,
+            "source": self.source,
+            "plan": self.plan,
+            "conversions": self.conversions,
+            "layouts": [{"dim": layout.dim, "ranges": layout.split.ranges} for layout in layouts],
+            "tensors": {
+                name: [DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.layout and layouts[tensor.layout]]
+                for name, tensor in self.tensors.items()
+            },
+            "files": [vars(file) for file in self.files],
+        }
+        write_text(self.folder / MANIFEST_NAME, json.dumps(content))
+
+
+def ordinary_weights(folder: Path) -> list[str]:
+    """Names of the weights in `folder` that transformers loads by itself."""
+    return [name for name in _ORDINARY if (folder / name).is_file()]
+
+
+def refuse_without_plan(folder: Path) -> None:
+    """Raise CheckpointError where `from_pretrained(folder)` without a plan could load nothing but pre-sharded files."""
+    if (folder / MANIFEST_NAME).is_file() and not ordinary_weights(folder):
+        raise CheckpointError(
+            describe(
+                f"checkpoint {folder}",
+                got="a pre-sharded checkpoint without tp_plan",
+                expected="tp_plan, on any number of ranks",
+                fix='Pass tp_plan="auto", or the plan of your own that it was cut with; save_pretrained of that model '
+                "writes an ordinary checkpoint.",
+            )
+        )
+
+
+def refuse_distributed(folder: Path) -> None:
+    """Raise CheckpointError where `folder` holds pieces of tensors, for torch.distributed.checkpoint.
+
+    It is what transformers' `save_pretrained(folder, distributed_checkpoint=True)` writes.
+    """
+    if folder.is_dir() and any(_DISTRIBUTED_FILE.fullmatch(path.name) for path in folder.iterdir()):
+        raise CheckpointError(
+            describe(
+                f"checkpoint {folder}",
+                got="one that was saved with distributed_checkpoint=True",
+                expected="safetensors files of whole tensors, or a folder of save_sharded",
+                fix="Load it without tp_plan, and write it with save_pretrained(new_folder), once.",
+            )
+        )
+
+
+class _Parser:
+    """The parts of a manifest, each checked; the first that is not as it should be is a CheckpointError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"checkpoint file {path} cannot be read as JSON: {error}") from None
+        if not isinstance(self.content, dict):
+            raise self.fault(self.content, "a JSON object")
+        if self.entry("version", int) != _VERSION:
+            raise self.fault(f"version {self.content['version']}", f"version {_VERSION}, which this release reads")
+
+    def manifest(self) -> Manifest:
+        """All of it."""
+        files = tuple(self.file(file) for file in self.entry("files", list))
+        names = sorted(file.name for file in files)
+        if not names or len(set(names)) != len(names):
+            raise self.fault(f"the files {names}", "one file a rank")
+        weight_map = self.entry("weight_map", dict)  # is what transformers goes by
+        if sorted(map(str, weight_map.values())) != names:
+            raise self.fault(f"the weight_map {weight_map}", f"one of the files {names}")
+        layouts = [self.layout(layout, len(files)) for layout in self.entry("layouts", list)]
+        return Manifest(
+            folder=self.path.parent,
+            save=self.entry("save", str),
+            files=files,
+            tensors={name: self.tensor(name, tensor, layouts) for name, tensor in self.entry("tensors", dict).items()},
+            conversions=tuple(self.entry("conversions", list)),
+            dtype=str(self.entry("metadata", dict).get("dtype")),
+            source=self.entry("source", dict),
+            plan=self.entry("plan", dict),
+        )
+
+    def entry(self, key: str, kind: type) -> Any:
+        """One entry, of a JSON type."""
+        value = self.content.get(key)
+        if not isinstance(value, kind):
+            raise self.fault(f"{value!r} for {key}", f"a {kind.__name__}")
+        return value
+
+    def file(self, entry: Any) -> RankFile:
+        """One entry of `files`, whose name stays inside the folder."""
+        entry = entry if isinstance(entry, dict) else {}
+        name, size, crc32 = (entry.get(key) for key in ("name", "size", "crc32"))
+        if not isinstance(name, str) or not RANK_FILE.fullmatch(name):
+            raise self.fault(f"the file {name!r}", "rank-<rank>-of-<size>-<save>.safetensors in the same folder")
+        if not _is_count(size) or not isinstance(crc32, str):
+            raise self.fault(f"size {size!r} and checksum {crc32!r} for {name}", "a number of bytes and a CRC-32")
+        return RankFile(name, size, crc32)
+
+    def layout(self, entry: Any, size: int) -> Layout:
+        """One entry of `layouts`: ranges of `size` ranks that are a cut of a dim."""
+        dim, ranges = (entry.get("dim"), entry.get("ranges")) if isinstance(entry, dict) else (None, None)
+        if not (
+            isinstance(dim, int)
+            and dim >= 0
+            and isinstance(ranges, list)
+            and len(ranges) == size
+            and all(isinstance(held, list) and all(map(_is_range, held)) for held in ranges)
+        ):
+            raise self.fault(f"the layout {entry!r}", f"a dim, and the ranges that each of {size} ranks holds")
+        held = tuple(tuple((start, stop) for start, stop in held) for held in ranges)
+        split = Split(max((stop for part in held for _, stop in part), default=0), held)
+        if not split.is_cut:
+            raise self.fault(f"the layout {entry!r}", "a cut: ranges that leave nothing out and do not overlap")
+        return Layout(dim, split)
+
+    def tensor(self, name: str, entry: Any, layouts: Sequence[Layout]) -> WholeTensor:
+        """One entry of `tensors`, whose layout is one of its shape."""
+        dtype, shape, index = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise self.fault(f"dtype {dtype!r} for {name}", f"one of {', '.join(_DTYPES)}")
+        if not isinstance(shape, list) or not all(map(_is_count, shape)):
+            raise self.fault(f"shape {shape!r} for {name}", "a list of lengths")
+        if index is not None and not (_is_count(index) and index < len(layouts)):
+            raise self.fault(f"layout {index!r} for {name}", f"null or a number below {len(layouts)}")
+        layout = None if index is None else layouts[index]
+        if layout is not None and (layout.dim >= len(shape) or layout.split.length != shape[layout.dim]):
+            raise self.fault(f"layout {index} for {name} of shape {shape}", "a cut of one of its dims")
+        return WholeTensor(_DTYPES[dtype], tuple(shape), layout)
+
+    def fault(self, got: Any, expected: str) -> CheckpointError:
+        """The error to raise."""
+        got = str(got)[:300]
+        fix = "The manifest is damaged or not one of ours; save the model again."
+        return CheckpointError(describe(f"checkpoint file {self.path}", got=got, expected=expected, fix=fix))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= sys.maxsize
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value)) and value[0] <= value[1]

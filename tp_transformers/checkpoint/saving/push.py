@@ -1,0 +1,81 @@
+"""A checkpoint that all ranks wrote -> the Hub, from rank 0 alone, by transformers' own upload."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import PushToHubMixin
+
+if TYPE_CHECKING:
+    from ...ranks.mesh import TensorParallelGroup
+
+
+class _Saved(PushToHubMixin):
+    """What `push_to_hub` takes for a model: one whose files are there already."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.files = list(files)
+
+    def save_pretrained(self, folder: str, **options: Any) -> None:
+        """Put links to the files into `folder`."""
+        for file in self.files:
+            os.symlink(file.absolute(), Path(folder, file.name))
+
+
+def push(
+    group: TensorParallelGroup, save: Callable[[str], object], repo_id: str, *, tags: Iterable[str] = (), **options: Any
+) -> Any:
+    """Upload what `save` writes into a folder, from rank 0; every rank has to call it.
+
+    Args:
+        group: the ranks, all of which call `save`.
+        save: writes the files of rank 0 into a folder.
+        repo_id: where to.
+        tags: for the model card.
+        **options: of transformers' `push_to_hub`.
+
+    Returns:
+        What transformers' `push_to_hub` does, on rank 0; None on the others.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        return _upload(group, Path(folder).iterdir(), repo_id, tags=tags, **options)
+
+
+def save_and_push(
+    group: TensorParallelGroup,
+    save: Callable[..., object],
+    save_directory: str | os.PathLike[str],
+    *,
+    tags: Iterable[str] = (),
+    **options: Any,
+) -> None:
+    """`save_pretrained(..., push_to_hub=True)`: also upload what was written, to `repo_id` or the folder's name."""
+    folder = Path(save_directory)
+    hub = {
+        name: options.pop(name)
+        for name in ("commit_message", "commit_description", "create_pr", "private", "revision", "token")
+        if name in options
+    }
+    repo_id = options.pop("repo_id", None) or folder.absolute().name
+    before = _times(folder)
+    save(folder, **options)
+    written = [file for file, time in _times(folder).items() if before.get(file) != time]
+    _upload(group, written, repo_id, tags=tags, **hub)
+
+
+def _upload(
+    group: TensorParallelGroup, files: Iterable[Path], repo_id: str, *, tags: Iterable[str], **options: Any
+) -> Any:
+    def upload() -> Any:
+        return _Saved(files).push_to_hub(repo_id, tags=sorted(set(tags)) or None, **options)
+
+    return group.together(lambda: upload() if group.writes else None)
+
+
+def _times(folder: Path) -> dict[Path, int]:
+    return {file: file.stat().st_mtime_ns for file in folder.iterdir()} if folder.is_dir() else {}

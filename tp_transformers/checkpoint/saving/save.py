@@ -1,0 +1,188 @@
+"""Shards -> a standard checkpoint, written by rank 0 one tensor after the other.
+
+The files are written in a stream rather than collected first: rank 0 gathers the few whole tensors of one module on its
+CPU, and no GPU holds more than its shards and a box of them on its way. Names and tensors are those of transformers'
+own `save_pretrained`, and so are the file cuts, unless the checkpoint is converted (transformers then counts the sizes
+of shared storages).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ...errors import UnsupportedError
+from ...logs import get_logger
+from ...strategies import local_tensor, shard_of, whole_like
+from ..conversion.convert import WholeModel
+from .writer import Writer, make_folder, write_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...ranks.mesh import TensorParallelGroup
+
+logger = get_logger(__name__)
+
+
+def save_pretrained(
+    model: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    *,
+    max_shard_size: int | str = "50GB",
+    variant: str | None = None,
+    save_original_format: bool = True,
+    **unsupported: Any,
+) -> None:
+    """Write config, generation config and weights of a tensor-parallel model from rank 0; all ranks have to call it.
+
+    Args:
+        model: a model loaded with `tp_plan`.
+        save_directory: a folder, made if needed.
+        is_main_process: False on rank 0 writes nothing; the others never write.
+        max_shard_size: the largest weight file, in bytes or such as "5GB".
+        variant: put into the file names, as in `model.fp16.safetensors`.
+        save_original_format: whether weights are renamed and split back to the form that they were loaded from.
+        **unsupported: other arguments of transformers' `save_pretrained`.
+
+    Raises:
+        UnsupportedError: on an argument that is not one of these.
+    """
+    unsupported.pop("safe_serialization", None)  # there is no other kind
+    if unsupported.get("distributed_checkpoint"):
+        raise UnsupportedError(
+            "save_pretrained of a tensor-parallel model does not take distributed_checkpoint. For a file a rank, call "
+            "tp_transformers.save_sharded(model, folder); it loads at any number of ranks."
+        )
+    given = sorted(name for name, value in unsupported.items() if value not in (None, False))
+    if given:
+        raise UnsupportedError(
+            f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; a "
+            "plain model that is loaded from it takes them all."
+        )
+    group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
+    writes = group.writes and is_main_process
+    folder = Path(save_directory)
+    # 1. What will stand in which file: from shapes alone, the same on all ranks.
+    tensors = saved_state(model)
+    meta = {name: whole_like(tensor) for name, tensor in tensors.items()}
+    whole_model = WholeModel(model, {name: tensor.shape for name, tensor in meta.items()})
+    state = _reverted(whole_model, meta, save_original_format)
+    weights_name = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace(".", f".{variant}.")
+    cut = split_torch_state_dict_into_shards(
+        state,
+        filename_pattern=weights_name.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=max_shard_size,
+    )
+    writers: dict[str, Writer] = {}
+    try:
+        # 2. The files that need no weights, and the headers of those that do.
+        with group.agree():
+            if writes:
+                make_folder(folder)
+                write_configs(model, folder)
+                _remove_old_weights(folder, weights_name, keep=cut.filename_to_tensors)
+                for file, names in cut.filename_to_tensors.items():
+                    writers[file] = Writer(folder / file, {name: state[name] for name in names})
+
+        # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
+        def write(values: dict[str, Tensor]) -> None:
+            for target, value in _reverted(whole_model, values, save_original_format).items():
+                writers[cut.tensor_to_filename[target]].write(target, value)
+
+        def finish() -> None:
+            for writer in writers.values():
+                writer.finish()
+            if writes and cut.is_sharded:
+                total = sum(whole_like(param).numel() for param in model.parameters())
+                index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": cut.tensor_to_filename}
+                name = SAFE_WEIGHTS_INDEX_NAME if variant is None else f"model.safetensors.index.{variant}.json"
+                write_text(folder / name, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+        for names in _convertible_groups(whole_model, meta, state, save_original_format):
+            gathered = {name: gather(tensors[name], group) for name in names}
+            group.together(partial(write, {n: value for n, value in gathered.items() if value is not None and writes}))
+            del gathered
+        group.together(finish)
+    finally:
+        for writer in writers.values():
+            writer.close()
+
+
+def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What is saved: parameters and persistent buffers by name, each tied one once."""
+    state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for target, source in model.all_tied_weights_keys.items():
+        if state.get(target) is state.get(source):
+            state.pop(target, None)
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    return state
+
+
+def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
+    """The whole tensor on the CPU of rank 0; None elsewhere."""
+    shard = shard_of(tensor)
+    if shard is not None:
+        return shard.gather(local_tensor(tensor))
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu() if group.rank == 0 else None
+
+
+def _reverted(model: WholeModel, state: dict[str, Tensor], save_original_format: bool) -> dict[str, Tensor]:
+    """The state in the names and pieces of the checkpoint that the model was loaded from."""
+    if not save_original_format:
+        return state
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, state)  # type: ignore[arg-type]
+    return reverted
+
+
+def _convertible_groups(
+    model: WholeModel, meta: Mapping[str, Tensor], state: Mapping[str, Tensor], save_original_format: bool
+) -> list[list[str]]:
+    """Cut the names into groups that can be reverted by themselves: one a module, else all together."""
+    groups: dict[str, list[str]] = {}
+    for name in meta:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    alone = [_reverted(model, {name: meta[name] for name in names}, save_original_format) for names in groups.values()]
+    shapes = {name: tensor.shape for part in alone for name, tensor in part.items()}
+    if shapes == {name: tensor.shape for name, tensor in state.items()}:
+        return list(groups.values())
+    if model.tp_group.rank == 0:
+        logger.warning("the weights are converted all together; rank 0 holds the whole model while it saves")
+    return [list(meta)]
+
+
+def write_configs(model: PreTrainedModel, folder: Path) -> None:
+    """Everything of a checkpoint but its weights, as transformers writes it."""
+    if model._auto_class is not None:
+        custom_object_save(model, folder, config=model.config)
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _remove_old_weights(folder: Path, weights_name: str, *, keep: Mapping[str, Any]) -> None:
+    """Remove the weight files of an earlier save into the folder that this one does not replace."""
+    stem = re.escape(weights_name.removesuffix(".safetensors"))
+    for path in folder.iterdir():
+        if re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors", path.name) and path.name not in keep:
+            path.unlink()

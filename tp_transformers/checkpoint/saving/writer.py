@@ -1,0 +1,144 @@
+"""Tensors -> a safetensors file, in a stream: no more than one tensor is in memory beside those of the model."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from ...errors import CheckpointError, describe
+from ...slices.stored import byte_view
+from ..reading.header import DTYPE_NAMES
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder to write to, unless it is there. Raises CheckpointError where it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        got = "a file of that name" if isinstance(error, FileExistsError) else (error.strerror or str(error)).lower()
+        raise CheckpointError(
+            describe(f"folder {folder}", got=got, expected="a folder, or room for one", fix="Choose another.")
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in place of another one: it is whole and on the disk when it has its name."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        put_in_place(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Give a file, which is on the disk, the name `path`; so is the name when this returns.
+
+    A crash leaves what was there before or the new file. Without an fsync of the folder, POSIX promises neither.
+    """
+    partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know no fsync of a folder
+            raise
+    finally:
+        os.close(folder)
+
+
+class Writer:
+    """A safetensors file whose header is written first, and whose tensors come in any order.
+
+    It has its name when it is complete: until then a file that stands there stays, which parameters may live in.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
+        """Write the header for `tensors`, of which only dtypes and shapes count.
+
+        They stand without gaps, the widest dtypes first, so that every tensor is aligned to its elements, then by name.
+        """
+        self.path = path
+        self.pending: dict[str, tuple[int, Tensor]] = {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        position = 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+            end = position + tensor.numel() * tensor.dtype.itemsize
+            header[name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }
+            self.pending[name] = (position, tensor)
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._data_start = 8 + len(text)
+        self.size = self._data_start + position
+        self._partial = path.with_name(f"{path.name}.partial")
+        self._file: BinaryIO = self._partial.open("wb")
+        try:
+            self._put(0, len(text).to_bytes(8, "little") + text)
+            self._file.truncate(self.size)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Write one tensor to its place."""
+        position, expected = self.pending.pop(name)
+        if (value.shape, value.dtype) != (expected.shape, expected.dtype):
+            raise RuntimeError(f"{name} became {value.dtype} {tuple(value.shape)}, not {tuple(expected.shape)}")
+        self._put(self._data_start + position, byte_view(value.contiguous().cpu()))
+
+    def finish(self) -> None:
+        """Close a complete file, which is on the disk then. Raises RuntimeError where a tensor was never written."""
+        if self.pending:
+            raise RuntimeError(f"{self.path}: never written: {', '.join(self.pending)}")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        put_in_place(self._partial, self.path)
+        self._file.close()
+
+    def close(self) -> None:
+        """Close the file, and remove it unless it is complete."""
+        if not self._file.closed:
+            with suppress(OSError):  # a full disk has no room for what is buffered
+                self._file.close()
+            self._partial.unlink(missing_ok=True)
+
+    def _put(self, position: int, data: bytes | memoryview) -> None:
+        self._file.seek(position)
+        self._file.write(data)
+
+
+class SummedWriter(Writer):
+    """A safetensors file that is written from its first byte to its last, and whose CRC-32 is known when it ends."""
+
+    crc32 = 0
+    """Of all bytes so far, header included."""
+    _end = 0
+
+    def write_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write all tensors in the order of the file; the bytes are on the disk when this returns."""
+        for name in list(self.pending):
+            self.write(name, tensors[name])
+        self.finish()
+
+    def _put(self, position: int, data: bytes | memoryview) -> None:
+        if position != self._end:
+            raise RuntimeError(f"{self.path}: written at byte {position} after byte {self._end}")
+        super()._put(position, data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self._end = self._file.tell()

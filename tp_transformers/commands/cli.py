@@ -1,0 +1,65 @@
+"""The command line: `tp-transformers COMMAND`, or `python -m tp_transformers COMMAND`.
+
+Results go to stdout, everything else to stderr. Exit codes: 0, all is well; 1, the answer is no; 2, the request cannot
+be served, and stderr says why and what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import TensorParallelError
+from . import plans, run
+from .plan import command as plan
+from .shard import command as shard
+from .suggest import command as suggest
+from .verify import command as verify
+
+COMMANDS: dict[str, Any] = {
+    "plan": plan,
+    "plans": plans,
+    "verify": verify,
+    "suggest": suggest,
+    "shard": shard,
+    "run": run,
+}
+"""Name -> module; see `commands`."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    whole = argparse.ArgumentParser(
+        prog="tp-transformers", description="Tensor parallelism for Hugging Face Transformers, on any number of ranks."
+    )
+    subparsers = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        one = subparsers.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=f"{command.SUMMARY[0].upper()}{command.SUMMARY[1:]}.",
+            epilog=f"example: {command.EXAMPLE}",
+        )
+        command.configure(one)
+        one.set_defaults(run=command.run)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
+    except TensorParallelError as error:
+        print(f"tp-transformers {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,164 @@
+"""A name or a folder -> what a load of it would find: the model on the meta device, its plan, its checkpoint's tensors.
+
+Config and headers are read, in one process, and no weight: a load is begun, and ended where it would read the first
+one. So dtypes, conversions and what is tied are those of a load, by construction.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from ...checkpoint.conversion.convert import dtype_policy
+from ...errors import CheckpointError, TensorParallelError, UnsupportedError, UsageError, describe
+from ...loading.from_pretrained import from_pretrained_with
+from ...loading.hook import enable
+from ...loading.request import LoadRequest, express, open_checkpoint
+from ...plans.rules import Plan
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
+"""Endings of the files by which a folder has weights, of any format."""
+
+
+@dataclass(frozen=True)
+class Stock:
+    """What a checkpoint has of what a model needs; nothing is known of it where there is only a config."""
+
+    files: int
+    """Number of files."""
+    nbytes: int
+    """Bytes of their tensors."""
+    bytes_read: int
+    """Bytes that were read to know it: the headers."""
+    missing: tuple[str, ...] = ()
+    """Parameters that it lacks; a load would initialise them anew."""
+    unexpected: tuple[str, ...] = ()
+    """Tensors that the model has no place for; a load would leave them out."""
+    twice: tuple[tuple[str, str], ...] = ()
+    """Tied parameters of which it holds both: a load keeps both if they turn out to differ, and one else."""
+    read_whole: tuple[str, ...] = ()
+    """Parameters that are converted in a way that slices cannot be pushed through: every rank reads all of them."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a load would find."""
+
+    name: str
+    model: PreTrainedModel
+    """The model, whole, on the meta device."""
+    plan: Plan
+    dtypes: Mapping[str, torch.dtype]
+    """Dtype in which a rank would hold a parameter or buffer, where it is not the model's own."""
+    stock: Stock | None
+    """What the checkpoint has; None where there is only a config."""
+
+
+def survey(
+    name: str, *, tp_plan: Any = "auto", dtype: torch.dtype | str = "auto", revision: str | None = None
+) -> Survey:
+    """Look at a model as a load would, and read no weight.
+
+    Args:
+        name: a folder with a config and perhaps weights, the config in it, or a name on the Hub, of which only headers
+            are fetched.
+        tp_plan: as `from_pretrained` takes it.
+        dtype: as `from_pretrained` takes it; where there is only a config that does not say, "auto" is float32.
+        revision: of a name on the Hub.
+
+    Raises:
+        UsageError: where there is no such model.
+        CheckpointError: where a load could not take the checkpoint, tensors of the wrong shape among it.
+        PlanError: where there is no plan, or it is malformed.
+        UnsupportedError: where a load would refuse the model.
+    """
+    if os.path.isfile(name) and os.path.basename(name) == "config.json":
+        name = os.path.dirname(name) or "."
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        fix = "Name the folder of a model, or a model on the Hub (org/name)."
+        raise UsageError(describe(name, got="a folder without config.json", expected="one with it", fix=fix))
+    if not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        fix = "Correct the path, or name a model on the Hub (org/name)."
+        raise UsageError(describe(name, got="no such folder", expected="one with config.json", fix=fix))
+    kwargs: dict[str, Any] = {"revision": revision, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
+    with _told_plainly(name):
+        config = AutoConfig.from_pretrained(name, revision=revision)
+        has_weights = not os.path.isdir(name) or any(file.endswith(WEIGHTS) for file in os.listdir(name))
+        if not has_weights:
+            kwargs |= {"config": config, "state_dict": {}}
+            kwargs["dtype"] = config.dtype or torch.float32 if dtype == "auto" else dtype
+        try:
+            with enable():
+                from_pretrained_with(_stop, _model_class(config), name if has_weights else None, **kwargs)
+        except _FoundError as found:
+            model, plan, request = found.args
+        policy = dtype_policy(request.dtype_plan)
+        if not has_weights:
+            names = model.state_dict()
+            return Survey(name, model, plan, {name: kept for name in names if (kept := policy(name))}, None)
+        stock, filled = _take_stock(model, request)
+        return Survey(name, model, plan, {name: kept for name in filled if (kept := policy(name))}, stock)
+
+
+class _FoundError(Exception):
+    """The end of a load that only looks."""
+
+
+def _stop(model: PreTrainedModel, plan: Plan, request: LoadRequest) -> NoReturn:
+    """In place of a load."""
+    raise _FoundError(model, plan, request)
+
+
+def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, set[str]]:
+    """Hold the headers against the model; returns what there is, and the names that a load would fill."""
+    whole = model.state_dict(keep_vars=True)
+    with open_checkpoint(request, rank=0) as checkpoint:
+        conversion, _ = express(model, checkpoint, whole, request)
+        found = set(conversion.expressions)
+        ties = getattr(model, "all_tied_weights_keys", None) or {}
+        filled = found | {one for pair in ties.items() if found.intersection(pair) for one in pair}
+        keys = SimpleNamespace(missing_keys=set(whole) - filled, unexpected_keys=conversion.unexpected)
+        model._adjust_missing_and_unexpected_keys(keys)  # leaves out what transformers never reports
+        stock = Stock(
+            files=len(request.files or checkpoint.sources),
+            nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+            bytes_read=sum(source.bytes_read + len(getattr(source, "head", b"")) for source in checkpoint.sources),
+            missing=tuple(sorted(keys.missing_keys)),
+            unexpected=tuple(sorted(keys.unexpected_keys)),
+            twice=tuple(sorted(pair for pair in ties.items() if found.issuperset(pair))),
+            read_whole=tuple(sorted(conversion.fallbacks)),
+        )
+    return stock, found
+
+
+def _model_class(config: Any) -> type[PreTrainedModel]:
+    """The class that the config names; where it names none of transformers', the one that generates, if any does."""
+    names = list(config.architectures or ())
+    for task in ("FOR_CAUSAL_LM_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", ""):
+        found = getattr(modeling_auto, f"MODEL_{task}MAPPING_NAMES").get(config.model_type, ())
+        names.extend((found,) if isinstance(found, str) else found)
+    for name in names:
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+            return cls
+    raise UnsupportedError(f"{config.model_type} is a model type for which transformers has no model")
+
+
+@contextmanager
+def _told_plainly(name: str) -> Iterator[None]:
+    """Whatever transformers makes of a config or a folder is an error of ours: the first line of what it says."""
+    try:
+        yield
+    except TensorParallelError:
+        raise
+    except Exception as error:  # a config can be wrong in any way
+        raise CheckpointError(f"{name}: {str(error).strip().splitlines()[0]}") from error

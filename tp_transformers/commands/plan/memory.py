@@ -1,0 +1,307 @@
+"""What every rank would hold of a model, and for how many ranks it fits into memory: arithmetic, on any machine.
+
+The cut is `resolve`'s, of the model on the meta device; shapes and bytes are those of its layouts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from ...errors import PlanError
+from ...plans.bind import Resolution, check_layers_are_cut, resolve
+from ...plans.heads import HEAD_SIZES, KV_COUNTS, QUERY_COUNTS
+from ...plans.rules import base_prefix
+from ...slices.layout import Layout
+from ...strategies import ReplicateParallel
+from .dry_load import Survey
+from .kv_cache import CachedAttention, cached_attention
+
+MOST_RANKS = 64
+"""Up to how many ranks the smallest number that fits is looked for."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter, and what every rank holds of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """That in which ranks hold it."""
+    layout: Layout | None
+    """Who holds what; None where every rank holds all of it."""
+    strategy: str | None
+    """What the plan calls its strategy; None where no rule covers it."""
+    whole_because: str | None
+    """Why every rank holds all of it; None where it is cut."""
+    tied: tuple[str, ...] = ()
+    """Other names of it."""
+    heads: int | None = None
+    """Heads, all parts together, along the dim that is cut by whole heads; None where it is not."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what `rank` holds."""
+        return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
+
+    def local_bytes(self, size: int) -> list[int]:
+        """Bytes that each of `size` ranks holds."""
+        if self.layout is None:
+            return [self.nbytes] * size
+        slice_bytes = self.nbytes // max(self.shape[self.layout.dim], 1)
+        return [width * slice_bytes for width in self.layout.split.widths]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of one attention module: (query, KV), in the whole model and on every rank."""
+
+    name: str
+    whole: tuple[int, int]
+    ranks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Keys and values that one attention module keeps."""
+
+    name: str
+    tokens: int
+    """Tokens of each sequence that memory holds."""
+    nbytes: tuple[int, ...]
+    """Bytes on every rank."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What every rank would hold."""
+
+    survey: Survey
+    size: int
+    batch: int
+    context: int
+    parameters: tuple[Parameter, ...]
+    """In the model's order; tied ones once."""
+    heads: tuple[Heads, ...]
+    buffer_bytes: int
+    """Bytes of buffers, which every rank holds whole."""
+    cached: tuple[Cached, ...]
+    notes: tuple[str, ...]
+    """What a load would warn of."""
+
+    @cached_property
+    def parameter_bytes(self) -> tuple[int, ...]:
+        """Bytes of parameters on every rank."""
+        return _sum(self.size, (parameter.local_bytes(self.size) for parameter in self.parameters))
+
+    @cached_property
+    def cache_bytes(self) -> tuple[int, ...]:
+        """Bytes of keys and values on every rank."""
+        return _sum(self.size, (cached.nbytes for cached in self.cached))
+
+    @property
+    def total_bytes(self) -> tuple[int, ...]:
+        """Bytes of parameters, buffers, keys and values on every rank."""
+        return tuple(
+            parameters + self.buffer_bytes + cache
+            for parameters, cache in zip(self.parameter_bytes, self.cache_bytes, strict=True)
+        )
+
+
+def outline(
+    survey: Survey, size: int, *, batch: int = 1, context: int = 0, encoder_context: int | None = None
+) -> Outline:
+    """Say what each of `size` ranks would hold; `batch`, `context`, `encoder_context`: see `cached_attention`.
+
+    Raises PlanError where a load would: the plan does not fit, or cuts no layer.
+    """
+    model = survey.model
+    resolution = resolve(survey.plan, model, size)
+    warning = check_layers_are_cut(model, survey.plan, resolution, size) if survey.plan.declared else None
+    cached = cached_attention(model, batch=batch, context=context, encoder_context=encoder_context) if context else []
+    return Outline(
+        survey,
+        size,
+        batch,
+        context,
+        tuple(_parameters(survey, resolution, size)),
+        tuple(_heads(survey, resolution, size)),
+        _buffer_bytes(survey),
+        tuple(
+            Cached(
+                one.name,
+                one.tokens,
+                tuple(width * one.head_bytes for width in one.widths(resolution.attention.get(one.name), size)),
+            )
+            for one in cached
+        ),
+        tuple(note for note in (*resolution.notes, warning) if note is not None),
+    )
+
+
+def smallest_size(survey: Survey, memory: int, *, batch: int = 1, context: int = 0) -> int | None:
+    """The least number of ranks of which each holds at most `memory` bytes; None where MOST_RANKS are too few.
+
+    Layers that are alike are cut alike, so one of each kind is looked at, and counted as often as there are such.
+    """
+    cached = cached_attention(survey.model, batch=batch, context=context) if context else []
+    room = memory - _buffer_bytes(survey)
+    with _one_of_each(survey) as kinds:
+        for size in range(1, MOST_RANKS + 1):
+            try:
+                held = _fullest(survey, size, cached, kinds)
+            except PlanError:  # some plans are for some numbers of ranks only
+                continue
+            if held <= room:
+                return size
+    return None
+
+
+def _fullest(survey: Survey, size: int, cached: Iterable[CachedAttention], kinds: Mapping[str, str]) -> int:
+    """Bytes of parameters, keys and values that the fullest of `size` ranks would hold; see `_one_of_each`."""
+    resolution = resolve(survey.plan, survey.model, size)
+    counts = Counter(kinds.values())
+    held = []
+    for parameter in _parameters(survey, resolution, size):
+        times = counts[_layer(parameter.name, kinds)]
+        held.append([nbytes * times for nbytes in parameter.local_bytes(size)])
+    for one in cached:
+        layer = _layer(one.name, kinds)
+        name = kinds[layer] + one.name.removeprefix(layer)
+        held.append([width * one.head_bytes for width in one.widths(resolution.attention.get(name), size)])
+    return max(_sum(size, held))
+
+
+def _layer(name: str, kinds: Mapping[str, str]) -> str:
+    """The layer that a parameter or module is in; "" where it is in none."""
+    while name and name not in kinds:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[Parameter]:
+    """Every parameter of the model once, as ranks would hold it."""
+    named = dict(survey.model.named_parameters(remove_duplicate=False))
+    ties = getattr(survey.model, "all_tied_weights_keys", None) or {}
+    homes = {param: name for name, param in reversed(named.items())}
+    tied: dict[str, list[str]] = {}
+    for name, param in named.items():
+        home = ties[name] if ties.get(name) in named else homes[param]
+        if home != name:
+            tied.setdefault(home, []).append(name)
+    others = {name for names in tied.values() for name in names}
+    for name, param in named.items():
+        if name in others:
+            continue
+        layout = resolution.layouts.get(name)
+        names = (name, *tied.get(name, ()))
+        split = resolution.param_strategies[name].split if layout is not None else None
+        yield Parameter(
+            name,
+            tuple(param.shape),
+            next(filter(None, map(survey.dtypes.get, names)), param.dtype),
+            layout,
+            resolution.rule_names.get(name),
+            _whole_because(name, resolution, size) if layout is None or size == 1 else None,
+            names[1:],
+            split.length if split is not None else None,
+        )
+
+
+def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]:
+    """The heads of every attention of which the plan says where they are."""
+    for name, whole in resolve(survey.plan, survey.model, 1).attention.items():
+        cut, counts = resolution.attention.get(name), (whole.query.length, whole.kv.length)
+        ranks = tuple(zip(cut.query.widths, cut.kv.widths, strict=True)) if cut is not None else (counts,) * size
+        yield Heads(name, counts, ranks)
+
+
+def _whole_because(name: str, resolution: Resolution, size: int) -> str:
+    """Why every rank holds all of a parameter."""
+    strategy, rule = resolution.param_strategies.get(name), resolution.rule_names.get(name)
+    if size == 1:
+        return "there is one rank"
+    if strategy is None:
+        return "no rule covers it"
+    if any(f"{name}.".startswith(f"{attention}.") for attention in resolution.whole_attention):
+        return "there are more ranks than query heads"
+    if isinstance(strategy, ReplicateParallel):
+        return f"the strategy is {rule or type(strategy).__name__}"
+    return f"{rule or type(strategy).__name__} does not cut a {name.rpartition('.')[2]}"
+
+
+def _buffer_bytes(survey: Survey) -> int:
+    """Bytes of a model's buffers."""
+    return sum(
+        buffer.numel() * survey.dtypes.get(name, buffer.dtype).itemsize for name, buffer in survey.model.named_buffers()
+    )
+
+
+def _sum(size: int, rows: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """Add up what each of `size` ranks holds."""
+    return tuple(map(sum, zip([0] * size, *rows, strict=True)))
+
+
+@contextmanager
+def _one_of_each(survey: Survey) -> Iterator[Mapping[str, str]]:
+    """Leave one layer of each kind in the model for as long as it lasts; yields {layer: the one that is left for it},
+    and "" for what is in no layer.
+
+    Layers are of one kind where their modules, parameters, rules and heads are.
+    """
+    model = survey.model
+    names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
+    rules: dict[str, list[int]] = {}
+    for number, rule in enumerate(survey.plan.rules):
+        for name in rule.match(names, base_prefix(model)):
+            rules.setdefault(name, []).append(number)
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    kept_apart = {*ties, *ties.values()}
+    kinds = {"": ""}
+    taken: list[tuple[nn.ModuleList, dict[str, nn.Module]]] = []
+    for path, stack in list(model.named_modules()):
+        if not isinstance(stack, nn.ModuleList) or _layer(path, kinds):
+            continue
+        first: dict[object, str] = {}
+        for step, layer in stack.named_children():
+            own = f"{path}.{step}"
+            kind = _kind(survey, own, layer, rules) if not any(n.startswith(f"{own}.") for n in kept_apart) else own
+            kinds[own] = first.setdefault(kind, own)
+        taken.append((stack, stack._modules))
+        stack._modules = {
+            step: layer for step, layer in stack.named_children() if kinds[f"{path}.{step}"] == f"{path}.{step}"
+        }
+    try:
+        yield kinds
+    finally:
+        for stack, layers in taken:
+            stack._modules = layers
+
+
+def _kind(survey: Survey, own: str, layer: nn.Module, rules: Mapping[str, list[int]]) -> object:
+    """What layers have in common that are cut alike."""
+    parts = [
+        (
+            name,
+            type(module),
+            rules.get(f"{own}.{name}" if name else own, ()),
+            [getattr(module, count, None) for count in (*QUERY_COUNTS, *KV_COUNTS, *HEAD_SIZES)],
+        )
+        for name, module in layer.named_modules()
+    ]
+    params = [
+        (name, param.shape, survey.dtypes.get(f"{own}.{name}", param.dtype), rules.get(f"{own}.{name}", ()))
+        for name, param in layer.named_parameters(remove_duplicate=False)
+    ]
+    return repr((parts, params))

@@ -1,0 +1,178 @@
+"""An outline as text: a tree of parameters in which layers that are alike, and ranks that agree, are folded."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeVar
+
+from ...plans.rules import fold_layers
+from ...text import size
+from .memory import Outline, Parameter
+
+T = TypeVar("T")
+
+
+@dataclass
+class Node:
+    """A module of the tree, or a parameter."""
+
+    children: dict[str, Node] = field(default_factory=dict)
+    row: tuple[str, str, str] | None = None
+    """What is told of it: (in the whole model, on the ranks, how)."""
+    is_whole: bool = False
+    """Whether it is a parameter that every rank holds all of, though there are several."""
+
+    def key(self) -> object:
+        """What nodes have in common that may be folded."""
+        return self.row, tuple((name, child.key()) for name, child in self.children.items())
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the tree."""
+
+    depth: int
+    label: str
+    row: tuple[str, str, str]
+    is_whole: bool
+
+
+def tree(outline: Outline) -> list[Line]:
+    """The lines of the tree."""
+    root = Node()
+    for parameter in outline.parameters:
+        node = _descend(root, parameter.name)
+        node.row = (shape(parameter.shape), _on_ranks(parameter, outline.size), _how(parameter))
+        node.is_whole = parameter.whole_because is not None and outline.size > 1
+    for heads in outline.heads:
+        on_ranks = [f"{query}/{kv} heads" for query, kv in heads.ranks]
+        _descend(root, heads.name).row = ("{}/{} heads".format(*heads.whole), by_rank(on_ranks), "")
+    return list(_lines(_folded(root), 0))
+
+
+def table(outline: Outline) -> list[tuple[str, ...]]:
+    """A row for the ranks that hold alike, below a row of titles: heads where all attention has as many, and bytes."""
+    held = zip(outline.parameter_bytes, outline.cache_bytes, outline.total_bytes, strict=True)
+    alike = {heads.ranks for heads in outline.heads}
+    heads = [f"{query}/{kv}" for query, kv in alike.pop()] if len(alike) == 1 else ["-"] * outline.size
+    rows = [
+        (count, *map(size, (parameters, outline.buffer_bytes, cache, total)))
+        for count, (parameters, cache, total) in zip(heads, held, strict=True)
+    ]
+    titles = ("", "query/KV heads", "parameters", "buffers", "KV cache", "total")
+    return [titles, *((f"{_ranks(ranks)}", *row) for row, ranks in _alike(rows).items())]
+
+
+def cache_lines(outline: Outline) -> list[str]:
+    """Which layers hold how many tokens."""
+    by_tokens: dict[tuple[str, int], list[int]] = {}
+    for cached in outline.cached:
+        pattern, number = _numbered(cached.name)
+        by_tokens.setdefault((pattern, cached.tokens), []).append(number)
+    return [
+        f"{pattern.replace('*', spans(numbers), 1)}: {tokens} tokens"
+        for (pattern, tokens), numbers in by_tokens.items()
+    ]
+
+
+def whole_lines(outline: Outline) -> list[str]:
+    """What every rank holds all of, by the reason."""
+    counts: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
+    for parameter in outline.parameters:
+        if parameter.whole_because is not None:
+            counts[parameter.whole_because] += 1
+            nbytes[parameter.whole_because] += parameter.nbytes
+    return [f"{size(nbytes[why])} in {count} parameters: {why}" for why, count in counts.items()]
+
+
+def shape(lengths: Sequence[int]) -> str:
+    """A shape in words."""
+    return " x ".join(map(str, lengths)) or "scalar"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Integers, their runs folded: 0-3, 7."""
+    runs = [
+        [number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
+    ]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def by_rank(values: Sequence[str]) -> str:
+    """What each rank has; told once where all agree."""
+    alike = _alike(values)
+    if len(alike) == 1:
+        return values[0]
+    return ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in alike.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+
+
+def _alike(values: Iterable[T]) -> dict[T, list[int]]:
+    """Value -> the ranks that have it."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def _descend(root: Node, name: str) -> Node:
+    """The node of a module or parameter; those above it are made on the way."""
+    for step in name.split("."):
+        root = root.children.setdefault(step, Node())
+    return root
+
+
+def _on_ranks(parameter: Parameter, ranks: int) -> str:
+    return by_rank([shape(parameter.local_shape(rank)) for rank in range(ranks)])
+
+
+def _how(parameter: Parameter) -> str:
+    """How a parameter is cut, or why it is not, and what else there is to know."""
+    words = [f"whole: {parameter.whole_because}" if parameter.whole_because else str(parameter.strategy)]
+    if parameter.layout is not None and (holders := parameter.layout.split.holders):
+        words.append(f"some of it on {' or '.join(sorted({str(len(ranks)) for ranks in holders}))} ranks at once")
+    if parameter.tied:
+        words.append(f"tied to {', '.join(parameter.tied)}")
+    return "; ".join(words)
+
+
+def _folded(node: Node) -> Node:
+    """The same tree with numbered children that are alike folded into one, whose label tells their numbers."""
+    kinds: dict[object, tuple[Node, list[str]]] = {}
+    for name, child in node.children.items():
+        folded = _folded(child)
+        key = folded.key() if name.isdigit() else name
+        kinds.setdefault(key, (folded, []))[1].append(name)
+    node.children = {
+        spans(map(int, names)) if names[0].isdigit() else names[0]: child for child, names in kinds.values()
+    }
+    return node
+
+
+def _lines(node: Node, depth: int) -> Iterator[Line]:
+    for name, child in node.children.items():
+        label = name
+        while child.row is None and len(child.children) == 1:  # nothing to tell of it, and nothing beside what is in it
+            ((step, child),) = child.children.items()
+            label = f"{label}.{step}"
+        if child.row is None and child.children and all(re.fullmatch(r"[\d, -]+", step) for step in child.children):
+            for step, layer in child.children.items():  # a stack of layers that differ
+                yield Line(depth, f"{label}.{step}", layer.row or ("", "", ""), layer.is_whole)
+                yield from _lines(layer, depth + 1)
+            continue
+        yield Line(depth, label, child.row or ("", "", ""), child.is_whole)
+        yield from _lines(child, depth + 1)
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    """A name with `*` for its first number, and the number."""
+    number = next((int(step) for step in name.split(".") if step.isdigit()), 0)
+    return fold_layers(name), number

@@ -1,0 +1,50 @@
+"""`tp-transformers shard MODEL OUT --tp-size N`: a pre-sharded checkpoint for N ranks, on a machine without them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ...text import size
+from .offline import shard_checkpoint
+
+SUMMARY = "cut a checkpoint for N ranks, one file a rank, in this process alone and piece by piece"
+EXAMPLE = "tp-transformers shard Qwen/Qwen3-8B sharded --tp-size 4"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", help="a folder, or a name on the Hub")
+    parser.add_argument("folder", metavar="OUT", help="where to; made if needed")
+    parser.add_argument("--tp-size", type=int, required=True, metavar="N", help="how many ranks will load it")
+    parser.add_argument("--plan", default="auto", metavar="YAML", help="a plan of your own (default: auto)")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "bfloat16", "float16", "float32"],
+        default="auto",
+        help="what ranks hold weights in (default: auto, the checkpoint's own)",
+    )
+    parser.add_argument(
+        "--allow-replicated", action="store_true", help="also where a declared plan leaves layers whole"
+    )
+    parser.add_argument("--revision", help="a branch, tag or commit of a name on the Hub")
+    parser.add_argument("--stream", action="store_true", help="read a name on the Hub without storing its files")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the files, and say what they are."""
+    where = {} if arguments.revision is None else {"revision": arguments.revision}
+    manifest = shard_checkpoint(
+        arguments.model,
+        arguments.folder,
+        size=arguments.tp_size,
+        plan=arguments.plan,
+        show_progress=sys.stderr.isatty(),
+        dtype=arguments.dtype,
+        tp_stream=arguments.stream,
+        allow_replicated=arguments.allow_replicated,
+        **where,
+    )
+    for file in manifest.files:
+        print(f"{size(file.size)}  {manifest.folder / file.name}")
+    return 0

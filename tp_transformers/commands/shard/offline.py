@@ -1,0 +1,297 @@
+"""A checkpoint -> what `save_sharded` writes on N ranks, in one process and without those ranks.
+
+transformers does its part as for a load: config, dtype, names, conversions. In place of the load, every parameter is
+cut as each rank would cut it, and each piece goes straight into the file of its rank. In memory is one piece at a time;
+of a checkpoint on the Hub, one parameter, so that every byte is fetched once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from ...checkpoint.conversion.convert import dtype_policy
+from ...checkpoint.hub.fetch import fetch
+from ...checkpoint.reading.header import Checkpoint
+from ...checkpoint.reading.reader import read
+from ...checkpoint.reading.report import LoadReport
+from ...checkpoint.saving.manifest import Manifest, RankFile
+from ...checkpoint.saving.save import write_configs
+from ...checkpoint.saving.sharded import check_save, complete_save, open_writer, rank_paths, refuse_ordinary_weights
+from ...checkpoint.saving.writer import make_folder, put_in_place
+from ...errors import CheckpointError, TensorParallelError, UsageError, describe, list_faults
+from ...loading.from_pretrained import from_pretrained_with
+from ...loading.hook import enable
+from ...loading.load import LoadResult, place, restore_whole, same_bytes, tie
+from ...loading.request import LoadRequest, express, leaves, open_checkpoint
+from ...model.parallelize import parallelize
+from ...plans.bind import Resolution
+from ...plans.rules import Plan
+from ...ranks.mesh import TensorParallelGroup
+from ...slices.layout import Layout
+from ...slices.lazy import LazyTensor, Resident
+from ...strategies import whole_like
+
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
+"""Files beside the weights that the tokenizer and the processor are made of."""
+
+_WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+"""Arguments of `from_pretrained` that say where files are."""
+
+_COMPARED = 16 << 20
+"""Bytes of tied parameters that are compared at a time."""
+
+
+@dataclass(frozen=True)
+class AbsentRanks(TensorParallelGroup):
+    """Ranks that are not there, seen from the first: each would say what this one says."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` as often as there are ranks."""
+        return [value] * self.size
+
+
+def shard_checkpoint(
+    name: str,
+    folder: str | os.PathLike[str],
+    *,
+    size: int,
+    plan: Plan | str = "auto",
+    show_progress: bool = False,
+    **arguments: Any,
+) -> Manifest:
+    """Write what `save_sharded(folder)` writes on `size` ranks that have loaded `name`, and the tokenizer's files.
+
+    Args:
+        name: a folder, or a name on the Hub.
+        folder: where to; it may hold an earlier save, which stays what it is until this one is complete.
+        size: the number of ranks.
+        plan: what `from_pretrained` takes as `tp_plan`.
+        show_progress: whether to draw a bar on stderr.
+        **arguments: others of `from_pretrained`: dtype, revision, subfolder, token, tp_stream, ...
+
+    Raises:
+        UsageError: where `name` is no model that can be found, or `size` no number of ranks.
+        PlanError: where the plan does not fit.
+        CheckpointError: on files that are missing or damaged, and on weights that a load would initialise.
+    """
+    if size < 1:
+        raise UsageError(describe("number of ranks", got=str(size), expected="1 or more", fix="Give another."))
+    folder = Path(folder)
+    work = _Work(folder, size, show_progress)
+    try:
+        # 1. Every rank's file.
+        refuse_ordinary_weights(folder)
+        kind = _class_of(name, arguments)
+        with enable():
+            model = from_pretrained_with(work, kind, name, tp_plan=plan, **arguments)
+        # 2. Everything else; the manifest last.
+        manifest = check_save(model, folder, work.save, work.files)
+        write_configs(model, folder)
+        _copy_companions(name, folder, arguments, model.tp_source.get("commit_hash"))
+    except BaseException as error:
+        work.remove()
+        if isinstance(error, OSError) and not isinstance(error, TensorParallelError):
+            raise CheckpointError(str(error)) from error
+        raise
+    complete_save(manifest)
+    return manifest
+
+
+class _Work:
+    """What stands in for a load; afterwards `files` are complete, and the model is as if rank 0 had loaded it."""
+
+    def __init__(self, folder: Path, size: int, show_progress: bool) -> None:
+        self.folder, self.size, self.show_progress = folder, size, show_progress
+        self.save = secrets.token_hex(4)
+        self.paths = [rank_paths(folder, self.save, rank, size) for rank in range(size)]
+        self.files: list[RankFile] = []
+        self.one = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
+
+    def __call__(self, model: PreTrainedModel, plan: Plan, request: LoadRequest) -> tuple[Resolution, LoadResult]:
+        """Cut and write all parameters; those of the model stay on the meta device."""
+        began = perf_counter()
+        absent = AbsentRanks(None, 0, self.size, self.one.device)
+        resolution = parallelize(model, plan, absent, allow_replicated=request.allow_replicated)
+        whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+        dtype_of = dtype_policy(request.dtype_plan)
+        dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in whole.items()}
+        with open_checkpoint(request, rank=0) as checkpoint:
+            # 1. What every parameter is, and what of it each rank would hold.
+            conversion, mismatched = express(model, checkpoint, whole, request)
+            values = {
+                name: _Value(value, resolution.layouts.get(name), dtypes[name], request, checkpoint, self.one)
+                for name, value in conversion.expressions.items()
+            }
+            _settle_tied(model, values)
+            _refuse_missing(model, values, whole)
+            kept = {name: value for name, value in values.items() if name not in (model._keys_to_ignore_on_save or ())}
+            # 2. Every file's header, then all files from their first tensor to their last, side by side.
+            with ExitStack() as stack:
+                make_folder(self.folder)
+                writers = [
+                    stack.enter_context(closing(open_writer(path, _outlines(kept, rank), save=self.save, rank=rank)))
+                    for rank, (_, path) in enumerate(self.paths)
+                ]
+                with self._progress(sum(writer.size for writer in writers)) as done:
+                    for name in list(writers[0].pending):
+                        for writer, piece in zip(writers, kept[name].pieces(self.size), strict=True):
+                            writer.write(name, piece)
+                            done(piece.nbytes)
+                for source in checkpoint.sources:
+                    source.check_unchanged()
+                for writer in writers:
+                    writer.finish()
+            reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
+        for (path, temporary), writer in zip(self.paths, writers, strict=True):
+            put_in_place(temporary, path)
+            self.files.append(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
+        for name, tensor in _outlines(values, 0).items():
+            place(model, name, tensor)
+        missing = whole.keys() - values.keys()  # tied: transformers does that
+        for name in missing:
+            restore_whole(model, name, whole[name])
+        shares = tuple(file.size for file in self.files)
+        report = LoadReport(0, shares, perf_counter() - began, perf_counter() - began, bytes_read, reads)
+        return resolution, LoadResult(missing, conversion.unexpected, mismatched, report)
+
+    @contextmanager
+    def _progress(self, nbytes: int) -> Iterator[Callable[[int], object]]:
+        """A bar on stderr, if asked for."""
+        with transformers_logging.tqdm(
+            total=nbytes, unit="B", unit_scale=True, desc="Sharding", disable=not self.show_progress
+        ) as bar:
+            yield bar.update
+
+    def remove(self) -> None:
+        """Remove what was written."""
+        for path in (path for paths in self.paths for path in paths):
+            with suppress(OSError):
+                path.unlink()
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A whole parameter or buffer, lazily, and how it is cut."""
+
+    tensor: LazyTensor
+    layout: Layout | None
+    dtype: torch.dtype
+    """That in which ranks hold it."""
+    request: LoadRequest
+    checkpoint: Checkpoint
+    group: TensorParallelGroup
+
+    def pieces(self, size: int) -> Iterator[torch.Tensor]:
+        """What each of `size` ranks holds, read when it is asked for."""
+        is_read_once = self.layout is None or self.request.shared
+        source: LazyTensor = Resident(self.read(self.tensor)) if is_read_once else self.tensor
+        for rank in range(size):
+            if self.layout is None:
+                yield self.read(source)
+            else:
+                yield self.read(source.select(self.layout.dim, self.layout.split.ranges[rank]))
+
+    def read(self, tensor: LazyTensor) -> torch.Tensor:
+        """The values of `tensor`, which is a part of this one."""
+        value = torch.empty(tensor.shape, dtype=self.dtype)
+        stored, others = leaves({"": tensor}, {"": value})
+        read([each for each in stored if not each.tensor.source.is_remote], threads=self.group.threads)
+        if self.request.shared:
+            remote = [each for each in stored if each.tensor.source.is_remote]
+            fetch(remote, sources=self.checkpoint.sources, group=self.group)
+        for leaf, destination in others:
+            leaf.fill(destination)
+        return value
+
+    def is_same(self, other: _Value) -> bool:
+        """Whether the values are those of `other`; some rows of both are in memory at a time."""
+        if (self.tensor.shape, self.dtype) != (other.tensor.shape, other.dtype):
+            return False
+        rows = max(len(self.tensor) * _COMPARED // max(self.tensor.nbytes, 1), 1)
+        parts = [[(start, min(start + rows, len(self.tensor)))] for start in range(0, len(self.tensor), rows)]
+        return all(
+            same_bytes(self.read(self.tensor.select(0, part)), other.read(other.tensor.select(0, part)))
+            for part in parts
+        )
+
+
+def _outlines(values: Mapping[str, _Value], rank: int) -> dict[str, torch.Tensor]:
+    """Meta tensors of what `rank` holds."""
+    return {
+        name: torch.empty(
+            value.tensor.shape if value.layout is None else value.layout.local_shape(value.tensor.shape, rank),
+            dtype=value.dtype,
+            device="meta",
+        )
+        for name, value in values.items()
+    }
+
+
+def _settle_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
+    """Keep one of those that are tied, under the name that a save gives it."""
+    for name in tie(model, values, lambda target, source: values[target].is_same(values[source]), say=True):
+        del values[name]
+    for target, source in model.all_tied_weights_keys.items():
+        if target in values and source not in values:
+            values[source] = values.pop(target)
+
+
+def _refuse_missing(model: PreTrainedModel, values: Mapping[str, _Value], whole: Mapping[str, torch.Tensor]) -> None:
+    missing = whole.keys() - values.keys() - model.all_tied_weights_keys.keys()
+    if missing:
+        raise CheckpointError(
+            list_faults("these are not in the checkpoint, and a load would initialise them", missing)
+            + "\nLoad it in one process and save it with save_pretrained first, so that all ranks get the same values."
+        )
+
+
+def _class_of(name: str, arguments: Mapping[str, Any]) -> Any:
+    """The class that the config names, or the one for causal language models."""
+    try:
+        config = AutoConfig.from_pretrained(name, **{key: arguments[key] for key in _WHERE if key in arguments})
+    except (OSError, ValueError) as error:
+        fix = "See the name; a folder needs a config.json."
+        raise UsageError(describe("model", got=name, expected=f"one that can be found ({error})", fix=fix)) from error
+    names = config.architectures or ()
+    return next((getattr(transformers, each) for each in names if hasattr(transformers, each)), AutoModelForCausalLM)
+
+
+def _copy_companions(name: str, folder: Path, arguments: Mapping[str, Any], commit: str | None) -> None:
+    """Copy the files of the tokenizer and the processor, where there are any."""
+    where = {key: arguments[key] for key in _WHERE if key in arguments}
+    if commit is not None:
+        where["revision"] = commit
+    for file in _COMPANIONS:
+        found = cached_file(
+            name, file, **where, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=False
+        )
+        if found is not None and not (folder / file).exists():
+            shutil.copyfile(found, folder / file)

@@ -1,0 +1,182 @@
+"""Which features of attention's projections are queries, keys and values of which head: by what reaches what.
+
+In the input of the output projection, a query feature reaches its own head, for its own token; a key feature all heads
+of its group, for other tokens too; a value feature one feature of every head of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from torch import Tensor
+
+from .reach import Link
+
+
+class Refused(Exception):  # noqa: N818 - no error: what is not understood stays whole
+    """Why a block is not cut."""
+
+
+@dataclass
+class Roles:
+    """The roles of the modules that feed an output projection; see the module `plan`."""
+
+    query: int
+    """Query heads."""
+    kv: int
+    """KV heads."""
+    head_dim: int
+    """Features of a head in the output projection's input."""
+    by_module: dict[str, str] = field(default_factory=dict)
+    """Module -> its role; "latent" for what makes the rotary key of latent attention."""
+    parts: tuple[str, ...] = ()
+    """The parts of a fused projection, in order."""
+    shared: set[str] = field(default_factory=set)
+    """What else the modules may feed: the projection from the latent."""
+
+
+Unit = tuple[str, int]
+"""What a feature is ("query", "key", "value" or "gate"), and of which head or KV group; group -1 is all of several."""
+
+
+def attention_roles(consumer: str, links: Mapping[str, Link], embeddings: set[str]) -> Roles:
+    """The roles of `links`' modules, which feed the output projection `consumer`.
+
+    Raises Refused where they are not those of attention that a plan can name.
+    """
+    heads = _heads(links)
+    roles = Roles(len(heads), 0, len(heads[0]))
+    rows = {name: _rows(name, link, roles.head_dim) for name, link in links.items()}
+    groups = sorted(
+        {
+            touched
+            for name, kinds in rows.items()
+            if name not in embeddings
+            for kind, touched in kinds
+            if kind in ("key", "value")
+        }
+    )
+    proper = [touched for touched in groups if len(touched) == min(map(len, groups))]
+    if not proper or [head for touched in proper for head in touched] != list(range(roles.query)):
+        raise Refused(f"its keys and values are not those of groups of its {roles.query} query heads")
+    roles.kv = len(proper)
+    units = {name: [_unit(kind, touched, proper) for kind, touched in kinds] for name, kinds in rows.items()}
+    for name, sequence in units.items():
+        roles.by_module[name] = _role(name, sequence, roles, name in embeddings)
+    present = set(roles.by_module.values())
+    if not any(needed <= present for needed in _COMPLETE):
+        raise Refused(f"it has {', '.join(sorted(present))}, which is no whole attention")
+    if "latent" in present:
+        roles.shared |= {name for name, role in roles.by_module.items() if role == "key_value"}
+    return roles
+
+
+ENOUGH = 16
+"""Features that have to be seen in their places before the others are taken to be in theirs."""
+_COMPLETE = ({"query", "key", "value"}, {"fused"}, {"interleaved"}, {"query", "key_value"})
+
+
+def feature_order(made: Sequence[int | None], width: int) -> tuple[str, int]:
+    """How the features that indices make are stored: ("in order" or "alternating", how many times each).
+
+    None stands for an index that made nothing, since its activation was zero.
+
+    Raises Refused where they are in another order.
+    """
+    times = len(made) // width
+    in_order = list(range(width)) * times
+    alternating = [feature for feature in range(width) for _ in range(times)]
+    for order, expected in (("in order", in_order), ("alternating", alternating)):
+        right = [one == other for one, other in zip(made, expected, strict=False) if one is not None]
+        if len(made) == len(expected) and all(right) and len(right) >= min(len(made) / 2, ENOUGH):
+            return order, times
+    raise Refused("its features are in an order that no rule describes")
+
+
+def _heads(links: Mapping[str, Link]) -> list[tuple[int, ...]]:
+    """The features of every query head. Raises Refused where there are no queries, or heads of different widths."""
+    found = {
+        tuple(row.nonzero().flatten().tolist())
+        for link in links.values()
+        for row, mixes in zip(link.reaches, link.mixes, strict=True)
+        if not mixes and row.sum() > 1
+    }
+    heads = sorted(found)
+    width = next(iter(links.values())).reaches.shape[1]
+    if not heads:
+        raise Refused("features of several tokens are mixed, but not by queries, keys and values")
+    if [feature for head in heads for feature in head] != list(range(width)) or len(set(map(len, heads))) > 1:
+        raise Refused("its query heads overlap, or are not of one width")
+    return heads
+
+
+def _rows(name: str, link: Link, head_dim: int) -> list[tuple[str, tuple[int, ...]]]:
+    """What every output feature is, and the heads that it reaches."""
+    rows = []
+    for row, mixes in zip(link.reaches, link.mixes, strict=True):
+        touched = tuple(sorted({int(feature) // head_dim for feature in row.nonzero().flatten()}))
+        rows.append((_kind(row, bool(mixes), len(touched), head_dim), touched))
+    return rows
+
+
+def _kind(row: Tensor, mixes: bool, touched: int, head_dim: int) -> str:
+    count = int(row.sum())
+    if not count:
+        return "nothing"
+    if not mixes:
+        return "gate" if count == 1 < head_dim else "query"
+    return "value" if count == touched < touched * head_dim else "key" if count == touched * head_dim else "unknown"
+
+
+def _unit(kind: str, touched: tuple[int, ...], groups: list[tuple[int, ...]]) -> Unit:
+    if kind in ("key", "value"):
+        return kind, groups.index(touched) if touched in groups else -1
+    return kind, touched[0] if len(touched) == 1 else -1
+
+
+def _role(name: str, sequence: list[Unit], roles: Roles, is_embedding: bool) -> str:
+    """The role of one module. Raises Refused where no role stands for what it makes."""
+    kinds = {kind for kind, _ in sequence}
+    if is_embedding and [head for _, head in sequence] == list(range(roles.query)):
+        return "with_query"
+    runs = [(unit, len(list(same))) for unit, same in groupby(sequence)]
+    if kinds == {"key", "value"} and roles.kv == roles.query and _in_order([head for _, head in sequence], roles.kv):
+        return "key_value"
+    if kinds <= {"query", "gate"} and _in_order([head for _, head in sequence], roles.query):
+        return "query" if "query" in kinds else "with_query"
+    if kinds in ({"key"}, {"value"}) and _in_order([group for _, group in sequence], roles.kv):
+        return kinds.pop()
+    if kinds <= {"nothing", "key"} and all(group == -1 or roles.kv == 1 for kind, group in sequence if kind == "key"):
+        return "latent"
+    if kinds == {"query", "key", "value"} and len({length for _, length in runs}) == 1:
+        units = [unit for unit, _ in runs]
+        counts = {"query": roles.query, "key": roles.kv, "value": roles.kv}
+        parts = tuple(kind for kind, _ in groupby(kind for kind, _ in units))
+        if len(parts) == 3 and units == [(kind, head) for kind in parts for head in range(counts[kind])]:
+            roles.parts = parts
+            return "fused"
+        each = roles.query // roles.kv
+        grouped = [
+            [*(("query", group * each + head) for head in range(each)), ("key", group), ("value", group)]
+            for group in range(roles.kv)
+        ]
+        if units == [unit for group in grouped for unit in group]:
+            return "interleaved"
+    raise Refused(f"{name} makes {_draw(sequence)}, a layout that no role describes")
+
+
+def _in_order(heads: list[int], count: int) -> bool:
+    """Whether features belong to heads 0, 1, ... of as many features each."""
+    each = len(heads) // count
+    return heads == [head for head in range(count) for _ in range(each)]
+
+
+def _draw(sequence: list[Unit]) -> str:
+    """The layout of a projection: its runs of one kind, "query 0-3, value 0-3, ..."."""
+    runs = []
+    for kind, same in groupby(sequence, key=lambda unit: unit[0]):
+        heads = [head for _, head in same]
+        runs.append(f"{kind} {min(heads)}-{max(heads)}" if min(heads) < max(heads) else f"{kind} {heads[0]}")
+    return ", ".join(runs[:6]) + (", ..." if len(runs) > 6 else "")

@@ -1,0 +1,297 @@
+"""What is cut together: blocks of linears, experts and embeddings, by what reaches what in a small model.
+
+A linear can be cut along its input features, and those that feed it along their output features, if every feature of
+theirs reaches only features that stay together: one feature (an MLP), or a head or KV group (attention). Names are
+asked only for what gradients cannot tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...strategies import STRATEGIES, features
+from ...strategies.base import EXPERT_UNIT
+from .attention import Refused, Roles, attention_roles, feature_order
+from .experts import Feeds, stacked_experts
+from .reach import Flow, fold
+
+BIASES = ("alibi", "position_bias", "attention_mask")
+"""The keyword arguments by which attention may be given biases of all heads, which the strategy `alibi` cuts."""
+
+
+@dataclass
+class Block:
+    """What is cut together: the rules of one kind of attention, MLP, experts, or of the vocabulary."""
+
+    kind: str
+    name: str
+    """Folded name of the module around it, in the full model."""
+    rules: dict[str, Any] = field(default_factory=dict)
+    """Folded name in the full model -> the rule, as in YAML."""
+    roles: dict[str, list[str]] = field(default_factory=dict)
+    """Of attention: role -> children."""
+    heads: tuple[int, int] | None = None
+    """Of attention: query and KV heads, in the small model."""
+    remarks: dict[str, str] = field(default_factory=dict)
+    """Folded name -> what is not sure about its rule, and why."""
+
+
+def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> tuple[list[Block], dict[str, str]]:
+    """The blocks of an architecture that can be cut, and what cannot, with the reason.
+
+    Args:
+        small: a small model of it.
+        flow: what reaches what in that.
+        model: the whole model, on the meta device.
+    """
+    whole: dict[str, str] = {}
+    blocks = [*_linears(small, flow, whole), *_experts(small, model, flow, whole), *_vocabulary(model)]
+    for name, module in small.named_modules():
+        if features(module) is not None and fold(small, name) not in flow.ran:
+            whole.setdefault(fold(small, name), "it did not run on random tokens, so that nothing is known of it")
+    blocks = _apart(blocks, whole)
+    for block in list(blocks):
+        outside = flow.outside.intersection(block.rules) if block.kind != "experts" else None
+        if outside:
+            whole.update(
+                dict.fromkeys(block.rules, f"something else computes with the weights of {list_names(outside)}")
+            )
+            blocks.remove(block)
+    return blocks, whole
+
+
+def _linears(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
+    """Attention and MLPs: linears whose input features can be cut, with those that feed them."""
+    modules = {fold(model, name): module for name, module in model.named_modules()}
+    params = {fold(model, name): param for name, param in model.named_parameters()}
+    blocks = []
+    for consumer, (param, sources) in flow.tangled.items():
+        for name in (consumer, *sources):
+            if flow.readers[name] <= {consumer} or name == consumer:
+                whole[name] = f"{param} stands between them"
+    for consumer, links in flow.links.items():
+        if not links or any(link.is_dense for link in links.values()):
+            continue
+        if any(isinstance(modules[name], nn.Embedding) and not link.mixes.any() for name, link in links.items()):
+            continue  # the residual stream, before the first sum
+        try:
+            if any(link.mixes.any() for link in links.values()):
+                blocks.append(_attention(consumer, flow, modules, params))
+            elif all(flow.readers[name] == {consumer} for name in links):
+                blocks.append(_mlp(consumer, flow, modules, params))
+        except Refused as refused:
+            for name in (consumer, *links):
+                whole.setdefault(name, str(refused))
+    return blocks
+
+
+def _attention(
+    consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]
+) -> Block:
+    embedded = {name for name in flow.links[consumer] if isinstance(modules[name], nn.Embedding)}
+    roles: Roles = attention_roles(consumer, flow.links[consumer], embedded)
+    owner = consumer.rpartition(".")[0]
+    for name in roles.by_module:
+        if name.rpartition(".")[0] != owner and name not in embedded:
+            raise Refused(f"its projections are in several modules, {owner} and {name.rpartition('.')[0]}")
+        if not flow.readers[name] <= {consumer} | roles.shared and name not in embedded:
+            raise Refused(f"{name} feeds {list_names(flow.readers[name] - {consumer})} too")
+    block = Block("attention", owner, heads=(roles.query, roles.kv), roles={"output": [_child(consumer)]})
+    block.rules[consumer] = "rowwise"
+    for name, role in roles.by_module.items():
+        if role == "latent":
+            block.rules[name] = "mla_kv_a_proj"
+            continue
+        block.roles.setdefault(role, []).append(_child(name))
+        block.rules[name] = "colwise"
+        if role == "fused":
+            block.rules[name] = {"strategy": "packed_colwise", "parts": list(roles.parts)}
+            block.remarks[name] = f"in a small model its features were all of {', then all of '.join(roles.parts)}"
+        elif role == "interleaved":
+            block.remarks[name] = "in a small model its features went KV group by KV group"
+        elif role == "with_query":
+            block.rules[name] = "local_colwise" if name in embedded else "colwise"
+            block.remarks[name] = "it has something for every query head"
+    for name in sorted(flow.between[consumer]):
+        _between_heads(block, name, flow, modules, params, roles)
+    given = {key: shape for key, shape in flow.biased.get(owner, {}).items() if key in BIASES}
+    if any(_has_heads(key, shape, roles.query) for key, shape in given.items()):
+        block.rules[owner] = "alibi"
+        block.remarks[owner] = "it is given position biases of all heads"
+    block.roles = {role: block.roles[role] for role in sorted(block.roles, key=_ROLE_ORDER.index)}
+    return block
+
+
+_ROLE_ORDER = ["query", "fused", "interleaved", "key", "key_value", "value", "output", "with_query", "with_key"]
+
+
+def _has_heads(key: str, shape: tuple[int, ...], heads: int) -> bool:
+    """Whether an argument of attention has something for every head."""
+    if key == "alibi":
+        return True
+    if key == "position_bias":
+        return len(shape) == 3 and shape[0] % heads == 0
+    return len(shape) == 4 and shape[1] == heads > 1
+
+
+def _between_heads(
+    block: Block,
+    name: str,
+    flow: Flow,
+    modules: Mapping[str, nn.Module],
+    params: Mapping[str, nn.Parameter],
+    roles: Roles,
+) -> None:
+    """The rule of a parameter that stands between the projections of attention. Raises Refused where there is none."""
+    shape, owner = tuple(params[name].shape), name.rpartition(".")[0]
+    source = flow.norms.get(owner)
+    role = roles.by_module.get(source, "") if source is not None else ""
+    if owner == block.name and shape == (roles.query,):
+        block.rules[name] = "local_colwise"
+        block.roles.setdefault("with_query", []).append(_child(name))
+        block.remarks[name] = "it has a number for every query head"
+        return
+    if source is not None and role in ("query", "key", "value"):
+        made = (features(modules[source]) or (0, 0))[1]
+        count = roles.query if role == "query" else roles.kv
+        if shape == (made // count,):
+            block.rules[owner] = "replicated_with_grad_allreduce"
+            return
+        rule = ""
+        if shape == (count, made // count):
+            rule = "local_colwise"
+        elif shape == (made,) and count > 1:
+            rule = "sharded_norm"
+            try:
+                STRATEGIES["sharded_norm"].bind(modules[owner], 2).check(modules[owner])
+            except ValueError as error:
+                raise Refused(str(error)) from None
+            block.remarks[owner] = "it norms all heads at once"
+        if rule:
+            block.rules[owner] = rule
+            block.roles.setdefault("with_query" if role == "query" else "with_key", []).append(_child(owner))
+            return
+    if len(shape) == 1 and shape[0] not in (roles.query, roles.kv) and shape[0] <= roles.head_dim:
+        block.rules[owner] = "replicated_with_grad_allreduce"
+        return
+    raise Refused(f"{name} of {list(shape)} stands between its projections, and nothing is known of it")
+
+
+def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]) -> Block:
+    width = (features(modules[consumer]) or (0, 0))[0]
+    block = Block("mlp", consumer.rpartition(".")[0], rules={consumer: "rowwise"})
+    for name, link in flow.links[consumer].items():
+        if bool((link.reaches.sum(1) > 1).any()):
+            raise Refused(f"a feature of {name} reaches several of {consumer}")
+        made = [int(row.int().argmax()) if row.any() else None for row in link.reaches]
+        order, parts = feature_order(made, width)
+        if order == "alternating":
+            block.rules[name] = {"strategy": "colwise", "unit": parts}
+            block.remarks[name] = f"in a small model {parts} features in a row met in one of {_child(consumer)}"
+        elif parts > 1:
+            block.rules[name] = {"strategy": "packed_colwise", "parts": parts}
+            block.remarks[name] = f"in a small model it was {parts} parts, one after the other"
+        else:
+            block.rules[name] = "colwise"
+    for name in flow.between[consumer]:
+        if params[name].numel() > 1:
+            raise Refused(f"{name} stands before {consumer}, and nothing is known of it")
+        block.rules[name.rpartition(".")[0]] = "replicated_with_grad_allreduce"
+    if ".experts.*" in f"{block.name}.":
+        block.remarks[consumer] = "right, but one all-reduce an expert"
+    return block
+
+
+def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
+    """Merged experts: every expert is cut."""
+    blocks = []
+    shapes = {fold(model, name): param for name, param in model.named_parameters()}
+    modules = {fold(meta, name): module for name, module in meta.named_modules()}
+    for name, feeds in flow.experts.items():
+        if not feeds:
+            whole[name] = "which features of its parameters belong together was not seen"
+            continue
+        block = Block("experts", name, rules={name: "moe_tp_experts"})
+        stacked = stacked_experts(modules[name])
+        if stacked:
+            _stack(block, stacked, modules[name])
+            blocks.append(block)
+            continue
+        for own in [_child(full) for full in shapes if full.rpartition(".")[0] == name]:
+            full = f"{name}.{own}"
+            if own in feeds:
+                block.rules[full] = _expert_rule(feeds[own], shapes[full].ndim, block, full)
+            else:
+                block.rules[full] = "replicate_once"
+                block.remarks[full] = "a bias that is added to the output"
+        blocks.append(block)
+    return blocks
+
+
+def _stack(block: Block, count: int, module: nn.Module) -> None:
+    """The rules of experts whose matrices stand one below the other."""
+    widths: set[str] = set()
+    for own, param in module.named_parameters():
+        name = f"{block.name}.{own}"
+        block.rules[name] = {"strategy": "local_packed_colwise", "parts": count}
+        block.remarks[name] = "one part an expert of this config, one below the other"
+        widths |= {
+            key for key, value in vars(module).items() if value == param.shape[0] // count and type(value) is int
+        }
+    if widths:
+        block.rules[block.name] = {"strategy": "moe_tp_experts", "widths": sorted(widths)}
+        block.remarks[block.name] = "its forward is taken to view its parameters by such widths"
+
+
+def _expert_rule(feed: Feeds, ndim: int, block: Block, name: str) -> Any:
+    order, parts = feature_order(feed.features, feed.width)
+    family = "colwise" if feed.dim == ndim - 2 and ndim == 3 else "rowwise"
+    if parts == 1:
+        return family
+    if order == "alternating":
+        block.remarks[name] = f"in a small model {parts} features in a row met"
+        return {"strategy": family, "unit": parts * EXPERT_UNIT}
+    block.remarks[name] = f"in a small model it was {parts} parts, one after the other"
+    return f"packed_{family}" if parts == 2 else {"strategy": f"packed_{family}", "parts": parts}
+
+
+def _vocabulary(model: PreTrainedModel) -> list[Block]:
+    """The embedding of the vocabulary, what is tied to it, and the head, all cut along the vocabulary."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        return []
+    block = Block("vocabulary", "")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.num_embeddings == embedding.num_embeddings:
+            block.rules[fold(model, name)] = "embedding_rowwise"
+        elif module is head and features(module) is not None:
+            block.rules[fold(model, name)] = "colwise_rep"
+    return [block]
+
+
+def _apart(blocks: Iterable[Block], whole: dict[str, str]) -> list[Block]:
+    """Blocks that share no rule: attention comes first."""
+    kept: list[Block] = []
+    taken: set[str] = set()
+    for block in sorted(blocks, key=lambda block: ("attention", "experts", "mlp", "vocabulary").index(block.kind)):
+        clash = taken.intersection(block.rules)
+        if clash:
+            whole.update({name: f"{list_names(clash)} would be cut in two ways" for name in block.rules.keys() - taken})
+            continue
+        taken |= block.rules.keys()
+        kept.append(block)
+    return kept
+
+
+def _child(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Names for a message, sorted; the model's output has none."""
+    return ", ".join(name or "the output" for name in sorted(names))

@@ -1,0 +1,80 @@
+"""`tp-transformers suggest MODEL OUT.yaml`: a plan for an architecture that has none, inferred and proven."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import transformers
+from transformers.utils import logging
+
+from ...errors import UsageError, describe
+from ...plans.checks.widths import shares
+from ...plans.rules import Plan, available_plans
+from ..verify.command import told
+from ..verify.verify import Verdict, read_config
+from .suggestion import Suggestion, prove, suggest
+
+SUMMARY = "write a plan for an architecture that has none: inferred from a small model of it, and proven"
+EXAMPLE = "tp-transformers suggest mosaicml/mpt-7b mpt.yaml"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", help="a folder, a name on the Hub or a config.json; no weights are read")
+    parser.add_argument("out", type=Path, metavar="OUT.yaml", help="where the plan is written")
+    parser.add_argument("--tp-size", type=int, default=2, metavar="N", help="ranks to prove it on (default: 2)")
+    parser.add_argument("--no-verify", action="store_true", help="write it unproven")
+    parser.add_argument("--force", action="store_true", help="overwrite OUT.yaml")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the plan and say what it does; returns 1 where nothing is cut, or it is not proven."""
+    out, size = arguments.out, arguments.tp_size
+    if size < 2:
+        raise UsageError(describe("--tp-size", got=str(size), expected="2 or more", fix="Give a number of ranks."))
+    if out.exists() and not arguments.force:
+        raise UsageError(describe(str(out), got="a file that is there", expected="a new one", fix="Pass --force."))
+    if not out.parent.is_dir():
+        raise UsageError(describe(str(out), got="no such folder", expected="one that is there", fix="See its path."))
+    logging.disable_progress_bar()
+    config = read_config(arguments.model)
+    known = available_plans().get(config.model_type)
+    if known is not None:
+        print(f"{config.model_type} has a plan already, {known.name}, which auto takes", file=sys.stderr)
+    suggestion, verdict = suggest(config, size=size), None
+    if not arguments.no_verify:
+        suggestion, verdict = prove(suggestion, config, size, tell=lambda line: print(line, file=sys.stderr))
+    out.write_text(suggestion.text(_proven(size, verdict)), encoding="utf-8")
+    Plan.from_yaml(out)
+    print("\n".join(_report(suggestion, size)))
+    print(told(verdict) if verdict is not None else "not verified")
+    print(f"wrote {out}")
+    return 0 if suggestion.blocks and (verdict is None or verdict.ok) else 1
+
+
+def _proven(size: int, verdict: Verdict | None) -> str:
+    """What the plan's header says of its proof."""
+    if verdict is None:
+        return "Not verified."
+    if not verdict.ok:
+        return f"verify says no on {size} ranks: {verdict.faults[0].splitlines()[0]}"
+    return f"On {size} ranks such a model computed what one process does, gradients too."
+
+
+def _report(suggestion: Suggestion, size: int) -> list[str]:
+    """What is cut, what stays whole and why, and what each rank holds."""
+    resolution = suggestion.resolve(size)
+    config = suggestion.model.config
+    lines = [f"{config.model_type}, {type(suggestion.model).__name__}, transformers {transformers.__version__}"]
+    for block in suggestion.blocks:
+        names = [name.removeprefix(f"{block.name}.") for name in block.rules if name != block.name]
+        lines.append(f"cut    {block.kind:10} {block.name}{': ' * bool(block.name)}{', '.join(names)}")
+    by_reason: dict[str, list[str]] = {}
+    for name, why in suggestion.whole.items():
+        by_reason.setdefault(why, []).append(name)
+    lines += [f"whole  {', '.join(names)}: {why}" for why, names in by_reason.items()]
+    lines += [f"note   {note}" for note in resolution.notes]
+    held = shares(suggestion.model, resolution.layouts, size)
+    return [*lines, f"ranks hold {', '.join(f'{share:.0%}' for share in held)} of the bytes"]

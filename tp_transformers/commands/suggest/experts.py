@@ -1,0 +1,112 @@
+"""How the parameters of merged experts fit together: which slices make the features that others take.
+
+A feature that is changed in what makes it changes one slice of the gradient of what takes it, and no other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...strategies import features
+
+TRIED = 32
+"""Indices of an experts' parameter that are tried, along each dim."""
+ROWS = 2
+"""Tokens that merged experts are tried with: the time goes by how many experts they take."""
+
+
+@dataclass(frozen=True)
+class Feeds:
+    """Which indices of one experts' parameter, along `dim`, are the features that their down projection takes."""
+
+    dim: int
+    features: tuple[int | None, ...]
+    """For every index along `dim`, the feature that it makes; None where that was not seen."""
+    width: int
+    """How many features there are."""
+
+
+def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]:
+    """How the parameters of merged experts fit together.
+
+    The matrix of which one slice along a dim changes, whatever is changed elsewhere, is the down projection. Where
+    there is none, the result is empty. `args` and `kwargs` are those of the module's forward.
+    """
+    params = {name: param.detach().double() for name, param in module.named_parameters()}
+    is_stacked = stacked_experts(module) > 0
+    changes: dict[tuple[str, int, int], dict[str, Tensor]] = {}
+    ids = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_floating_point()]
+    all_rows = is_stacked or not ids  # tokens that come sorted by expert have no ids
+    args, kwargs = _prepared(args, all_rows), _prepared(kwargs, all_rows)
+
+    def gradients(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+        output = torch.func.functional_call(module, leaves, args, kwargs)
+        output = output if isinstance(output, Tensor) else output[0]
+        weights = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view_as(output)
+        found = torch.autograd.grad((output * weights).sum(), list(leaves.values()), allow_unused=True)
+        return {
+            name: torch.zeros_like(values[name]) if gradient is None else gradient
+            for name, gradient in zip(leaves, found, strict=True)
+        }
+
+    before = gradients(params)
+
+    def changed(name: str, dim: int, index: int) -> dict[str, Tensor]:
+        if (name, dim, index) not in changes:
+            other = params[name].clone()
+            other.select(dim, index).mul_(1.5).add_(0.1)
+            after = gradients({**params, name: other})
+            changes[name, dim, index] = {
+                key: (after[key] - before[key]).abs() > 1e-9 * before[key].abs().max() for key in params
+            }
+        return changes[name, dim, index]
+
+    matrices = [name for name, param in params.items() if param.ndim == 3 or is_stacked]
+    for down in matrices:
+        for taken in (0,) if is_stacked else (1, 2):
+            feeds: dict[str, Feeds] = {}
+            for name, param in params.items():
+                for dim in (0,) if is_stacked else range(1, param.ndim):
+                    if name == down:
+                        continue
+                    length = param.shape[dim]
+                    made: list[int | None] = [None] * length
+                    for index in sorted({*range(min(length, TRIED // 2)), *range(0, length, -(-length // TRIED))}):
+                        slices = changed(name, dim, index)[down].movedim(taken, 0).flatten(1).any(1).nonzero().flatten()
+                        if len(slices) > 1:
+                            break
+                        made[index] = int(slices) if len(slices) else None
+                    else:
+                        if any(feature is not None for feature in made):
+                            feeds[name] = Feeds(dim, tuple(made), params[down].shape[taken])
+            if feeds and {*matrices} <= {*feeds, down}:
+                width = params[down].shape[taken]
+                return {**feeds, down: Feeds(taken, tuple(range(width)), width)}
+    return {}
+
+
+def stacked_experts(module: nn.Module) -> int:
+    """How many experts' matrices stand one below the other, (experts * features, hidden), in parameters of a module.
+
+    0 where there are none; DBRX keeps them so.
+    """
+    count = vars(module).get("num_experts")
+    shapes = [param.shape for param in module.parameters()]
+    if not isinstance(count, int) or count < 2 or not shapes or any(features(part) for part in module.modules()):
+        return 0
+    return count if all(len(shape) == 2 and shape[0] % count == 0 and shape[0] > count for shape in shapes) else 0
+
+
+def _prepared(value: Any, all_rows: bool) -> Any:
+    """Arguments in double precision, of the first tokens."""
+    if isinstance(value, Tensor):
+        rows = value if all_rows else value[:ROWS]
+        return rows.double() if rows.is_floating_point() else rows
+    if isinstance(value, tuple | list):
+        return type(value)(_prepared(item, all_rows) for item in value)
+    return {key: _prepared(item, all_rows) for key, item in value.items()} if isinstance(value, dict) else value

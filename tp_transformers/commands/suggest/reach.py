@@ -1,0 +1,299 @@
+"""Which features reach which: a small model is run once, and gradients tell what every linear's input depends on.
+
+The output of every linear and embedding is cut off from its past, so that the gradient of one input feature of a linear
+ends at the linears that feed it directly: `Link.reaches` is exact, since what does not depend has a gradient of zero.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from ...strategies import features, holds_experts
+from .experts import Feeds, probe_experts, stacked_experts
+
+CHUNK = 64
+"""Features whose gradients are computed at once."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How the output features of one module reach the input features of a linear, with no linear between."""
+
+    reaches: Tensor
+    """bool (output features, input features)."""
+    mixes: Tensor
+    """bool (output features): whether what they are for one token reaches another token, as keys and values do."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether most features reach most: a residual stream with a norm, say."""
+        return bool(self.reaches.float().mean() > 0.9) and min(self.reaches.shape) > 1
+
+
+@dataclass
+class Flow:
+    """What reaches what in a model; names are folded."""
+
+    links: dict[str, dict[str, Link]] = field(default_factory=dict)
+    """Linear -> the modules that feed it."""
+    between: dict[str, set[str]] = field(default_factory=dict)
+    """Linear -> the parameters, not of linears or embeddings, that stand between those and it."""
+    tangled: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
+    """Linear that was not looked into -> (a convolution's or like parameter that stands before it, what feeds it)."""
+    readers: dict[str, set[str]] = field(default_factory=dict)
+    """Module -> the linears that it feeds; "" for the model's output."""
+    norms: dict[str, str] = field(default_factory=dict)
+    """Norm -> the module whose output alone it norms, which the links look through."""
+    biased: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Module -> its keyword arguments that are tensors, and their shapes."""
+    experts: dict[str, dict[str, Feeds]] = field(default_factory=dict)
+    """Module of merged experts -> its parameters, and what they are to the widest one's partner."""
+    outside: set[str] = field(default_factory=set)
+    """Modules whose parameters are read while another one's forward runs, so that they have to be plain tensors."""
+    ran: set[str] = field(default_factory=set)
+    """The linears, embeddings and experts that ran."""
+
+
+def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
+    """Run a model once, and see what reaches what."""
+    flow = Flow(outside=_read_outside(model, run))
+    seen = _Seen(model, flow)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(1)
+        try:
+            output = run()
+        finally:
+            seen.remove()
+        for consumer, x in seen.first_inputs():
+            _trace(seen, flow, consumer, x)
+        _find_readers(seen, flow, output)
+        for name, (module, args, kwargs) in seen.experts.items():
+            flow.experts[name] = probe_experts(module, args, kwargs)
+    return flow
+
+
+class _Seen:
+    """Hooks on a model, and what they saw while it ran."""
+
+    def __init__(self, model: PreTrainedModel, flow: Flow) -> None:
+        self.flow = flow
+        self.leaves: list[tuple[str, Tensor]] = []
+        self.inputs: list[tuple[str, Tensor]] = []
+        self.experts: dict[str, tuple[nn.Module, Any, Any]] = {}
+        self.outputs: dict[int, tuple[str, Tensor]] = {}
+        weights = []
+        self.handles = []
+        for name, module in model.named_modules():
+            folded = fold(model, name)
+            if features(module) is not None:
+                weights.extend(module.parameters(recurse=False))
+                self.handles.append(module.register_forward_hook(self._linear(folded), with_kwargs=True))
+            elif holds_experts(module) or stacked_experts(module):
+                self.handles.append(module.register_forward_pre_hook(self._experts(folded), with_kwargs=True))
+            elif _is_norm(module):
+                self.handles.append(module.register_forward_hook(self._norm(folded)))
+            elif name:
+                self.handles.append(module.register_forward_pre_hook(self._block(folded), with_kwargs=True))
+        known = set(map(id, weights))
+        self.others = [(fold(model, name), param) for name, param in model.named_parameters() if id(param) not in known]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def first_inputs(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the linears of one folded name, the input of the first that ran and was fed by anything."""
+        done = set()
+        for name, x in self.inputs:
+            if name not in done and x.requires_grad:
+                done.add(name)
+                yield name, x
+
+    def _linear(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            self.flow.ran.add(name)
+            x = args[0] if args else next(iter(kwargs.values()))
+            if not isinstance(module, nn.Embedding):
+                self.inputs.append((name, x))
+            if not isinstance(output, Tensor):  # a router
+                return None
+            leaf = output.detach().requires_grad_()
+            copied = leaf.clone()  # which may be worked on in place
+            self.leaves.append((name, leaf))
+            self.outputs[copied.untyped_storage().data_ptr()] = (name, copied)
+            return copied
+
+        return hook
+
+    def _norm(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            source = self.outputs.get(args[0].untyped_storage().data_ptr()) if args else None
+            if source is None or not isinstance(output, Tensor):
+                return None
+            self.flow.norms[name] = source[0]
+            return args[0] * module.weight  # without the mean over features, through which each reaches all
+
+        return hook
+
+    def _experts(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.flow.ran.add(name)
+            if name not in self.experts:
+                self.experts[name] = (module, *_detached((args, kwargs)))
+
+        return hook
+
+    def _block(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            shapes = {key: tuple(value.shape) for key, value in kwargs.items() if isinstance(value, Tensor)}
+            self.flow.biased.setdefault(name, shapes)
+
+        return hook
+
+
+def _trace(seen: _Seen, flow: Flow, consumer: str, x: Tensor) -> None:
+    """What feeds one linear, feature by feature."""
+    flat = x.reshape(-1, x.shape[-1])
+    tensors = [leaf for _, leaf in seen.leaves]
+    noise = torch.randn_like(flat)
+    found = torch.autograd.grad(
+        flat, [*tensors, *(p for _, p in seen.others)], noise, retain_graph=True, allow_unused=True
+    )
+    fed = [index for index, gradient in enumerate(found[: len(tensors)]) if _is_any(gradient)]
+    names = [name for name, _ in seen.others]
+    flow.between[consumer] = {
+        name for name, gradient in zip(names, found[len(tensors) :], strict=True) if _is_any(gradient)
+    }
+    links: dict[str, Link] = {}
+    sources = [tensors[index] for index in fed]
+    tangled = [name for name, param in seen.others if name in flow.between[consumer] and param.ndim > 2]
+    if tangled:
+        flow.tangled[consumer] = (tangled[0], {seen.leaves[index][0] for index in fed})
+    elif fed and not all((first != 0).any(1).all() for first in _features(flat, noise, sources, count=1)):
+        everywhere = _features(flat, noise, sources)
+        last = _features(flat[-1:], noise[-1:], sources)
+        for index, all_rows, last_row in zip(fed, everywhere, last, strict=True):
+            name = seen.leaves[index][0]
+            reaches = (all_rows != 0).any(1).T  # (output features, input features)
+            mixes = (last_row[:, :-1] != 0).any(1).any(0)
+            before = links.get(name)
+            links[name] = Link(reaches | before.reaches, mixes | before.mixes) if before else Link(reaches, mixes)
+    flow.links[consumer] = links
+
+
+def _features(flat: Tensor, noise: Tensor, sources: list[Tensor], count: int | None = None) -> list[Tensor]:
+    """Which features of which tokens every feature of `flat: (rows, n)`, or the first, depends on.
+
+    Returns gradients (n, tokens, features) for each source.
+    """
+    each = torch.diag_embed(noise).transpose(0, 1)[:count]  # (n, rows, n)
+    parts = [
+        torch.autograd.grad(flat, sources, some, retain_graph=True, is_grads_batched=True) for some in each.split(CHUNK)
+    ]
+    return [torch.cat(found).flatten(1, -2) for found in zip(*parts, strict=True)]
+
+
+def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
+    """Which linears, or the output, every module feeds."""
+    tensors = [leaf for _, leaf in seen.leaves]
+    values = output.values() if isinstance(output, ModelOutput | dict) else output
+    ends = [("", value) for value in values if isinstance(value, Tensor) and value.requires_grad]
+    for reader, x in (*seen.inputs, *ends):
+        if x.requires_grad:
+            found = torch.autograd.grad(x, tensors, torch.randn_like(x), retain_graph=True, allow_unused=True)
+            for (name, _), gradient in zip(seen.leaves, found, strict=True):
+                if _is_any(gradient):
+                    flow.readers.setdefault(name, set()).add(reader)
+
+
+def fold(model: nn.Module, name: str) -> str:
+    """A name with the numbers of module lists replaced by `*`; those of an nn.Sequential tell its modules apart."""
+    owner: Any = model
+    path = []
+    for step in name.split("."):
+        path.append("*" if isinstance(owner, nn.ModuleList) and step.isdecimal() else step)
+        owner = getattr(owner, step, None)
+    return ".".join(path)
+
+
+class _Watched(nn.Parameter):
+    """A parameter that remembers whether anything was computed with it."""
+
+    is_read = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+        if isinstance(result, Tensor):  # rather than its dtype
+            for value in args:
+                if isinstance(value, _Watched):
+                    value.is_read = True
+        return result
+
+
+def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
+    """Modules whose parameters something else computes with, as Whisper's encoder does with its positions."""
+    handles, watched = [], {}
+
+    def swap(module: nn.Module, values: Any) -> None:
+        module._parameters.update(values)
+
+    for name, module in model.named_modules():
+        own = {key: param for key, param in module._parameters.items() if param is not None}
+        if own:
+            watched[name] = (
+                module,
+                own,
+                {key: _Watched(param.detach(), requires_grad=False) for key, param in own.items()},
+            )
+    try:
+        for module, own, proxies in watched.values():
+            swap(module, proxies)
+            handles.append(module.register_forward_pre_hook(lambda mod, _, own=own: swap(mod, own)))
+            handles.append(
+                module.register_forward_hook(lambda mod, _, __, own=proxies: swap(mod, own), always_call=True)
+            )
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, own, _ in watched.values():
+            swap(module, own)
+    return {
+        fold(model, name)
+        for name, (_, _, proxies) in watched.items()
+        if any(proxy.is_read for proxy in proxies.values())
+    }
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """A module of its own whose weight has no more than a number a feature, or a head's."""
+    weight = module._parameters.get("weight")
+    return (
+        weight is not None
+        and weight.ndim <= 2
+        and not list(module.children())
+        and "norm" in type(module).__name__.lower()
+        and len(inspect.signature(type(module).forward).parameters) == 2
+    )
+
+
+def _is_any(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool((gradient != 0).any())
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple | list):
+        return type(value)(map(_detached, value))
+    return {key: _detached(item) for key, item in value.items()} if isinstance(value, dict) else value

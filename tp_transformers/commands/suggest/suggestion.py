@@ -1,0 +1,251 @@
+"""A plan for an architecture that has none: inferred from a small model of it, checked, and written as YAML.
+
+What is not understood stays whole, and so does what `resolve` refuses or `verify` finds wrong; the plan says why.
+"""
+
+from __future__ import annotations
+
+import copy
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ...errors import PlanError, TensorParallelError
+from ...plans.bind import Resolution, resolve
+from ...plans.heads import AttentionHeads
+from ...plans.rules import Plan, base_prefix, fold_layers
+from ..verify import small_model as probe
+from ..verify.small_config import generating_class, shrink, supported
+from ..verify.verify import Verdict, verify
+from .blocks import Block, find_blocks
+from .reach import Flow, flow_of, fold
+
+TRIES = 4
+"""How often a plan that is found wrong is tried again with a block less, before everything stays whole."""
+WIDTH = 120
+"""Columns of the YAML."""
+
+
+@dataclass
+class Suggestion:
+    """A proposed plan: what is cut, what stays whole, and why."""
+
+    model: PreTrainedModel
+    """The whole model, on the meta device."""
+    blocks: list[Block]
+    reasons: dict[str, str]
+    """Folded names of modules whose parameters every rank holds -> why, where that does not go without saying."""
+    plain: set[str] = field(default_factory=set)
+    """Modules whose parameters something else computes with, so that they are held as plain tensors."""
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """The reasons for what no block cuts."""
+        cut = {name for block in self.blocks for name in block.rules}
+        return {name: why for name, why in self.reasons.items() if name not in cut}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan itself."""
+        return Plan.parse(self.data(), source="suggested")
+
+    def without(self, block: Block, why: str) -> Suggestion:
+        """The same with a block held whole."""
+        reasons = {**self.reasons, **dict.fromkeys(block.rules, why)}
+        return replace(self, blocks=[other for other in self.blocks if other is not block], reasons=reasons)
+
+    def resolve(self, size: int, model: PreTrainedModel | None = None) -> Resolution:
+        """Bind the plan. Raises PlanError where it does not fit."""
+        return resolve(self.plan, model or self.model, size)
+
+    def data(self) -> dict[str, Any]:
+        """The plan in the form of the YAML files."""
+        sections: dict[str, Any] = {"model_type": self.model.config.model_type, "base_model": {}, "heads": {}}
+        for name, rule in self._rules().items():
+            inside = self.relative(name)
+            sections["heads" if inside is None else "base_model"][name if inside is None else inside] = rule
+        sections["attention"] = {
+            self.relative(block.name): {
+                role: names[0] if len(names) == 1 else names for role, names in block.roles.items()
+            }
+            for block in self.blocks
+            if block.roles
+        }
+        return {key: value for key, value in sections.items() if value}
+
+    def text(self, verdict: str) -> str:
+        """The plan as commented YAML; `verdict` is what was proven of it."""
+        config = self.model.config
+        page = type(config).__module__.split(".")[-2]
+        header = (
+            f"Suggested from what reaches what in a small random model of {type(self.model).__name__} (transformers "
+            f"{transformers.__version__}, model_type {config.model_type}). {verdict}"
+        )
+        remarks = {name: why for block in self.blocks for name, why in block.remarks.items()}
+        remarks = {name: f"inferred: {why}" for name, why in remarks.items()}
+        remarks |= {name: f"whole: {why}" for name, why in self.whole.items()}
+        by_name = {self.relative(name) or name: why for name, why in remarks.items()}
+        lines = [f"# {config.model_type}: https://huggingface.co/docs/transformers/model_doc/{page}", *_comment(header)]
+        for section, value in self.data().items():
+            if isinstance(value, str):
+                lines.append(f"{section}: {value}")
+                continue
+            lines += ["", f"{section}:"]
+            said = ""
+            for name, rule in value.items():
+                why = by_name.get(name, "") if section != "attention" else ""
+                lines += _comment(why, indent=2) if why and why != said else []
+                said = why
+                lines += _line(name, rule)
+        return "\n".join([*lines, ""])
+
+    def relative(self, name: str) -> str | None:
+        """A name in the base model; None where it is outside."""
+        prefix = base_prefix(self.model)
+        if not prefix:
+            return name
+        return name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else None
+
+    def suspects(self, message: str) -> list[Block]:
+        """The blocks, those first that a message of what is wrong names first, then those with most remarks."""
+
+        message = fold_layers(message)
+
+        def rank(block: Block) -> tuple[int, int]:
+            found = [message.find(name) for name in self._spellings(block) if name in message]
+            return min(found, default=len(message)), -len(block.remarks)
+
+        return sorted(self.blocks, key=rank)
+
+    def _spellings(self, block: Block) -> set[str]:
+        """The names by which a message may mean a block."""
+        names = {block.name, *block.rules} - {""}
+        return names | {inside for name in names if (inside := self.relative(name))}
+
+    def _rules(self) -> dict[str, Any]:
+        """The rule of everything, in the model's order: what is cut, and every other module with parameters."""
+        cut = {name: rule for block in self.blocks for name, rule in block.rules.items()}
+        rules: dict[str, Any] = {}
+        for name, module in self.model.named_modules():
+            folded = fold(self.model, name)
+            own = [f"{folded}.{param}" for param, _ in module.named_parameters(recurse=False)]
+            if name and (folded in cut or (own and not set(own) <= cut.keys())):
+                rules[folded] = cut.get(folded, "local" if folded in self.plain else "replicate")
+            rules |= {param: cut[param] for param in own if param in cut}
+        return rules
+
+
+def suggest(config: PretrainedConfig, *, size: int = 2) -> Suggestion:
+    """A plan for the architecture of a config, which fits its model on `size` ranks.
+
+    Raises UnsupportedError where the config makes no model, or no small one of its kind runs.
+    """
+    model = _outline(config)
+    small, flow = _observe(config)
+    blocks, reasons = find_blocks(small, flow, model)
+    return _settle(_settle(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size)
+
+
+def prove(
+    suggestion: Suggestion,
+    config: PretrainedConfig,
+    size: int,
+    *,
+    check: Callable[..., list[Verdict]] = verify,
+    tell: Callable[[str], None] = lambda line: None,
+) -> tuple[Suggestion, Verdict]:
+    """A suggestion that computes what one process does, and the verdict on it.
+
+    Blocks that the verdict names are held whole, one after the other; after TRIES of them everything is.
+
+    Args:
+        suggestion: what to try first.
+        config: the architecture's.
+        size: number of ranks.
+        check: what is asked, as `verify`.
+        tell: called with a line about every try that failed.
+    """
+    for tried in range(TRIES + 1):
+        try:
+            verdict = check(config, plan=suggestion.plan, sizes=(size,), grads=True)[0]
+        except TensorParallelError as error:
+            if not suggestion.blocks:
+                raise
+            verdict = Verdict(size, (str(error),))
+        if verdict.ok or not suggestion.blocks:
+            break
+        fault = verdict.faults[0].splitlines()[0]
+        for suspect in suggestion.suspects("\n".join(verdict.faults))[: 1 if tried < TRIES - 1 else None]:
+            tell(f"{suspect.kind} {suspect.name} stays whole: {fault}")
+            suggestion = suggestion.without(suspect, f"verify found it wrong when cut: {fault}")
+    return suggestion, verdict
+
+
+def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
+    """Hold blocks whole until `resolve` accepts the plan, and reads the same heads as were seen."""
+    while True:
+        try:
+            resolution = suggestion.resolve(size, model)
+        except PlanError as error:
+            if not suggestion.blocks:
+                raise
+            suspect = suggestion.suspects(str(error))[0]
+            lines = [line[4:] for line in str(error).splitlines()[1:]] or [str(error)]
+            named = [line for line in lines if any(name in line for name in suggestion._spellings(suspect))]
+            suggestion = suggestion.without(suspect, (named or lines)[0])
+            continue
+        by_name = {fold(model, name): heads for name, heads in resolution.attention.items()}
+        wrong = [block for block in suggestion.blocks if model is not suggestion.model and _misread(block, by_name)]
+        if not wrong:
+            return suggestion
+        heads = by_name[wrong[0].name]
+        suggestion = suggestion.without(
+            wrong[0],
+            f"its config says {heads.query.length} query and {heads.kv.length} KV heads, it computes {wrong[0].heads}",
+        )
+
+
+def _misread(block: Block, by_name: Mapping[str, AttentionHeads]) -> bool:
+    heads = by_name.get(block.name)
+    return heads is not None and block.heads is not None and (heads.query.length, heads.kv.length) != block.heads
+
+
+def _observe(config: PretrainedConfig) -> tuple[PreTrainedModel, Flow]:
+    """A small random model of the config's kind, and what reaches what in it."""
+    small = shrink(config)
+    for owner in (small, *(getattr(small, name, None) for name in small.sub_configs)):
+        if hasattr(owner, "use_cache"):
+            owner.use_cache = False
+    small._attn_implementation = "eager"
+    small._experts_implementation = "eager"
+    with supported(f"a small {config.model_type}"), torch.random.fork_rng(devices=[]):
+        model = probe.make(generating_class(small), small)
+        question, *_ = probe.questions(model)
+        return model, flow_of(model, lambda: model(**question))
+
+
+def _outline(config: PretrainedConfig) -> PreTrainedModel:
+    """The whole model of a config, without values. Raises UnsupportedError where the config makes none."""
+    with supported(f"a {config.model_type} of this config"), torch.device("meta"):
+        return generating_class(config)._from_config(copy.deepcopy(config))
+
+
+def _comment(text: str, indent: int = 0) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH - indent, initial_indent=" " * indent + "# ", subsequent_indent=" " * indent + "# "
+    )
+
+
+def _line(name: str, rule: Any) -> list[str]:
+    """A rule as YAML, on two lines where one is too long."""
+    if isinstance(rule, str):
+        return [f"  {name}: {rule}"]
+    value = yaml.safe_dump(rule, default_flow_style=True, sort_keys=False, width=10 * WIDTH).strip()
+    line = f"  {name}: {value}"
+    return [line] if len(line) <= WIDTH else [f"  {name}:", f"    {value}"]

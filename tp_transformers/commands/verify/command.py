@@ -1,0 +1,60 @@
+"""`tp-transformers verify MODEL --tp-size 2,3`: a small random model on ranks of this machine, against one process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from transformers.utils import logging
+
+from ...errors import UsageError, describe
+from .verify import Verdict, verify
+
+SUMMARY = "prove a plan: a small random model on N ranks of this machine, held against one process"
+EXAMPLE = "tp-transformers verify Qwen/Qwen3-8B --tp-size 2,3 --grads"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", help="a folder, a name on the Hub or a config.json; no weights are read")
+    parser.add_argument("--tp-size", default="2", metavar="N", help="how many ranks, or several: 2,3 (default: 2)")
+    parser.add_argument("--plan", metavar="YAML", help="a plan of your own (default: the one that auto takes)")
+    parser.add_argument("--grads", action="store_true", help="compare gradients too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a size")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for the ranks of a size (default: 600)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a verdict for every size; returns 1 where one of them is not proven."""
+    try:
+        sizes = [int(size) for size in arguments.tp_size.split(",")]
+    except ValueError:
+        raise UsageError(
+            describe("--tp-size", got=arguments.tp_size, expected="numbers such as 2 or 2,3", fix="Give some.")
+        ) from None
+    logging.disable_progress_bar()
+    verdicts = verify(
+        arguments.model, plan=arguments.plan, sizes=sizes, grads=arguments.grads, timeout=arguments.timeout
+    )
+    for verdict in verdicts:
+        print(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}) if arguments.json else told(verdict))
+    return 0 if all(verdict.ok for verdict in verdicts) else 1
+
+
+def told(verdict: Verdict) -> str:
+    """A line with the numbers, and one for each fault and note."""
+    seen = []
+    if verdict.logits is not None:
+        seen.append(f"logits {verdict.logits:.1e}")
+    if verdict.loss is not None:
+        seen.append(f"loss {verdict.loss:.1e}")
+    if verdict.tokens is not None:
+        seen.append("same tokens" if verdict.tokens else "other tokens")
+    if verdict.gradient is not None:
+        name, error = verdict.gradient
+        seen.append(f"gradients {error:.1e} ({name})")
+    numbers = f" (worst relative errors: {', '.join(seen)})" if seen else ""
+    ranks = f"{verdict.size} rank{'s' * (verdict.size > 1)}"
+    lines = [f"{ranks}: {'proven' if verdict.ok else 'not as one process'}{numbers}"]
+    return "\n".join([*lines, *(f"  - {fault}" for fault in verdict.faults), *(f"  note: {n}" for n in verdict.notes)])

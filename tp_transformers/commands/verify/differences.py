@@ -1,0 +1,275 @@
+"""Where ranks first differ from one process, by what each module returned, and which rule of the plan that is.
+
+A module's output is held against the whole one in the way that its strategy says: this rank's slice of it where its
+features stay sharded, a part of a sum where something around it adds up. Modules without such a strategy may return
+what their inputs are: the whole, or a slice by any cut that is in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ...plans.bind import Resolution
+from ...plans.rules import Rule, base_prefix, fold_layers, names_around
+from ...slices.layout import Layout, Split, even
+from ...strategies import ColwiseParallel, RowwiseParallel, take
+from .small_model import Call, Trace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# fp32 sums in another order, where a model cannot compute in fp64; the same as in the tests of every architecture.
+OUTPUT_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-3
+NOISE = 1e-6
+"""Gradients smaller than this share of the model's largest are noise around zero (key biases without rotation)."""
+
+
+def relative(value: Tensor, reference: Tensor) -> float:
+    """Largest difference, in units of the largest magnitude of the reference; infinite where it is not a number."""
+    if value.shape != reference.shape or not value.isfinite().all():
+        return float("inf")
+    if not value.numel():
+        return 0.0
+    return ((value - reference).abs().max() / reference.abs().max().clamp_min(1e-12)).item()
+
+
+def gradient_errors(seen: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Relative errors of gradients; of those that are noise around zero, how large they are beside the largest."""
+    largest = max((grad.abs().max().item() for grad in expected.values()), default=1.0)
+    errors = {}
+    for name, grad in expected.items():
+        if name not in seen:
+            errors[name] = float("inf")
+        elif grad.abs().max().item() < NOISE * largest:
+            errors[name] = seen[name].abs().max().item() / largest
+        else:
+            errors[name] = relative(seen[name], grad)
+    return errors
+
+
+class Differences:
+    """One process held against `size` ranks that loaded `model` with `plan`.
+
+    Args:
+        model: the whole model, on the meta device.
+        resolution: the plan, bound to it, and rewritten by its options.
+        size: number of ranks.
+        reference: what modules were given and returned in one process.
+    """
+
+    def __init__(self, model: PreTrainedModel, resolution: Resolution, size: int, reference: Trace) -> None:
+        self.resolution, self.size, self.reference = resolution, size, reference
+        self.prefix = base_prefix(model)
+        self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self.has_children = {name for name, module in model.named_modules() if next(module.children(), None)}
+        self.sums = {name for name, strategy in resolution.module_strategies.items() if strategy.sums_output}
+
+    def first_output(self, traces: Mapping[int, Trace]) -> str | None:
+        """The first module whose output differs on some rank, with its rule and a hint; None where none does."""
+        calls = {rank: _numbered(trace) for rank, trace in traces.items()}
+        for (name, count), whole in _numbered(self.reference).items():
+            seen = {rank: found[name, count] for rank, found in calls.items() if (name, count) in found}
+            for index, expected in enumerate(whole.returned):
+                outputs = {r: call.returned[index] for r, call in seen.items() if len(call.returned) > index}
+                error, rank = self._worst(name, expected, outputs)
+                if error > OUTPUT_TOLERANCE:
+                    return self._blame(name, whole, seen, index, error, rank)
+        return None
+
+    def _worst(self, name: str, whole: Tensor, outputs: Mapping[int, Tensor]) -> tuple[float, int]:
+        """(largest relative error of what a module returned, rank)."""
+        errors = [(self._error(name, whole, output, rank, outputs), rank) for rank, output in outputs.items()]
+        return max(errors, default=(0.0, 0))
+
+    def _blame(self, name: str, whole: Call, seen: Mapping[int, Call], index: int, error: float, rank: int) -> str:
+        """What to say of the first module whose output differs; its input may differ already."""
+        what, hint = "output", self._hint(name, whole.returned[index], {r: c.returned[index] for r, c in seen.items()})
+        strategy = self.resolution.module_strategies.get(name)
+        if isinstance(strategy, RowwiseParallel) and strategy.takes_sharded_input and whole.given is not None:
+            expected = {rank: self._slice(whole.given, strategy.input_split, rank) for rank in seen}
+            given = [(relative(call.given, expected[r]), r) for r, call in seen.items() if call.given is not None]
+            if max(given, default=(0.0, 0))[0] > OUTPUT_TOLERANCE:
+                (error, rank), what, hint = max(given), "input", ""
+        if what == "input" or strategy is None:
+            hint = self.made_from(name) or hint
+        return (
+            f"{name or 'the model'}: its {what} is the first that differs (relative error {error:.1e}, rank {rank}); "
+            f"{self.rule(name)}. {hint}"
+        )
+
+    def made_from(self, name: str) -> str:
+        """Which modules of the same block make the features that a module computes on, and what to ask of them."""
+        block, strategies = name.rpartition(".")[0], self.resolution.module_strategies
+        own = strategies.get(name)
+        if own is not None and not own.takes_sharded_input:
+            return ""
+        makers = [other for other, strategy in strategies.items() if strategy.leaves_sharded_output]
+        makers = [other for other in makers if other.rpartition(".")[0] == block and other != name]
+        if not makers:
+            return ""
+        return (
+            f"It computes on what a rank has of {', '.join(map(self._short, makers))}. Are these the right features? "
+            "Fused parts are packed_colwise, in the order in which they are stored, and heads are cut by a plan's "
+            "attention."
+        )
+
+    def first_gradient(
+        self, errors: Sequence[Mapping[str, float]], wrong: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
+    ) -> str | None:
+        """The first parameter in the order of the backward whose gradient differs; None where none does.
+
+        Args:
+            errors: relative errors of every rank, by parameter.
+            wrong: the gradients themselves of every rank, where they differ.
+            whole: the gradients of one process.
+        """
+        worst = {name: max(error[name] for error in errors) for name in errors[0]}
+        order = {call.name: position for position, call in enumerate(self.reference.calls)}
+        faults = sorted(
+            (name for name, error in worst.items() if error > GRADIENT_TOLERANCE),
+            key=lambda name: order.get(name.rpartition(".")[0], -1),
+            reverse=True,
+        )
+        if not faults:
+            return None
+        name = faults[0]
+        others = sorted({fold_layers(fault) for fault in faults} - {fold_layers(name)})
+        told = f" Also wrong: {', '.join(others[:6])}{' ...' * (len(others) > 6)}." if others else ""
+        seen = [rank[name] for rank in wrong if name in rank]
+        fed = ", ".join(map(self._short, self._fed_by(order.get(name.rpartition(".")[0], -1)))) or "nothing that is cut"
+        hint = f"What comes after it has the right gradients; see its rule, and those of what it feeds: {fed}."
+        if len(seen) == self.size and _close(sum(seen[1:], seen[0]), whole[name]):
+            hint = (
+                "Each rank has only a part of it. If it computes on features that are cut, it is "
+                f"replicated_with_grad_allreduce; if not, what it feeds does not sum its input's gradient: {fed}."
+            )
+        elif seen and _close(seen[0], whole[name] * self.size):
+            hint = f"It is counted {self.size} times, once a rank: its input is whole, and it is replicate."
+        return (
+            f"{name}: its gradient is the first that differs (relative error {worst[name]:.1e}); "
+            f"{self.rule(name)}. {hint}{told}"
+        )
+
+    def _fed_by(self, position: int) -> list[str]:
+        """The modules that cut features soonest after a position in the forward, until some module sums again."""
+        fed = []
+        for call in self.reference.calls[position + 1 :]:
+            strategy = self.resolution.module_strategies.get(call.name)
+            if strategy is not None and strategy.leaves_sharded_output:
+                fed.append(call.name)
+            elif strategy is not None and (strategy.takes_sharded_input or strategy.sums_output):
+                break
+        return fed
+
+    def _short(self, name: str) -> str:
+        return f"{name.rpartition('.')[2]} ({self.rule(name)})"
+
+    def rule(self, name: str) -> str:
+        """What the plan says of a module or parameter: its own rule, its module's or those of its parameters."""
+        owner = name.rpartition(".")[0]
+        about = [name, *(known for known in self.parameters if known.rpartition(".")[0] == name)]
+        if name in self.parameters:
+            about.append(owner)
+        rules = [rule for rule in self.resolution.plan.rules if any(rule.match(about, self.prefix))]
+        if rules:
+            described = ", ".join(f"{rule.full(self.prefix)}: {_drawn(rule)}" for rule in rules)
+            return f"its rule{'s' * (len(rules) > 1)}: {described}"
+        block = next((block for block in names_around(owner) if block in self.sums), None)
+        return "no rule names it" + (f", but {fold_layers(block)}, around it, sums its output" if block else "")
+
+    def _error(self, name: str, whole: Tensor, output: Tensor, rank: int, outputs: Mapping[int, Tensor]) -> float:
+        """How far one rank's output is from what it may be; 0 where it is not known what that is."""
+        strategy = self.resolution.module_strategies.get(name)
+        inside = any(block in self.sums for block in names_around(name.rpartition(".")[0]))
+        if isinstance(strategy, ColwiseParallel) and strategy.leaves_sharded_output:
+            return relative(output, self._slice(whole, strategy.output_split, rank))
+        if inside or (strategy is not None and strategy.leaves_partial_output):
+            parts = list(outputs.values())
+            if len(parts) == self.size and all(part.shape == whole.shape for part in parts):
+                summed = sum(parts[1:], parts[0])
+                return min(relative(summed, whole), relative(output, whole))
+            return 0.0 if output.shape == whole.shape else self._sliced_error(whole, output, rank)
+        if output.shape == whole.shape or isinstance(strategy, ColwiseParallel | RowwiseParallel):
+            return relative(output, whole)
+        return self._sliced_error(whole, output, rank)
+
+    def _sliced_error(self, whole: Tensor, output: Tensor, rank: int) -> float:
+        """How far an output is from the nearest slice of the whole by a cut in force; 0 where none is of its shape."""
+        if output.ndim != whole.ndim:
+            return 0.0
+        dims = [dim for dim in range(whole.ndim) if output.shape[dim] != whole.shape[dim]]
+        if len(dims) != 1:
+            return 0.0
+        length, errors = whole.shape[dims[0]], []
+        for split in {*self._splits(), even(length, self.size)}:  # the last of a sequence
+            if length and length % split.length == 0:
+                scaled = split.scaled(length // split.length)
+                if scaled.local_length(rank) == output.shape[dims[0]]:
+                    errors.append(relative(output, _taken(whole, Layout(dims[0], scaled), rank)))
+        return min(errors, default=0.0)
+
+    def _splits(self) -> set[Split]:
+        """Every cut in force."""
+        splits = {layout.split for layout in self.resolution.layouts.values() if layout is not None}
+        return splits.union(*((heads.query, heads.kv) for heads in self.resolution.attention.values()))
+
+    def _slice(self, whole: Tensor, split: Split, rank: int) -> Tensor:
+        """This rank's features of the whole output; all of it where it is not as wide as the split says."""
+        return _taken(whole, Layout(whole.ndim - 1, split), rank) if whole.shape[-1] == split.length else whole
+
+    def _hint(self, name: str, whole: Tensor, outputs: Mapping[int, Tensor]) -> str:
+        """What a difference looks like, and what that usually is."""
+        parts = list(outputs.values())
+        if len(parts) == self.size and all(part.shape == whole.shape for part in parts):
+            if _close(sum(parts[1:], parts[0]), whole):
+                return "Each rank has a part of a sum that nothing adds up."
+            if all(_close(part, whole * self.size) for part in parts):
+                return f"It is {self.size} times too large: every rank's output was whole, and was summed."
+        if any(part.shape[:-1] == whole.shape[:-1] and _are_columns(part, whole) for part in parts):
+            return (
+                "Every feature is one of the whole output's, but not of those that this rank should have: fused parts "
+                "are packed_colwise with parts in the order in which they are stored, and heads are cut by attention."
+            )
+        if name in self.has_children:
+            return (
+                "All that is inside it agrees, so it is what it computes from them: something that it has for every "
+                "head or feature is not cut, or cut otherwise (with_query and with_key in a plan's attention)."
+            )
+        return "All that comes before it agrees."
+
+
+def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:
+    """(module, how often it was called before) -> the call, in the order in which they returned."""
+    counts: dict[str, int] = {}
+    numbered = {}
+    for call in trace.calls:
+        counts[call.name] = counts.get(call.name, -1) + 1
+        numbered[call.name, counts[call.name]] = call
+    return numbered
+
+
+def _drawn(rule: Rule) -> str:
+    return rule.strategy_name + (f" of parts {rule.parts}" if rule.parts is not None else "")
+
+
+def _close(value: Tensor, reference: Tensor) -> bool:
+    return relative(value, reference) <= GRADIENT_TOLERANCE
+
+
+def _taken(whole: Tensor, layout: Layout, rank: int) -> Tensor:
+    shard = take(whole, layout, rank)
+    assert isinstance(shard, Tensor)
+    return shard
+
+
+def _are_columns(part: Tensor, whole: Tensor) -> bool:
+    """Whether every feature of `part` is some feature of `whole`, for every token."""
+    if not part.numel() or part.isnan().any():
+        return False
+    ours, theirs = part.flatten(0, -2).T, whole.flatten(0, -2).T
+    distances = (ours[:, None] - theirs[None]).abs().amax(-1).amin(-1)
+    return bool((distances <= OUTPUT_TOLERANCE * whole.abs().max()).all())

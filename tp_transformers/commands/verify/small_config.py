@@ -1,0 +1,288 @@
+"""A config -> the config of a small model of the same architecture, which ranks share in the same way.
+
+What decides how ranks share a model stays as it is: how many heads, experts and groups there are, and how many experts
+a token takes. Widths shrink, and so does depth, to the first layers among which every kind of layer occurs. Nothing
+here knows an architecture by name; what configs of transformers call things is in the tables below.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+from ...errors import TensorParallelError, UnsupportedError, describe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
+HIDDEN = ("embed_dim", "n_embd", "d_model", "hidden_size")
+"""The width that heads share, where a config does not say how wide a head is."""
+DEPTHS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+)
+HEAD_WIDTH = re.compile(r"(\w+_)?head_dim|head_size|d_kv")
+WIDTH = re.compile(
+    r"(\w+_)?(hidden_size|intermediate_size(_mlp)?|ffn_dim|lora_rank|proj_dim)|embed_dim|n_embd|d_model|n_inner|d_ff"
+)
+ROTATED = ("partial_rotary_factor", "rotary_pct")
+INDICES = re.compile(r"\w+_(layers|indexes|indices)")
+"""Lists of the layers that are of some kind."""
+TOKEN_ID = re.compile(r"\w+_token_(id|index)")
+WINDOWS = {"sliding_window": 4, "attention_chunk_size": 8}
+"""Shorter than the prompts that are tried, so that they are felt."""
+LENGTHS = {"chunk_size": 8, "mamba_chunk_size": 8, "max_source_positions": 12}
+"""What else memory grows with: chunks of state-space layers, frames of speech."""
+
+BLOCK = 48
+"""Widths keep their remainder by this: what 2, 3, 4, 6 or 8 ranks can share evenly stays so, what they cannot too."""
+VOCAB = 4 * BLOCK
+FIRST_ID = 3
+HEAD_WIDTHS = (8, 16, 32, 64)
+PATCHES = 4
+"""Patches along each side of an image."""
+
+_UNUSED = (
+    *("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version", "output_attentions"),
+    *("out_features", "out_indices", "stage_names"),  # of a backbone: by default its last layer
+)
+
+Level = dict[str, Any]
+"""A config as a dict; configs within it, such as `text_config`, are levels of their own."""
+
+
+def shrink(config: PretrainedConfig) -> PretrainedConfig:
+    """A config of the same class, for a model of some hundred thousand parameters, or a few million.
+
+    Equal widths stay equal, and heads times their width stays the hidden width where it was. Tokens that end a text are
+    taken away, so that as many are generated as are asked for.
+
+    Raises:
+        UnsupportedError: if transformers refuses the result, so that the config has a constraint unknown here.
+    """
+    with supported(f"a small {config.model_type}"):
+        whole = config.to_dict()
+        levels = list(_levels(whole))
+        _shrink_widths(levels)
+        _shrink_ids(levels)
+        for level in levels:
+            for name, value in level.items():
+                shortest = WINDOWS.get(name) or LENGTHS.get(name)
+                if shortest and value:
+                    level[name] = min(value, shortest)
+                elif "vocab_size" in name and isinstance(value, int):  # a smaller one grows: prompts have their ids
+                    level[name] = VOCAB + value % BLOCK
+            _shrink_images(level, whole)
+            for name in _UNUSED:
+                level.pop(name, None)
+        small = type(config).from_dict(whole)
+        return type(config).from_dict(_first_layers(whole, _layers_needed(small, levels)))
+
+
+@contextmanager
+def supported(subject: str) -> Iterator[None]:
+    """Whatever transformers raises within is an UnsupportedError about `subject`, such as a small model."""
+    try:
+        yield
+    except TensorParallelError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            describe(
+                subject,
+                got=f"{type(error).__name__}: {error}",
+                expected="a model that transformers can make and run in one process",
+                fix="See whether the config is whole; if it is, verify the plan on a real checkpoint.",
+            )
+        ) from (None if isinstance(error, StopIteration) else error)  # contextlib would raise that cause itself
+
+
+def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that generates with a model of `config`: the one that the config names, or what the Auto classes know.
+
+    Where none generates it is the one that the config names, or the base model.
+    """
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    mappings: tuple[Mapping[Any, Any], ...] = (
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+        modeling_auto.MODEL_MAPPING,
+    )
+    known = [mapping.get(type(config), None) for mapping in mappings]
+    if config.is_encoder_decoder:
+        known.append(known.pop(1))
+    classes = [cls for found in (*named, *known) for cls in (found if isinstance(found, tuple) else (found,)) if cls]
+    if not classes:
+        raise UnsupportedError(
+            describe(
+                f"model_type {config.model_type}",
+                got="no class of that kind in transformers",
+                expected="an architecture that transformers has",
+                fix="Install a transformers that has it; code of a repository's own is not run.",
+            )
+        )
+    chosen: type[PreTrainedModel] = next((cls for cls in classes if cls.can_generate()), classes[0])
+    return chosen
+
+
+def outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model without values."""
+    with supported(f"a {config.model_type}"), torch.device("meta"):
+        model: PreTrainedModel = cls._from_config(config)
+    return model
+
+
+def _levels(level: Level) -> Iterator[Level]:
+    """The config and those within it; what is in `rope_parameters` belongs to the level around it."""
+    yield level
+    for name, value in level.items():
+        if isinstance(value, dict) and name.endswith("_config"):
+            yield from _levels(value)
+
+
+def _shrink_widths(levels: list[Level]) -> None:
+    """Give every width its small one: those that heads share first, then all others."""
+    small: dict[int, int] = {}
+    for level in levels:
+        heads, hidden, head = _attention(level)
+        if heads and hidden:
+            base = next(width for width in HEAD_WIDTHS if _rotates(width, level))
+            if hidden != heads * head:  # the heads together are not as wide as the model, and shall not become so
+                base = next(factor for factor in range(-(-BLOCK // heads), BLOCK) if factor != base)
+            small[hidden] = min(hidden, math.lcm(small.get(hidden, 1), heads * base))
+    for level in levels:
+        heads, hidden, head = _attention(level)
+        if head:
+            base = next(width for width in HEAD_WIDTHS if _rotates(width, level))
+            _shrink_heads(level, small[hidden] / hidden if heads and hidden == heads * head else min(1.0, base / head))
+    for level in levels:
+        for name, width in level.items():
+            if WIDTH.fullmatch(name) and isinstance(width, int) and width >= BLOCK:
+                if width not in small:
+                    candidates = range(BLOCK + width % BLOCK, width + BLOCK, BLOCK)
+                    small[width] = next((each for each in candidates if each not in small.values()), width)
+                level[name] = small[width]
+
+
+def _attention(level: Level) -> tuple[int, int, int]:
+    """(query heads, the width that they are counted from, the width of one); 0 where the level does not say."""
+    named = [level[name] for name in HEADS if level.get(name)]
+    heads = math.lcm(*named) if named else 0
+    hidden = next((level[name] for name in HIDDEN if level.get(name)), 0)
+    widths = [level[name] for name in level if HEAD_WIDTH.fullmatch(name) and level[name]]
+    if not heads or hidden % heads:
+        heads = hidden = 0
+    return heads, hidden, min(widths) if widths else hidden // (heads or 1)
+
+
+def _shrink_heads(level: Level, scale: float) -> None:
+    """Multiply what is about one head by `scale`."""
+    for name, value in level.items():
+        if (HEAD_WIDTH.fullmatch(name) or name in ("rotary_dim", "query_pre_attn_scalar")) and value:
+            level[name] = round(value * scale)
+    for rope in _dicts(level):
+        for name, values in rope.items():
+            if name == "mrope_section":  # parts of half a head: their sum is what counts
+                ends = [round(sum(values[: stop + 1]) * scale) for stop in range(len(values))]
+                rope[name] = [end - start for start, end in pairwise([0, *ends])]
+            elif isinstance(values, list) and values and all(isinstance(value, float | int) for value in values):
+                count = max(1, round(len(values) * scale))  # a factor for every pair of features
+                rope[name] = [values[index * len(values) // count] for index in range(count)]
+
+
+def _rotates(width: int, level: Level) -> bool:
+    """Whether the part of a head of `width` that is rotated is made of pairs."""
+    factors = [found[name] for found in (level, *_dicts(level)) for name in ROTATED if found.get(name)]
+    return all(int(width * factor) >= 2 and int(width * factor) % 2 == 0 for factor in factors)
+
+
+def _dicts(level: Level) -> Iterator[Level]:
+    """What is said about rotation, for all layers or for each kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = level.get(name)
+        if isinstance(rope, dict):
+            yield rope
+            yield from (inner for inner in rope.values() if isinstance(inner, dict))
+
+
+def _shrink_ids(levels: list[Level]) -> None:
+    """Special tokens get small ids, equal ones equal; none of them ends a text."""
+    ids: dict[int, int] = {}
+    for level in levels:
+        for name, value in level.items():
+            if name in ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
+                level[name] = None
+            elif TOKEN_ID.fullmatch(name) and isinstance(value, int):
+                level[name] = ids.setdefault(value, FIRST_ID + len(ids))
+    for level in levels:
+        if level.get("is_encoder_decoder") and level.get("decoder_start_token_id") is None:
+            level["decoder_start_token_id"] = level.get("pad_token_id")
+
+
+def _shrink_images(level: Level, whole: Level) -> None:
+    """Images of PATCHES by PATCHES, and their share of tokens."""
+    size, patch = level.get("image_size"), level.get("patch_size")
+    if isinstance(size, int) and isinstance(patch, int) and size > PATCHES * patch:
+        level["image_size"] = PATCHES * patch
+        if whole.get("mm_tokens_per_image"):
+            tokens = whole["mm_tokens_per_image"] * (PATCHES * patch / size) ** 2
+            whole["mm_tokens_per_image"] = max(1, math.isqrt(round(tokens))) ** 2
+
+
+def _first_layers(level: Level, count: int) -> Level:
+    """The config with at most `count` layers in every stack, and as many entries in lists that have one a layer."""
+    depths = {level[name] for name in DEPTHS if level.get(name)}
+    first = dict(level)
+    for name, value in level.items():
+        if isinstance(value, dict) and name.endswith("_config"):
+            first[name] = _first_layers(value, count)
+        elif name in DEPTHS and value:
+            first[name] = min(value, count)
+        elif isinstance(value, list) and len(value) in depths:
+            first[name] = value[:count]
+        elif INDICES.fullmatch(name) and isinstance(value, list) and value:
+            first[name] = [index for index in value if index < count] or [count - 1]
+    return first
+
+
+def _layers_needed(config: PretrainedConfig, levels: list[Level]) -> int:
+    """After how many layers (2 at least) every kind of layer of a model has occurred, in every stack."""
+    with torch.device("meta"):
+        model = generating_class(config)._from_config(copy.deepcopy(config))
+    depths = {level[name] for level in levels for name in DEPTHS if level.get(name)}
+    needed = 2
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) in depths:
+            kinds = [_kind(layer) for layer in module]
+            needed = max([needed, *(kinds.index(kind) + 1 for kind in kinds)])
+    return needed
+
+
+def _kind(layer: nn.Module) -> Any:
+    """What tells a layer from others: its modules, the shapes of its parameters, and flags such as a window's."""
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple((param, tuple(value.shape)) for param, value in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, bool | str | int | None) and not key.endswith(("idx", "index", "id"))
+            ),
+        )
+        for name, module in layer.named_modules()
+    )

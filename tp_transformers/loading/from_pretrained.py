@@ -1,0 +1,291 @@
+"""What runs in place of transformers' own functions while the hook is on.
+
+`from_pretrained` takes `tp_plan`, `tp_size`, `device_mesh`, `allow_replicated` and its other `tp_` options out of its
+arguments and calls the original, which resolves config and dtype and builds the model on the meta device.
+`find_quantizer` stands for the function that would have it built for quantised weights; those that can be dequantised
+while they are loaded are, and all others refused. `resolve_files` stands for the function that would download the
+weights on every rank; it does so on one rank of a node, or with `tp_stream` only asks the Hub where they are.
+`load_pretrained_model` stands for the one that would then load the checkpoint, and runs our loader instead; everything
+around it (tying, initialising what is missing, the report, the generation config) stays transformers' own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils.hub import extract_commit_hash
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from ..checkpoint.conversion.quantization import Float8, take_quantization
+from ..checkpoint.hub.hub import Weights, is_on_hub, open_weights, pin
+from ..checkpoint.hub.remote_file import RemoteFile
+from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
+from ..errors import CheckpointError, PlanError, UnsupportedError, describe
+from ..logs import get_logger
+from ..model.parallelize import parallelize
+from ..model.same_inputs import guard_if_asked
+from ..plans.bind import Resolution
+from ..plans.rules import Plan, available_plans
+from ..ranks.mesh import TensorParallelGroup, check_size, join
+from .load import LoadResult, load, partition_initialized
+from .options import INSTEAD, Options, refuse_without_tp_plan
+from .request import LoadRequest
+
+logger = get_logger(__name__)
+
+
+Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadResult]]
+"""Takes a model on the meta device, its plan, and what a load of it would be asked for."""
+
+
+@dataclasses.dataclass
+class _Load:
+    """A `from_pretrained(tp_plan=...)` that is under way."""
+
+    tp_plan: Plan | str
+    group: TensorParallelGroup
+    options: Options
+    sharded: Manifest | None = None
+    """What is loaded, where it is a pre-sharded checkpoint."""
+    stream: str | None = None
+    """The commit of which weights are read from the Hub without a download."""
+    remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
+    """The files on the Hub, by the names that transformers passes on."""
+    quantization: Float8 | None = None
+    """How the weights are quantised, if they are."""
+    instead: Instead | None = None
+    """What is done in place of parallelizing and loading."""
+    resolution: Resolution | None = None
+    """Set once the model is parallelized."""
+
+
+_current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
+_instead: ContextVar[Instead | None] = ContextVar("tp_transformers_instead", default=None)
+_told: set[str] = set()
+
+
+def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
+    """`from_pretrained` of a model or Auto class: `original`, unless there is a `tp_plan`."""
+    if kwargs.get("tp_plan") is None:
+        folder = _sharded_folder(args, kwargs)
+        refuse_without_tp_plan(kwargs)
+        if folder is not None and _current.get() is None:
+            refuse_without_plan(folder)
+        return original(cls, *args, **kwargs)
+    return _load_tensor_parallel(partial(original, cls), args, kwargs)
+
+
+def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs: Any) -> Any:
+    """`cls.from_pretrained(name, tp_plan=..., ...)`, but `instead` runs in place of the load; in this process alone.
+
+    The hook has to be on. Returns the model, with what `instead` has made of its parameters.
+    """
+    token = _instead.set(instead)
+    try:
+        return cls.from_pretrained(name, **kwargs)
+    finally:
+        _instead.reset(token)
+
+
+def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a `from_pretrained` that was given a `tp_plan`."""
+    tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
+    options = Options.take(kwargs)
+    name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    # 1. Find the ranks.
+    instead = _instead.get()
+    group = join(device_mesh) if instead is None else TensorParallelGroup(None, 0, 1, torch.device("cpu"))
+    with group.agree():
+        # 2. Refuse what does not go together.
+        check_size(group, tp_size)
+        options.check(name, kwargs)
+        group = dataclasses.replace(group, reduce_dtype=options.tp_reduce_dtype)
+        for other in INSTEAD:
+            kwargs.pop(other, None)
+        folder = _sharded_folder(args, kwargs)
+        if folder is not None:
+            refuse_distributed(folder)
+        sharded = Manifest.find(folder) if folder is not None else None
+        current = _Load(read_plan(tp_plan), group, options, sharded, instead=instead)
+        if sharded is not None:
+            kwargs["variant"] = VARIANT
+        # 3. If weights stay on the Hub, settle on one commit of everything.
+        current.stream = _settle_stream(group, name, options, kwargs)
+        # 4. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
+        token = _current.set(current)
+        try:
+            result = original(*args, device_map={"": group.device}, **kwargs)
+        except SafetensorError as error:  # transformers looks into a file for its dtype before we open it
+            raise CheckpointError(f"checkpoint {name}: {error}") from error
+        finally:
+            _current.reset(token)
+        model = result[0] if isinstance(result, tuple) else result
+        if current.resolution is None:
+            raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
+    # 5. Cut what transformers has initialised, because the checkpoint lacked it.
+    partition_initialized(model, current.resolution, group)
+    guard_if_asked(model)
+    return result
+
+
+def _settle_stream(group: TensorParallelGroup, name: Any, options: Options, kwargs: dict[str, Any]) -> str | None:
+    """The commit of which weights are streamed from the Hub, if they are; then `kwargs` are of it, on all ranks."""
+    with group.agree():
+        wanted = options.streams and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
+        asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
+    group.check_same("tp_stream", asked)
+    if not wanted:
+        return None
+    subfolder = kwargs.get("subfolder") or ""
+    commit = pin(group, str(name), kwargs.get("revision"), token=kwargs.get("token"), subfolder=subfolder)
+    kwargs["revision"] = commit
+    return commit
+
+
+def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The paths of a checkpoint's files and the metadata of its index, as transformers wants them."""
+    current = _current.get()
+    if current is None or current.resolution is not None:
+        return original(*args, **kwargs)
+    asked = inspect.signature(original).bind(*args, **kwargs).arguments
+    found = asked.get("download_kwargs") or {}
+    if current.stream:
+        files, metadata = open_weights(current.group, Weights.asked_for(asked, found))
+        current.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
+        return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
+
+    def resolve(first: bool) -> Any:
+        force = first and bool(found.get("force_download"))
+        try:
+            return original(**{**asked, "download_kwargs": {**found, "force_download": force}})
+        except OSError as error:  # that it is one has to survive the way to the other ranks
+            raise CheckpointError(str(error)) from error
+
+    return current.group.first_on_node(resolve)
+
+
+def find_quantizer(original: Callable[..., Any], config: Any, quantization_config: Any, *args: Any, **kw: Any) -> Any:
+    """None in place of a quantizer, so that the model is built in floating point; the rest is as transformers has it.
+
+    `config` is transformers' own copy, out of which the quantisation is taken. Raises UnsupportedError on one that
+    cannot be undone while loading.
+    """
+    current = _current.get()
+    if current is None or current.resolution is not None:
+        return original(config, quantization_config, *args, **kw)
+    current.quantization = take_quantization(config, quantization_config)
+    return original(config, None, *args, **kw)
+
+
+def load_pretrained_model(
+    original: Callable[..., Any],
+    model: PreTrainedModel,
+    state_dict: dict[str, Any] | None,
+    checkpoint_files: list[str] | None,
+    load_config: LoadStateDictConfig,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Parallelize and load `model`, which is on the meta device; returns what transformers' own function does."""
+    current = _current.get()
+    if current is None or current.resolution is not None:
+        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+
+    plan = current.tp_plan if isinstance(current.tp_plan, Plan) else auto_plan(model, quietly=current.group.rank > 0)
+    plan = current.options.change(plan)
+    request = LoadRequest(
+        name=str(load_config.pretrained_model_name_or_path),
+        files=[current.remote.get(file, file) for file in checkpoint_files or ()],
+        shared=current.stream is not None,
+        state_dict=state_dict,
+        weight_map=(load_config.sharded_metadata or {}).get("weight_map"),
+        weight_mapping=load_config.weight_mapping,
+        dtype_plan=load_config.dtype_plan or {},
+        ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
+        allow_replicated=bool(current.options.allow_replicated),
+        map=bool(current.options.tp_map),
+        prefetch=current.options.tp_prefetch,
+        sharded=current.sharded,
+        quantization=current.quantization,
+    )
+    if current.instead is not None:
+        current.resolution, result = current.instead(model, plan, request)
+    else:
+        current.resolution = parallelize(model, plan, current.group, allow_replicated=request.allow_replicated)
+        result = load(model, current.resolution, current.group, request)
+    model.tp_report = result.report  # type: ignore[assignment]
+    if current.sharded is not None:
+        model.tp_source = current.sharded.source  # type: ignore[assignment]
+    else:
+        commit = current.stream or extract_commit_hash(next(iter(checkpoint_files or ()), None), None)
+        model.tp_source = {"name": model.config.name_or_path or None, "commit_hash": commit}  # type: ignore[assignment]
+    found = {
+        "missing_keys": result.missing,
+        "unexpected_keys": result.unexpected,
+        "mismatched_keys": result.mismatched,
+        "error_msgs": [],
+        "conversion_errors": {},
+    }
+    others: dict[str, set[str]] = {
+        info.name: set() for info in dataclasses.fields(LoadStateDictInfo) if info.name not in found
+    }
+    return LoadStateDictInfo(**found, **others), None
+
+
+def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
+    """Where a `from_pretrained` may find a pre-sharded checkpoint; None where it looks for something else."""
+    name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    if name is None or kwargs.get("variant") not in (None, VARIANT):
+        return None
+    return Path(name, kwargs.get("subfolder") or "")
+
+
+def read_plan(tp_plan: Any) -> Plan | str:
+    """The plan that the caller means; "auto" stays, until the model is known. Raises PlanError on anything else."""
+    if isinstance(tp_plan, Plan):
+        return tp_plan
+    if tp_plan == "auto":
+        return "auto"
+    if isinstance(tp_plan, Mapping):
+        return Plan.from_dict(tp_plan)
+    if isinstance(tp_plan, str | os.PathLike):
+        return Plan.from_yaml(os.fspath(tp_plan))
+    raise PlanError(
+        describe(
+            "tp_plan",
+            got=repr(tp_plan),
+            expected='"auto", a dict of names and strategies, a Plan, or the path of a YAML file',
+            fix='Most models need tp_plan="auto".',
+        )
+    )
+
+
+def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
+    """The plan that `tp_plan="auto"` takes for `model`. Raises PlanError where there is none."""
+    plan = Plan.for_model(model)
+    model_type = model.config.model_type
+    if plan is None:
+        raise PlanError(
+            describe(
+                'tp_plan="auto"',
+                got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
+                expected=f"one of {', '.join(sorted(available_plans()))}, or a class that declares a plan",
+                fix="Let one be written and proven: tp-transformers suggest MODEL plan.yaml; then pass "
+                'tp_plan="plan.yaml". Or pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}.',
+            )
+        )
+    if plan.declared and model_type not in _told and not quietly:
+        _told.add(model_type)
+        logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
+    return plan

@@ -1,0 +1,264 @@
+"""The streaming load: model + plan + checkpoint -> parameters, each of this rank's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from ..checkpoint.conversion.convert import dtype_policy
+from ..checkpoint.hub.fetch import fetch
+from ..checkpoint.reading.memory import empty
+from ..checkpoint.reading.prefetch import prefetch
+from ..checkpoint.reading.reader import read
+from ..checkpoint.reading.report import LoadReport
+from ..checkpoint.reading.sameness import check_same_files
+from ..checkpoint.reading.source import LocalFile
+from ..logs import get_logger
+from ..plans.bind import Resolution
+from ..ranks.mesh import TensorParallelGroup
+from ..slices.lazy import LazyTensor, Resident
+from ..slices.stored import Stored
+from ..strategies import local_tensor, whole_like
+from ..text import size
+from .request import LoadRequest, Mismatched, express, leaves, open_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class LoadResult:
+    """What a load found, in the terms of transformers' loading report."""
+
+    missing: set[str]
+    """Names that the checkpoint lacks; whole and on the meta device, for transformers to initialise."""
+    unexpected: set[str]
+    mismatched: Mismatched
+    report: LoadReport
+
+
+def load(
+    model: PreTrainedModel, resolution: Resolution, group: TensorParallelGroup, request: LoadRequest
+) -> LoadResult:
+    """Fill the parameters of a parallelized meta-device `model`, reading only what this rank keeps.
+
+    Steps that can fail on one rank end with a vote, so that all ranks stop with the same error.
+
+    Raises:
+        CheckpointError: on files that are missing, malformed, truncated or of the wrong shape.
+    """
+    began = perf_counter()
+    whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    # 1. Open the files and read their headers.
+    with ExitStack() as stack:
+        checkpoint = group.together(lambda: stack.enter_context(open_checkpoint(request, rank=group.rank)))
+        with group.agree():
+            # 2. Say what each parameter is, in terms of checkpoint tensors; keep the slice that this rank holds.
+            conversion, mismatched = express(model, checkpoint, whole, request)
+            shards = {
+                name: _partition(name, expression, resolution, group, whole[name])
+                for name, expression in conversion.expressions.items()
+            }
+            # 3. Say which bytes go where in the memory that the parameters will live in.
+            dtype_of = dtype_policy(request.dtype_plan)
+            values, mapped = {}, {}
+            for name, shard in shards.items():
+                dtype = dtype_of(name) or whole[name].dtype
+                pages = _pages(shard, dtype) if request.map and group.device.type == "cpu" else None
+                values[name] = empty(shard.shape, dtype, group.device) if pages is None else pages
+                if pages is not None:
+                    mapped[name] = shard
+            in_place, _ = leaves(mapped, values)
+            stored, others = leaves({name: shard for name, shard in shards.items() if name not in mapped}, values)
+            remote = [each for each in stored if each.tensor.source.is_remote]
+            stored = [each for each in stored if not each.tensor.source.is_remote]
+        sampled = check_same_files(group, checkpoint)
+        group.check_same("the checkpoint", sorted(values))
+        nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *remote))
+        nbytes += sum(leaf.nbytes for leaf, _ in others)
+        if request.quantization is not None and group.rank == 0:
+            logger.warning(
+                "the checkpoint is in FP8, and dequantised while it is loaded: of %s in its files, this rank "
+                "makes %s in memory",
+                size(nbytes),
+                size(sum(value.nbytes for value in values.values())),
+            )
+        # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
+        prefetched = prefetch(checkpoint.files, [*stored, *in_place], group, wanted=request.prefetch)
+        with _progress(group, nbytes) as progress:
+            statistics = group.together(lambda: read(stored, threads=group.threads, progress=progress))
+            progress(sum(each.tensor.nbytes for each in in_place))
+            if request.shared:
+                fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
+
+            def finish() -> None:
+                for leaf, destination in others:
+                    leaf.fill(destination)
+                    progress(leaf.nbytes)
+                for source in checkpoint.sources:
+                    source.check_unchanged()
+
+            group.together(finish)
+        reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
+
+    # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
+    def is_same(target: str, source: str) -> bool:
+        return _same_on_all_ranks(group, values[target], values[source])
+
+    for name in tie(model, values, is_same, say=group.rank == 0):
+        del values[name]
+    for name, value in values.items():
+        place(model, name, value)
+    missing = set(whole) - set(values)
+    for name in missing:
+        restore_whole(model, name, whole[name])
+    missing -= {name for name, _, _ in mismatched}
+    held = sum(value.nbytes for value in values.values())
+    report = LoadReport(
+        rank=group.rank,
+        shares=tuple(group.gather(held)),
+        seconds=perf_counter() - began,
+        reading_seconds=statistics.seconds,
+        bytes_read=bytes_read,
+        reads=reads,
+        methods={name: (way.nbytes, way.copied, way.seconds) for name, way in statistics.methods.items()},
+        threads=statistics.threads,
+        peak_buffer=statistics.peak_buffer,
+        mapped=sum(each.tensor.nbytes for each in in_place),
+        prefetched=prefetched,
+        sampled=sampled,
+        fallbacks=tuple(conversion.fallbacks),
+    )
+    if group.rank == 0:
+        logger.info("%s", report)
+    return LoadResult(missing, conversion.unexpected, mismatched, report)
+
+
+def partition_initialized(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
+    """Cut the parameters that transformers has initialised whole; all ranks take the values of rank 0.
+
+    What one process with rank 0's seed would have initialised is what the ranks hold together.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
+    for name, param in list(model.named_parameters(remove_duplicate=False)):
+        if hasattr(param, "tp_shard"):
+            continue
+        if param not in made:
+            if group.process_group is not None:
+                dist.broadcast(param.data, group=group.process_group, group_src=0)
+            shard = resolution.shard(name, param.shape, group)
+            local = _partition(name, Resident(param.data), resolution, group, whole_like(param)).materialize()
+            made[param] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
+        owner, param_type = _owner(model, name)
+        owner._parameters[param_type] = made[param]
+
+
+def _partition(
+    name: str, expression: LazyTensor, resolution: Resolution, group: TensorParallelGroup, whole: torch.Tensor
+) -> LazyTensor:
+    """This rank's slice of one parameter, by its strategy."""
+    strategy = resolution.param_strategies.get(name)
+    if strategy is None:
+        return expression
+    param_type = name.rpartition(".")[2]
+    shard = strategy.partition_tensor(expression, whole, param_type, None, True, group.rank, group.device_mesh)
+    return shard if isinstance(shard, LazyTensor) else Resident(local_tensor(shard))
+
+
+def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The pages of the file that a shard stands in, as a tensor, if they are what the parameter holds."""
+    outline = torch.empty(shard.shape, device="meta")
+    found = list(shard.pieces(outline))
+    if len(found) != 1 or not isinstance(found[0][0], Stored) or not found[0][1].is_contiguous():
+        return None
+    boxes = [box for box, _ in found[0][0].boxes(found[0][1])]
+    if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].offset % dtype.itemsize:
+        return None
+    (box,) = boxes
+    if not isinstance(box.source, LocalFile):
+        return None
+    return box.source.own_map().view(box.offset, box.span, dtype, outline.shape, outline.stride())
+
+
+def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, str], bool], *, say: bool) -> set[str]:
+    """Where a checkpoint holds both of two tied parameters, keep one if they are the same, else untie them.
+
+    Returns those of `names` that are not kept. `say` is whether this rank tells of what it unties.
+    """
+    gone = set()
+    for target, source in dict(model.all_tied_weights_keys).items():
+        if target not in names or source not in names:
+            continue
+        if is_same(target, source):
+            gone.add(target)
+            continue
+        del model.all_tied_weights_keys[target]
+        if say:
+            logger.warning(
+                "the config ties %s to %s, but the checkpoint holds different values for them, so they stay untied; "
+                "set tie_word_embeddings=False in the config to say so",
+                target,
+                source,
+            )
+    return gone
+
+
+def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors hold the same; by their bytes, since float8 cannot be compared."""
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def _same_on_all_ranks(group: TensorParallelGroup, first: torch.Tensor, second: torch.Tensor) -> bool:
+    """The ranks decide together: what one process would see as different may be equal on some shards."""
+    equal = torch.tensor(int(same_bytes(first, second)), device=group.device)
+    if group.process_group is not None:
+        dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
+    return bool(equal)
+
+
+def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Set one parameter or buffer, marked so that transformers does not initialise it."""
+    owner, attribute = _owner(model, name)
+    if attribute in owner._buffers:
+        value._is_hf_initialized = True  # type: ignore[attr-defined]
+        owner._buffers[attribute] = value
+        return
+    meta = owner._parameters[attribute]
+    assert meta is not None
+    param = meta.tp_shard.wrap(value, requires_grad=meta.requires_grad)  # type: ignore[attr-defined]
+    param._is_hf_initialized = True
+    owner._parameters[attribute] = param
+
+
+def restore_whole(model: nn.Module, name: str, whole: torch.Tensor) -> None:
+    """Put back the meta parameter that was there before it was cut, for transformers to tie or to initialise."""
+    owner, attribute = _owner(model, name)
+    if attribute in owner._parameters:
+        owner._parameters[attribute] = nn.Parameter(whole, requires_grad=whole.requires_grad)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+@contextmanager
+def _progress(group: TensorParallelGroup, nbytes: int) -> Iterator[Callable[[int], object]]:
+    """A progress bar over this rank's bytes on rank 0, where transformers' bars are on."""
+    if group.rank:
+        yield lambda count: None
+        return
+    with transformers_logging.tqdm(
+        total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, desc=f"Loading shard 1 of {group.size}"
+    ) as bar:
+        yield bar.update

@@ -1,0 +1,147 @@
+"""What `from_pretrained` takes beside `tp_plan`: options by name, and what does not go with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, PlanError, UnsupportedError, describe, nearest
+from ..plans.rules import Plan, is_names
+
+
+@dataclass(frozen=True)
+class Options:
+    """Those that are ours, each True, False, or None for what is said of None; `tp_batch_sharded` may be names too, and
+    `tp_reduce_dtype` is a dtype."""
+
+    allow_replicated: bool | None = None
+    """Whether a plan that a transformers class declares may leave whole layers on every rank. None: no."""
+    tp_map: bool | None = None
+    """Whether what a rank holds as one run of a file stays there, mapped, on a CPU. None: no."""
+    tp_prefetch: bool | None = None
+    """Whether the ranks of a node fill the page cache together. None: where it is cold."""
+    tp_stream: bool | None = None
+    """Whether weights are read from the Hub without a download. None: as TP_TRANSFORMERS_STREAM says."""
+    tp_sequence_parallel: bool | None = None
+    """Whether activations are cut along the sequence between blocks. None: as the plan says."""
+    tp_loss_parallel: bool | None = None
+    """Whether logits stay cut where there are labels. None: as the plan says."""
+    tp_batch_sharded: bool | list[str] | tuple[str, ...] | None = None
+    """Whether ranks have batches of their own, which attention, MLPs and experts gather, or the modules that do. None:
+    as the plan says."""
+    tp_reduce_dtype: torch.dtype | None = None
+    """The dtype in which gradients are summed over ranks that hold the same, and over copies. None: their own."""
+
+    @classmethod
+    def take(cls, kwargs: dict[str, Any]) -> Options:
+        """Take them out of the arguments of a `from_pretrained`; their type is checked by `check`."""
+        return cls(**{name: kwargs.pop(name) for name in OPTIONS if name in kwargs})
+
+    def change(self, plan: Plan) -> Plan:
+        """The plan, with what is asked for in place of what it says."""
+        sequence, loss, batch = self.tp_sequence_parallel, self.tp_loss_parallel, self.tp_batch_sharded
+        return replace(
+            plan,
+            sequence_parallel=plan.sequence_parallel if sequence is None else sequence,
+            loss_parallel=plan.loss_parallel if loss is None else loss,
+            batch_sharded=tuple(batch) if isinstance(batch, list) else plan.batch_sharded if batch is None else batch,
+        )
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights that are on the Hub are read from there."""
+        if self.tp_stream is not None:
+            return self.tp_stream
+        return os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0")
+
+    def check(self, name: Any, others: Mapping[str, Any]) -> None:
+        """Refuse what is no option, what does not go with `tp_plan`, and what transformers would trip over.
+
+        Args:
+            name: the folder or the name on the Hub.
+            others: the arguments of `from_pretrained` that are not ours.
+
+        Raises:
+            PlanError: an option that there is not, or of another type; an argument that says where weights go.
+            UnsupportedError: an argument that cannot be served.
+            CheckpointError: a folder that is not there.
+        """
+        for option in OPTIONS:
+            value = getattr(self, option)
+            if option == "tp_reduce_dtype":
+                _check_dtype(option, value)
+                continue
+            names = ", or a list of modules" if option == "tp_batch_sharded" else ""
+            if not (value is None or isinstance(value, bool) or (names and is_names(value))):
+                fix = f"Pass {option}=True, or leave it out."
+                raise PlanError(describe(option, got=repr(value), expected=f"True, False or None{names}", fix=fix))
+        for other in others:
+            if other.startswith("tp_"):
+                fix = f"There are tp_plan, tp_size, {', '.join(OPTIONS)}."
+                raise PlanError(
+                    describe("from_pretrained", got=f"{other}{nearest(other, OPTIONS)}", expected="an option", fix=fix)
+                )
+        for other in INSTEAD:
+            if others.get(other) is not None:
+                raise PlanError(
+                    describe(
+                        "from_pretrained",
+                        got=f"both tp_plan and {other}",
+                        expected="one of them",
+                        fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
+                    )
+                )
+        if others.get("gguf_file") is not None:
+            raise UnsupportedError(
+                describe(
+                    "from_pretrained",
+                    got="both tp_plan and gguf_file",
+                    expected="weights in safetensors files",
+                    fix="Convert once, in one process: from_pretrained(name, gguf_file=...).save_pretrained(folder).",
+                )
+            )
+        dtype = others.get("dtype", others.get("torch_dtype"))
+        if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise UnsupportedError(
+                describe(
+                    "dtype", got=repr(dtype), expected='"auto" or a dtype of torch', fix='Pass "bfloat16", for example.'
+                )
+            )
+        if isinstance(name, str | os.PathLike) and _is_path(os.fspath(name)) and not os.path.exists(name):
+            fix = "Correct the path, or name a model on the Hub (org/name)."
+            raise CheckpointError(describe(f"checkpoint {name}", got="no such folder", expected="one", fix=fix))
+
+
+def _check_dtype(option: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        fix = f"Pass {option}=torch.float32, or leave it out."
+        raise PlanError(describe(option, got=repr(value), expected="a floating-point dtype of torch or None", fix=fix))
+
+
+INSTEAD = ("device_map", "distributed_config")
+"""Arguments of transformers that `tp_plan` takes the place of."""
+OPTIONS = tuple(option.name for option in fields(Options))
+"""Their names."""
+
+
+def refuse_without_tp_plan(kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError where options are given, and no `tp_plan`; transformers would take them for the model's."""
+    given = [option for option in OPTIONS if kwargs.get(option) is not None]
+    if given:
+        raise PlanError(
+            describe(
+                "from_pretrained",
+                got=f"{', '.join(given)} without tp_plan",
+                expected="them together",
+                fix=f'Pass tp_plan="auto", or leave out {", ".join(given)}.',
+            )
+        )
+
+
+def _is_path(name: str) -> bool:
+    """Whether it cannot be a name on the Hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1

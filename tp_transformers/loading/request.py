@@ -1,0 +1,133 @@
+"""What a load is asked for: where the weights are, what they are in the model's terms, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checkpoint.conversion.convert import Conversion, convert, identity
+from ..checkpoint.conversion.quantization import Float8
+from ..checkpoint.reading.header import Checkpoint, check_files
+from ..checkpoint.reading.reader import Request
+from ..checkpoint.reading.source import Source
+from ..checkpoint.saving.manifest import Manifest
+from ..checkpoint.saving.sharded import ShardedCheckpoint
+from ..errors import CheckpointError
+from ..slices.lazy import LazyTensor, Leaf, Resident
+from ..slices.stored import Stored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """Where a load finds its weights, and how it treats them."""
+
+    name: str
+    """What messages call the checkpoint: its folder, or its name on the Hub."""
+    files: Sequence[str | Source] | None = None
+    shared: bool = False
+    """Whether files are on the Hub, so that ranks share what they fetch: the same on all ranks."""
+    state_dict: Mapping[str, torch.Tensor] | None = None
+    """Weights in memory, in place of files."""
+    weight_map: Mapping[str, str] | None = None
+    """The checkpoint index's {tensor: file}."""
+    weight_mapping: Sequence[Any] | None = None
+    """transformers' renamings and converters for the model."""
+    dtype_plan: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Parameters that are kept in another dtype than the model's."""
+    ignore_mismatched_sizes: bool = False
+    allow_replicated: bool = False
+    """Whether a plan that a transformers class declares may leave whole layers on every rank."""
+    map: bool = False
+    """Whether what a rank holds as one run of a file stays there, mapped, on a CPU."""
+    prefetch: bool | None = None
+    """Whether the ranks of a node fill the page cache together; None: where it is cold."""
+    sharded: Manifest | None = None
+    """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
+    quantization: Float8 | None = None
+    """How the weights are quantised, if they are; they are dequantised to the model's dtype."""
+
+
+def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
+    """Open the files and read their headers, as `rank` best reads them. Raises CheckpointError where that fails."""
+    if request.sharded is not None:
+        return ShardedCheckpoint(request.sharded, rank=rank)
+    if request.state_dict is not None:
+        return Checkpoint(())
+    files = request.files or ()
+    check_files((file.name if isinstance(file, Source) else file for file in files), folder=request.name)
+    return Checkpoint(files, weight_map=request.weight_map)
+
+
+Mismatched = set[tuple[str, torch.Size, torch.Size]]
+"""(name, shape in the checkpoint, shape in the model)."""
+
+
+def express(
+    model: PreTrainedModel, checkpoint: Checkpoint, whole: Mapping[str, torch.Tensor], request: LoadRequest
+) -> tuple[Conversion, Mismatched]:
+    """What each parameter and persistent buffer is, in terms of checkpoint tensors, and what is left out of that.
+
+    `whole` are meta tensors of the whole shapes. Raises CheckpointError on tensors of the wrong shape, unless they are
+    to be ignored.
+    """
+    tensors: Mapping[str, LazyTensor] = checkpoint.tensors
+    if request.state_dict is not None:
+        tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
+    if request.quantization is not None:
+        tensors = request.quantization.dequantized(tensors)
+    conversion = _convert(model, tensors, {name: tensor.shape for name, tensor in whole.items()}, request)
+    return conversion, _take_mismatched(conversion, whole, request)
+
+
+def leaves(
+    shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]
+) -> tuple[list[Request], list[tuple[Leaf, torch.Tensor]]]:
+    """What is stored in files, to be read together, and what comes after; each with the memory that it fills."""
+    stored: list[Request] = []
+    others: list[tuple[Leaf, torch.Tensor]] = []
+    for name, shard in shards.items():
+        for leaf, destination in shard.pieces(values[name]):
+            if isinstance(leaf, Stored):
+                stored.append(Request(leaf, destination))
+            else:
+                others.append((leaf, destination))
+    return stored, others
+
+
+def _convert(
+    model: PreTrainedModel,
+    tensors: Mapping[str, LazyTensor],
+    shapes: Mapping[str, torch.Size],
+    request: LoadRequest,
+) -> Conversion:
+    if request.sharded is None:
+        return convert(model, tensors, shapes, request.weight_mapping)
+    conversion = convert(model, tensors, shapes, None)
+    # The model went through these before it was saved in shards: `save_pretrained` reverts them as ever.
+    gone_through = [entry for entry in request.weight_mapping or () if identity(entry) in request.sharded.conversions]
+    model._weight_conversions = gone_through  # type: ignore[attr-defined]
+    return conversion
+
+
+def _take_mismatched(conversion: Conversion, whole: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:
+    """Take tensors of the wrong shape out of `conversion`. Raises CheckpointError unless they are to be ignored."""
+    mismatched = {
+        (name, expression.shape, whole[name].shape)
+        for name, expression in conversion.expressions.items()
+        if expression.shape != whole[name].shape
+    }
+    if mismatched and not request.ignore_mismatched_sizes:
+        lines = (f"\n  - {name}: got {tuple(got)}, expected {tuple(want)}" for name, got, want in sorted(mismatched))
+        raise CheckpointError(
+            f"checkpoint {request.name}: tensors of the wrong shape:{''.join(lines)}\n"
+            "Correct the config, or pass ignore_mismatched_sizes=True to initialise them anew."
+        )
+    for name, _, _ in mismatched:
+        del conversion.expressions[name]
+    return mismatched

@@ -1,0 +1,130 @@
+"""Whole adapters to and from files: what PEFT and transformers do with them in one process, on the ranks of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from ...checkpoint.saving.push import push
+from ...checkpoint.saving.save import gather
+from ...errors import CheckpointError, UnsupportedError
+from ...ranks.mesh import TensorParallelGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
+    """`save_pretrained` of a PeftModel: rank 0 writes whole adapters; every rank has to call it."""
+    group: TensorParallelGroup = peft_model.base_model.model.tp_group
+    save = type(peft_model).save_pretrained
+    given = inspect.signature(save).bind(peft_model, *args, **kwargs).arguments
+    options = {**given.pop("kwargs", {}), **given}
+    del options["self"]
+    names = options.get("selected_adapters") or list(peft_model.peft_config)
+    state = peft_model.state_dict(keep_vars=True)
+    embeddings = {key: options[key] for key in ("save_embedding_layers",) if key in options}
+    wanted = {id(value) for name in names for value in _adapter(peft_model, state, name, **embeddings).values()}
+    whole = {name: gather(value, group) if id(value) in wanted else torch.empty(0) for name, value in state.items()}
+    with group.agree():
+        if group.writes:
+            save(peft_model, **{"state_dict": whole, **options})
+
+
+def push_peft_model(peft_model: Any, repo_id: str, **options: Any) -> Any:
+    """`push_to_hub` of a PeftModel: rank 0 uploads whole adapters; every rank has to call it."""
+    options.pop("max_shard_size", None)
+    return push(peft_model.base_model.model.tp_group, peft_model.save_pretrained, repo_id, **options)
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Write the active adapter that transformers' `add_adapter` or `load_adapter` gave a model, whole, from rank 0."""
+    group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
+    (name,) = model.active_adapters()
+    adapter = _adapter(model, model.state_dict(keep_vars=True), name)
+    whole = {f"base_model.model.{key}": gather(value, group) for key, value in adapter.items()}
+    with group.agree():
+        if group.writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {key: value.detach().contiguous() for key, value in whole.items() if value is not None}
+            save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+            config = model.peft_config[name]
+            inference, config.inference_mode = config.inference_mode, True
+            config.save_pretrained(str(folder))
+            config.inference_mode = inference
+
+
+def load_adapter(
+    model: PreTrainedModel,
+    peft_model_id: str | None = None,
+    adapter_name: str | None = None,
+    *,
+    load_config: Any = None,
+    peft_config: Any = None,
+    adapter_state_dict: Mapping[str, Tensor] | None = None,
+    is_trainable: bool = False,
+    hotswap: bool | str = False,
+    adapter_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> LoadStateDictInfo:
+    """`load_adapter` of transformers: a whole adapter, cut to this rank; every rank has to call it.
+
+    Arguments are transformers' own. Raises CheckpointError where the adapter's tensors are not those that it should
+    have, UnsupportedError where it would be swapped for another.
+    """
+    from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import load_peft_weights
+
+    if hotswap is True:
+        raise UnsupportedError(
+            "load_adapter of a tensor-parallel model does not take hotswap; load it under a new name."
+        )
+    name, group = adapter_name or "default", model.tp_group
+    hub = {**(getattr(load_config, "download_kwargs", None) or {}), **(adapter_kwargs or {})}
+    hub |= {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
+    if name in (getattr(model, "peft_config", None) or {}):
+        raise ValueError(f"Adapter with name {name} already exists. Please use a different name.")
+    with group.agree():
+        config = peft_config or PeftConfig.from_pretrained(peft_model_id, **hub)
+        weights = adapter_state_dict or load_peft_weights(peft_model_id, device=str(group.device), **hub)
+    config.inference_mode = not is_trainable
+    inject_adapter_in_model(config, model, name)
+    model._hf_peft_config_loaded = True
+    prefix = "base_model.model."
+    with group.agree():
+        result = set_peft_model_state_dict(model, {k.removeprefix(prefix): v for k, v in weights.items()}, name)
+        missing = {key for key in result.missing_keys if f".{name}" in key and "lora_" in key}
+        if result.unexpected_keys or missing:
+            raise CheckpointError(
+                f"adapter {peft_model_id or name}: missing {sorted(missing) or 'nothing'}, unexpected "
+                f"{sorted(result.unexpected_keys) or 'nothing'}. Its config and its weights do not fit together."
+            )
+    if config.inference_mode:
+        model.eval()
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.requires_grad_(False)
+    others: dict[str, Any] = {info.name: set() for info in dataclasses.fields(LoadStateDictInfo)}
+    return LoadStateDictInfo(**{**others, "error_msgs": [], "conversion_errors": {}})
+
+
+def _adapter(model: nn.Module, state: Mapping[str, Tensor], name: str, **options: Any) -> dict[str, Tensor]:
+    """What peft saves of the adapter called `name`, by the names in its file: parameters of this rank."""
+    from peft import get_peft_model_state_dict
+
+    # peft is given numbers in place of tensors: it would gather every DTensor of the model.
+    tensors = list(state.values())
+    numbers = {key: torch.tensor([index]) for index, key in enumerate(state)}
+    picked = get_peft_model_state_dict(model, state_dict=numbers, adapter_name=name, **options)
+    return {key: tensors[int(number)] for key, number in picked.items()}

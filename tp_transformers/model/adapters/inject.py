@@ -1,0 +1,286 @@
+"""PEFT's LoRA on a tensor-parallel model: an adapter's two matrices follow the cut of the layer that they adapt.
+
+    colwise   x ── A ──f── [B1 | B2] ── beside the base's own part of the output
+    rowwise   [x | y] ── [A1 / A2] ──g── B ── beside the base's summed output
+
+Each matrix is a module with a strategy of its own, so what is said of parameters holds for it: gradients, state dicts,
+`full_tensor`. Nothing of peft is patched. torch tells of every module that becomes part of another; the tuner of peft
+that takes in a tensor-parallel model is given methods of its own, as is the PeftModel around it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from ...errors import MeshError, UnsupportedError, describe
+from ...ranks.mesh import TensorParallelGroup, agreed, random_state
+from ...slices.layout import Layout
+from ...strategies import (
+    ColwiseParallel,
+    LossColwiseParallel,
+    MlaKvAProjParallel,
+    ParamShard,
+    ReplicateParallel,
+    ReplicateSumGradParallel,
+    RowwiseParallel,
+    TensorParallelLayer,
+    batch_sharded,
+    local_tensor,
+    take,
+)
+from ...strategies.local import LocalColwiseParallel, LocalRowwiseParallel, computes_locally
+from ..state_dict import keep_shards, keep_state, split_module
+from .files import push_peft_model, save_peft_model
+from .layers import SlicedDropout, adapted_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+INITS = (True, False, "gaussian", "orthogonal")
+"""Values of a LoraConfig's init_lora_weights that look at no weight of the base layer, which is cut."""
+
+
+class _Watch:
+    """The hook of torch that every module of the process passes, which is there for as long as models are."""
+
+    def __init__(self) -> None:
+        self.models = 0
+        self.hook: RemovableHandle | None = None
+
+    def begin(self, model: nn.Module) -> None:
+        """Watch until `model` is gone."""
+        self.models += 1
+        weakref.finalize(model, self.end).atexit = False
+        if self.hook is None:
+            self.hook = nn.modules.module.register_module_module_registration_hook(_joined)
+
+    def end(self) -> None:
+        """Forget one model; after the last, the hook is removed."""
+        self.models -= 1
+        if not self.models and self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
+
+_watch = _Watch()
+
+
+def watch_adapters(model: nn.Module) -> None:
+    """As long as `model` lives, let whatever of peft is put around a tensor-parallel model know what that is."""
+    _watch.begin(model)
+
+
+def _joined(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """`inner` becomes part of `outer`; called by torch for every module that does."""
+    if name not in ("model", "base_model") or not type(outer).__module__.startswith("peft."):
+        return
+    if name == "model" and _group(inner) is not None and hasattr(outer, "inject_adapter"):
+        for method, replacement in _TUNER.items():
+            outer.__dict__[method] = partial(replacement, outer)
+    elif name == "base_model" and isinstance(inner, nn.Module):
+        if _group(inner) is not None:
+            raise _unsupported(type(outer).__name__, "adapters that are prompts")
+        if _group(getattr(inner, "model", None)) is not None:
+            for method, replacement in _PEFT_MODEL.items():
+                outer.__dict__[method] = partial(replacement, outer)
+
+
+def _group(model: object) -> TensorParallelGroup | None:
+    """The ranks of a tensor-parallel model; None for any other, and where there is nothing to split."""
+    group = getattr(model, "__dict__", {}).get("tp_group")
+    return group if isinstance(group, TensorParallelGroup) and group.device_mesh is not None else None
+
+
+# -- injection
+
+
+def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    """`inject_adapter` of a tuner: whole adapters first, of rank 0's values; then each is cut as its base layer is."""
+    group, config = _group(model), tuner.peft_config[adapter_name]
+    assert group is not None
+    with group.agree():
+        if hasattr(model, "set_requires_gradient_sync"):
+            raise _unsupported("data_parallel", "adapters that come after it")
+        _check_config(config, model)
+    if config.lora_dropout:
+        _check_random_state(group)
+    with group.agree():
+        type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "lora_embedding_A") and adapter_name in module.r:
+            _split_adapter(name, module, adapter_name, group)
+        for copied in getattr(module, "modules_to_save", None) or {}:
+            if copied == adapter_name and hasattr(module, "original_module"):
+                _same_shards(module.original_module, module.modules_to_save[copied])  # type: ignore[union-attr,index]
+
+
+def _create_and_replace(
+    tuner: Any, config: Any, adapter_name: str, target: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    """`_create_and_replace` of a tuner, which takes the adapter's widths from the base layer's weight."""
+    base: nn.Module = target.get_base_layer() if hasattr(target, "get_base_layer") else target  # type: ignore[operator]
+    _strategies(base)
+    real = dict(base._parameters)
+    for name, param in real.items():
+        shard: ParamShard | None = getattr(param, "tp_shard", None)
+        if param is not None and shard is not None:  # as wide as the whole, and no longer than one number
+            stand_in = local_tensor(param).new_empty(1).expand(shard.shape)
+            base._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
+    try:
+        type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
+    finally:
+        base._parameters.update(real)
+
+
+def _cast_adapter_dtype(tuner: Any, *args: Any, **kwargs: Any) -> None:
+    """`_cast_adapter_dtype` of a tuner, which makes parameters anew."""
+    with keep_shards(tuner.model):
+        type(tuner)._cast_adapter_dtype(tuner, *args, **kwargs)
+
+
+_PEFT_MODEL: dict[str, Callable[..., Any]] = {"save_pretrained": save_peft_model, "push_to_hub": push_peft_model}
+_TUNER: dict[str, Callable[..., Any]] = {
+    "inject_adapter": _inject_adapter,
+    "_create_and_replace": _create_and_replace,
+    "_cast_adapter_dtype": _cast_adapter_dtype,
+}
+
+
+def _check_config(config: Any, model: PreTrainedModel) -> None:
+    """Raise UnsupportedError where an adapter could not be split exactly; nothing has been changed then."""
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise _unsupported("peft", f"adapters of the type {kind}")
+    converted = copy.deepcopy(config)
+    try:  # what was modules may be parameters by now, such as the experts of Mixtral
+        from peft.utils.transformers_weight_conversion import (
+            convert_peft_config_for_transformers,
+            get_model_conversion_mapping,
+        )
+    except ImportError:
+        pass
+    else:
+        convert_peft_config_for_transformers(converted, model=model, conversions=get_model_conversion_mapping(model))
+    options = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
+    options += ["use_dora", "layer_replication", "trainable_token_indices", "target_parameters", "ensure_weight_tying"]
+    given = sorted({option for option in options if getattr(converted, option, None)})
+    if "target_parameters" in given and not config.target_parameters:  # as all-linear does where there are experts
+        given[given.index("target_parameters")] = "target_modules that are parameters of experts"
+    if config.init_lora_weights not in INITS:
+        given.append(f"init_lora_weights={config.init_lora_weights!r}")
+    if config.lora_dropout and any(batch_sharded(model)):  # ranks draw numbers of their own
+        given.append("lora_dropout, where ranks have batches of their own")
+    if given:
+        raise _unsupported("LoraConfig", ", ".join(given))
+
+
+def _check_random_state(group: TensorParallelGroup) -> None:
+    """Raise MeshError where ranks would not drop the same: their adapters would drift apart."""
+    if len(set(group.gather(random_state(group.device).numpy().tobytes()))) > 1:
+        error = MeshError(
+            describe(
+                "lora_dropout",
+                got="another random state on each rank",
+                expected="the same, so that all drop the same features",
+                fix="Call torch.manual_seed(seed) on all ranks before the adapter is made, or set lora_dropout=0.",
+            )
+        )
+        raise agreed(error)
+
+
+def _unsupported(subject: str, got: str) -> UnsupportedError:
+    return UnsupportedError(
+        describe(
+            f"{subject} on a tensor-parallel model",
+            got=got,
+            expected="plain LoRA on linears and embeddings",
+            fix="Leave it out, or train this adapter in one process.",
+        )
+    )
+
+
+# -- the cut
+
+
+def _split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGroup) -> None:
+    """Cut the adapter called `adapter` of a LoRA layer as its base layer is cut."""
+    base = layer.get_base_layer()
+    of_a, of_b = _strategies(base)
+    shard: ParamShard | None = getattr(base.weight, "tp_shard", None)
+    split = shard.layout.split if shard is not None and shard.layout is not None else None
+    layer.__class__ = adapted_class(type(layer))  # type: ignore[arg-type]
+    if adapter in layer.lora_embedding_A:
+        rows = Layout(1, split) if split is not None and isinstance(of_a, RowwiseParallel) else None
+        _split_parameter(layer.lora_embedding_A, adapter, rows, group)
+        _split_parameter(layer.lora_embedding_B, adapter, None, group)
+        return
+    for kind, strategy in (("lora_A", of_a), ("lora_B", of_b)):
+        module = getattr(layer, kind)[adapter]
+        bound = strategy.bind(module, group.size, name=f"{name}.{kind}", split=split, config=strategy.config)
+        split_module(module, bound, group)
+    dropped = layer.lora_dropout[adapter]
+    if split is not None and of_a.takes_sharded_input and isinstance(dropped, nn.Dropout):
+        layer.lora_dropout[adapter] = SlicedDropout(dropped.p, split, group.rank)
+
+
+def _strategies(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+    """The strategies of A and B, on a base layer and bound to it. Raises UnsupportedError where there are none."""
+    strategy: TensorParallelLayer | None = getattr(base, "tp_strategy", None)
+    if strategy is None and isinstance(getattr(base, "weight", None), DTensor):
+        raise _unsupported(type(base).__name__, "an adapter on a layer that torch's parallelize_module has cut")
+    of_a: TensorParallelLayer = ReplicateParallel()
+    of_b: TensorParallelLayer = ReplicateParallel()
+    if strategy is None or type(strategy) is ReplicateParallel:
+        return of_a, of_b
+    local = computes_locally(strategy)
+    if strategy.splits_batch:
+        raise _unsupported(strategy.name, f"an adapter on a layer with the strategy {strategy}")
+    if isinstance(strategy, ReplicateSumGradParallel):
+        of_a, of_b = ReplicateSumGradParallel(), ReplicateSumGradParallel()
+    elif isinstance(strategy, MlaKvAProjParallel):
+        of_b = copy.copy(strategy)
+    elif isinstance(strategy, LossColwiseParallel):
+        of_b = LossColwiseParallel()
+    elif isinstance(strategy, ColwiseParallel) and local:
+        of_a, of_b = ReplicateSumGradParallel(), LocalColwiseParallel()
+    elif isinstance(strategy, ColwiseParallel) and not strategy.takes_sharded_input and strategy.use_local_output:
+        of_b = ColwiseParallel(output_layouts=strategy.output_layouts)  # type: ignore[arg-type]
+    elif isinstance(strategy, RowwiseParallel) and local:
+        of_a, of_b = LocalRowwiseParallel(), ReplicateSumGradParallel()
+        of_b.added_once = ("bias",)
+    elif isinstance(strategy, RowwiseParallel) and strategy.use_local_output:
+        inputs = strategy.input_layouts
+        of_a = RowwiseParallel(input_layouts=inputs[0])  # type: ignore[index,arg-type]
+    else:
+        raise _unsupported(strategy.name, f"an adapter on a layer with the strategy {strategy}")
+    return of_a, of_b
+
+
+def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: TensorParallelGroup) -> None:
+    """Cut one parameter, which no module computes with by itself; all ranks take rank 0's values."""
+    param: nn.Parameter = getattr(owner, name)
+    if not param.is_meta:
+        torch.distributed.broadcast(param.data, group=group.process_group, group_src=0)
+    part = take(param.data, layout, group.rank)
+    shard = ParamShard(param.shape, layout, group, use_dtensor=layout is not None)
+    owner._parameters[name] = shard.wrap(part.clone(), requires_grad=param.requires_grad)  # type: ignore[union-attr]
+    owner.__dict__.setdefault("tp_shards", {})[name] = shard
+    keep_state(owner)
+
+
+def _same_shards(original: nn.Module, copied: nn.Module) -> None:
+    """The parameters of a copied module stand for the shards of the original's."""
+    copies = dict(copied.named_parameters())
+    for name, param in original.named_parameters():
+        if hasattr(param, "tp_shard"):
+            copies[name].tp_shard = param.tp_shard  # type: ignore[attr-defined]

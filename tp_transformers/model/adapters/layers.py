@@ -1,0 +1,116 @@
+"""LoRA layers of peft whose base layer is cut: what peft does with their weights, on this rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from ...slices.layout import Layout, Split
+from ...strategies import RowwiseParallel, begun_forward, local_tensor, take
+
+
+class _Adapted:
+    """A LoRA layer of peft whose base layer is cut."""
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Add the adapters to this rank's weight."""
+        with _local_weights(self):
+            super().merge(*args, **kwargs)  # type: ignore[misc]
+
+    def unmerge(self) -> None:
+        """Take the adapters out of this rank's weight."""
+        with _local_weights(self):
+            super().unmerge()  # type: ignore[misc]
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """What the adapter adds to this rank's weight."""
+        with _local_weights(self):
+            delta: Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
+        shard = self.get_base_layer().weight.tp_shard  # type: ignore[attr-defined]
+        # Adapters of embeddings are whole along the hidden size.
+        return take(delta, shard.layout, shard.group.rank) if delta.shape == shard.shape else delta  # type: ignore[return-value]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever, with this rank's part of what an embedding's adapters are."""
+        if not self.lora_embedding_A:  # type: ignore[attr-defined]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        owners = (self.lora_embedding_A, self.lora_embedding_B)  # type: ignore[attr-defined]
+        saved = [dict(owner._parameters) for owner in owners]
+        try:
+            for owner in owners:
+                for name, param in owner._parameters.items():  # which may be FSDP's, that know of no shard
+                    owner._parameters[name] = owner.tp_shards[name].view(param)
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for owner, params in zip(owners, saved, strict=True):
+                owner._parameters.update(params)
+
+    def _embed(self, ids: Tensor, weight: Tensor, *functions: Any, **named: Any) -> Tensor:
+        """Look up rows of an adapter that this rank has, and sum over the ranks; weight: (vocab/size, r)."""
+        base = self.get_base_layer()  # type: ignore[attr-defined]
+        strategy = getattr(base, "tp_strategy", None)
+        if not isinstance(strategy, RowwiseParallel):
+            return super()._embed(ids, weight, *functions, **named)  # type: ignore[misc,no-any-return]
+        mesh = next(iter(self.lora_embedding_A.tp_shards.values())).group.device_mesh  # type: ignore[attr-defined]
+        with begun_forward(base):
+            layouts = strategy.input_layouts, strategy.desired_input_layouts
+            (ids,) = strategy._prepare_input_fn(*layouts, base, (ids,), mesh)
+            local = strategy.local_attributes(base, mesh.get_local_rank())
+            saved = {name: getattr(base, name) for name in local}
+            base.__dict__.update(local)
+            try:
+                found = super()._embed(ids, weight)  # type: ignore[misc]
+            finally:
+                base.__dict__.update(saved)
+            return strategy._prepare_output_fn(strategy.output_layouts, True, base, found, mesh)  # type: ignore[no-any-return]
+
+
+@cache
+def adapted_class(cls: type) -> type:
+    """The subclass of a LoRA layer's class that knows of its cut."""
+    if issubclass(cls, _Adapted):
+        return cls
+    return type(cls.__name__, (_Adapted, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+@contextmanager
+def _local_weights(layer: Any) -> Iterator[None]:
+    """Let a LoRA layer see this rank's plain tensors in place of the parameters of its base and its adapters."""
+    adapters = (*layer.lora_A.values(), *layer.lora_B.values(), layer.lora_embedding_A, layer.lora_embedding_B)
+    saved = [(owner, dict(owner._parameters)) for owner in (layer.get_base_layer(), *adapters)]
+    for owner, params in saved:
+        for name, param in params.items():
+            if param is not None:
+                local = nn.Parameter(local_tensor(param), requires_grad=False)
+                if hasattr(param, "tp_shard"):
+                    local.tp_shard = param.tp_shard  # type: ignore[attr-defined]
+                owner._parameters[name] = local
+    try:
+        yield
+        for owner, params in saved:
+            for name, param in params.items():
+                if param is not None and owner._parameters[name].data_ptr() != local_tensor(param).data_ptr():
+                    local_tensor(param).copy_(owner._parameters[name])  # peft put another tensor in its place
+    finally:
+        for owner, params in saved:
+            owner._parameters.update(params)
+
+
+class SlicedDropout(nn.Module):
+    """What one process would drop of features that are cut: all ranks draw for all features, and use their own."""
+
+    def __init__(self, p: float, split: Split, rank: int) -> None:
+        super().__init__()
+        self.p, self.split, self.rank = p, split, rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., features/size)."""
+        if not self.training:
+            return x
+        whole = dropout(x.new_ones((*x.shape[:-1], self.split.length)), self.p)
+        return x * take(whole, Layout(x.ndim - 1, self.split), self.rank)  # type: ignore[operator]

@@ -1,0 +1,85 @@
+"""What a model returns beside its logits and hidden states, made whole: attentions are those of all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..errors import UnsupportedError, describe
+from ..plans.heads import AttentionHeads
+from ..ranks.collectives import Group, gather_from_region
+from ..ranks.mesh import TensorParallelGroup
+from ..slices.layout import Split
+
+FIELDS = {"attentions": False, "cross_attentions": True}
+"""The fields in which a stack of layers returns attentions -> whether they are its cross-attention's."""
+
+
+def return_whole_attentions(
+    model: nn.Module, attention: Mapping[str, AttentionHeads], group: TensorParallelGroup
+) -> None:
+    """Let every stack of layers in `model` gather the attentions that it is asked for, (batch, heads, queries, keys).
+
+    Here and not in the layers: eager attention always computes its weights, and nobody may want them.
+
+    Args:
+        model: a transformers model; its stacks are the transformers models in it that hold attention themselves.
+        attention: attention module -> how its heads are cut.
+        group: the ranks.
+    """
+    if group.process_group is None:
+        return
+    stacks = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    splits: dict[str, dict[str, list[Split]]] = {}
+    for name, heads in attention.items():
+        stack = max((stack for stack in stacks if not stack or name.startswith(f"{stack}.")), key=len)
+        for field, is_cross in FIELDS.items():
+            if is_cross == _is_cross_attention(name):
+                splits.setdefault(stack, {}).setdefault(field, []).append(heads.query)
+    for name, fields in splits.items():
+        model.get_submodule(name).register_forward_hook(_gather_hook(fields, group.rank, group.process_group))
+
+
+def _gather_hook(
+    fields: Mapping[str, Sequence[Split]], rank: int, process_group: Group
+) -> Callable[[nn.Module, Any, Any], Any]:
+    def gather(stack: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, ModelOutput):
+            for field, splits in fields.items():
+                if output.get(field):
+                    output[field] = _gather(field, output[field], splits, rank, process_group)
+        return output
+
+    return gather
+
+
+def _gather(
+    field: str, weights: Sequence[Tensor | None], splits: Sequence[Split], rank: int, process_group: Group
+) -> tuple[Tensor | None, ...]:
+    """One all-gather a layer; backward: own slice."""
+    if len(weights) != len(splits):  # layers of another kind return none, or None
+        if any(split != splits[0] for split in splits):
+            raise UnsupportedError(
+                describe(
+                    field,
+                    got=f"those of {len(weights)} layers",
+                    expected=f"as many as the {len(splits)} layers whose heads are cut, which differ in their heads",
+                    fix="Load the model without tp_plan to look at its attentions.",
+                )
+            )
+        splits = [splits[0]] * len(weights)
+    return tuple(
+        gather_from_region(layer, split.widths, process_group, dim=1)
+        if layer is not None and layer.shape[1] == split.widths[rank]
+        else layer
+        for layer, split in zip(weights, splits, strict=True)
+    )
+
+
+def _is_cross_attention(name: str) -> bool:
+    own = name.rpartition(".")[2].lower()
+    return "cross" in own or own.startswith("enc")  # EncDecAttention, encoder_attn

@@ -1,0 +1,180 @@
+"""Random numbers under tensor parallelism: the same where ranks hold the same activations, each rank's own where not.
+
+All ranks begin with one seed, and draw alike where activations are whole: dropouts on them have one mask. Between a
+layer that leaves its features sharded and the next that takes them so, each rank has features or heads of its own, in
+numbers that may differ: there it draws from a state of its own, and the shared one goes on alike on all ranks.
+
+    whole ── colwise ── [ own state: attention, activations ] ── rowwise ── whole
+
+Under sequence parallelism each rank has tokens of its own wherever a layer is not within a block, which joins them:
+
+    part ── norm ── block ── [ own state: dropout, sum, norm ] ── block ── [ own state: dropout, sum ] ── part
+
+The own state is a function of the shared one and of the rank, and nothing is kept from step to step: where
+torch.utils.checkpoint restores the shared state, the same masks are drawn again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..ranks.collectives import Group, all_gather_uneven
+from ..ranks.mesh import TensorParallelGroup, random_state, set_random_state
+from ..strategies import SequenceBlock, TensorParallelLayer
+from ..strategies.regions.sequence import is_cut
+
+_STEP = 0x9E3779B97F4A7C15
+"""Between the seeds of neighbouring ranks: 2**64 by the golden ratio."""
+
+
+class OwnRandomness:
+    """Lets a rank draw numbers of its own between the layers, or the blocks, of one module."""
+
+    def __init__(self, rank: int, device: torch.device, group: Group | None = None) -> None:
+        self.rank = rank
+        self.device = device
+        self.group = group
+        self.shared: Tensor | None = None
+        """The state that the ranks share, while this one draws from its own."""
+        self.seed = 0
+        """Of the own state. Where the generator has another, somebody has put the shared state back already, as
+        torch.utils.checkpoint does where what it computes again ends before `module` does."""
+        self.draws = False
+        self.hooked: WeakSet[nn.Module] = WeakSet()
+        self.children: WeakSet[nn.Module] = WeakSet()
+        """Of the module, by now: what was one of them may have become part of an adapter."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnRandomness:
+        return type(self)(self.rank, self.device, self.group)
+
+    def attach(self, module: nn.Module) -> None:
+        """Draw as this rank from the end of a column-parallel layer of `module` to the start of a row-parallel one.
+
+        If there is none, or a forward raises, it is the end of `module` (recomputation stops by raising). Of a part of
+        a sequence, draw as this rank from the end of a block, which joins them, to the start of the next.
+        """
+        module.register_forward_pre_hook(self.begin)
+        module.register_forward_hook(self.leave, always_call=True)
+
+    def begin(self, module: nn.Module, *_: Any) -> None:
+        """Before the module: find out whether it drops anything, and the layers that it is made of by now."""
+        self.leave()
+        self.draws = module.training and _drops(module)
+        children = list(module.children()) if self.draws else []
+        self.children = WeakSet(children)
+        on_parts = any(isinstance(_strategy(child), SequenceBlock) for child in children)
+        for child in children:
+            strategy = _strategy(child)
+            if child in self.hooked or (strategy is None and not on_parts):
+                continue
+            self.hooked.add(child)
+            if isinstance(strategy, SequenceBlock):
+                child.register_forward_pre_hook(self.leave)
+                child.register_forward_hook(self.enter_part)
+            elif strategy is None:
+                child.register_forward_pre_hook(self.enter_part)
+            elif strategy.takes_sharded_input:
+                child.register_forward_pre_hook(self.leave)
+            elif strategy.leaves_sharded_output:
+                child.register_forward_hook(self.enter_after)
+                if "tp_strategy" not in child.__dict__:  # an adapter, which may drop some of its own, whole, input
+                    child.register_forward_pre_hook(self.leave)
+
+    def enter_after(self, child: nn.Module, *_: Any) -> None:
+        """Draw as this rank alone, if `child` is not within an adapter, which goes on to compute on the whole."""
+        if child in self.children:
+            self.enter()
+
+    def enter_part(self, *_: Any) -> None:
+        """Draw as this rank alone, where it has a part of the sequence."""
+        if self.group is not None and is_cut(self.group):
+            self.enter()
+
+    def enter(self) -> None:
+        """Draw as this rank alone; the shared state goes on by one number, on every rank."""
+        if self.draws and not self._has_entered():
+            seed = _next_seed(self.device)
+            self.shared = random_state(self.device)
+            self.seed = (seed + _STEP * (self.rank + 1)) % 2**63
+            _generator(self.device).manual_seed(self.seed)
+
+    def leave(self, *_: Any) -> None:
+        """Draw as all ranks do."""
+        if self.shared is not None and self._has_entered():
+            set_random_state(self.device, self.shared)
+        self.shared = None
+
+    def _has_entered(self) -> bool:
+        return self.shared is not None and _generator(self.device).initial_seed() == self.seed
+
+
+class SharedRandomness:
+    """Lets the ranks draw alike in a module that computes on the samples of all, while each draws its own outside."""
+
+    def __init__(self, group: TensorParallelGroup) -> None:
+        self.group = group
+        self.own: Tensor | None = None
+        """The state of this rank, while the ranks draw from a shared one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedRandomness:
+        return type(self)(self.group)
+
+    def attach(self, module: nn.Module) -> None:
+        """Draw as all ranks do from the start of `module` to its end, however it ends."""
+        module.register_forward_pre_hook(self.begin)
+        module.register_forward_hook(self.leave, always_call=True)
+
+    def begin(self, module: nn.Module, *_: Any) -> None:
+        """Before the module: if it drops anything, take the first rank's next number for a seed (one all-gather)."""
+        self.leave()
+        if module.training and any(map(_drops, module.modules())):
+            own = torch.tensor([_next_seed(self.group.device)], device=self.group.device)
+            process_group = self.group.process_group
+            assert process_group is not None
+            seeds = all_gather_uneven(own, [1] * self.group.size, process_group, dim=0)
+            self.own = random_state(self.group.device)
+            _generator(self.group.device).manual_seed(int(seeds[0]))
+
+    def leave(self, *_: Any) -> None:
+        """Draw as this rank alone."""
+        if self.own is not None:
+            set_random_state(self.group.device, self.own)
+            self.own = None
+
+
+def _strategy(module: nn.Module) -> TensorParallelLayer | None:
+    """The strategy of a layer, or of that which an adapter such as LoRA's is wrapped around."""
+    while isinstance(getattr(module, "base_layer", None), nn.Module):
+        module = module.base_layer  # type: ignore[assignment]
+    return module.__dict__.get("tp_strategy")
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module drops anything itself: by a setting of its own or of its config, or with a dropout in it."""
+    config = getattr(module, "config", None)
+    settings = {**(vars(config) if config is not None else {}), **vars(module)}
+    by_setting = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings.items())
+    return by_setting or any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.children())
+
+
+def _next_seed(device: torch.device) -> int:
+    """A number below 2**62 from the default generator of `device`, which goes on by one draw.
+
+    Another device than a CPU is not waited for: the number is a hash of the generator's state, which is on the host.
+    """
+    if device.type == "cpu":
+        return int(torch.randint(2**62, (), device=device))
+    state = random_state(device)
+    torch.rand((), device=device)
+    return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest(), "little") >> 2
+
+
+def _generator(device: torch.device) -> Any:
+    """What has the seed of the default generator of a device."""
+    return torch.default_generator if device.type == "cpu" else torch.get_device_module(device)

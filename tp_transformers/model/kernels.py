@@ -1,0 +1,66 @@
+"""Kernels of the Hub on a tensor-parallel model: a forward that is replaced may leave out modules that communicate.
+
+transformers puts a kernel's function in place of a module's forward (`use_kernels=True`). What a strategy does around
+that forward stays, and so does the view of this rank's tensors. But a kernel for a whole block, such as that of
+GPT-OSS's mixtures, reads the parameters of the modules in it and never calls these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..errors import UnsupportedError, describe
+from ..plans.rules import fold_layers
+from ..strategies import TensorParallelLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@contextmanager
+def check_kernels(model: PreTrainedModel) -> Iterator[None]:
+    """Let the block replace forwards of modules that compute by themselves, such as norms; all ranks have to call it.
+
+    Raises UnsupportedError on all ranks where it has replaced that of a module which holds others with strategies, or
+    which holds experts. Where anything is raised, on any rank, all forwards are what they were.
+    """
+    attributes = ("_use_kernels", "kernel_config")
+    before = {module: module.__dict__.get("forward") for module in model.modules()}
+    kept = {name: model.__dict__[name] for name in attributes if name in model.__dict__}
+    try:
+        with model.tp_group.agree():  # type: ignore[union-attr,operator]
+            yield
+            unfit = {
+                f"{fold_layers(name)} ({type(module).__name__})": None
+                for name, module in model.named_modules()
+                if module.__dict__.get("forward") is not before.get(module) and not _computes_alone(module)
+            }
+            if unfit:
+                raise UnsupportedError(
+                    describe(
+                        "use_kernels=True",
+                        got=f"kernels in place of {', '.join(unfit)}, which would leave out what ranks communicate",
+                        expected="kernels for modules that hold no others",
+                        fix="Load the model without use_kernels, or with a kernel_config that names other modules.",
+                    )
+                )
+    except BaseException:
+        for module, forward in before.items():
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+        for name in attributes:
+            model.__dict__.pop(name, None)
+        model.__dict__.update(kept)
+        raise
+
+
+def _computes_alone(module: nn.Module) -> bool:
+    """Whether a kernel in place of a module's forward leaves out no other module with a strategy."""
+    own: TensorParallelLayer | None = module.__dict__.get("tp_strategy")
+    inside = (part for part in module.modules() if part is not module)
+    return not any("tp_strategy" in part.__dict__ for part in inside) and not (own is not None and own.holds_experts)

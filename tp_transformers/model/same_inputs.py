@@ -1,0 +1,108 @@
+"""A guard against the fault that nothing else shows: ranks that share a model, but are given different batches."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import MeshError, UnsupportedError, describe
+from ..ranks.collectives import all_gather_uneven
+from ..ranks.mesh import TensorParallelGroup, agreed, random_state
+from ..strategies import batch_sharded, local_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SWITCH = "TP_TRANSFORMERS_DEBUG"
+"""The environment variable that guards every model that is loaded, unless it is empty or 0."""
+
+
+def check_inputs(model: PreTrainedModel) -> RemovableHandle:
+    """Raise MeshError on all ranks of the `tp` axis where a forward of `model` is given different inputs.
+
+    A rank computes its part of whatever it is given: with batches of their own, ranks add up parts of different
+    sums, and the loss may well go down. The guard compares a hash of the inputs before every forward, in one
+    all-gather of 8 bytes a rank; in training it compares the state of the random numbers too, which dropouts on whole
+    activations draw from. It reads all inputs, from the GPU too: it is for debugging.
+
+    Returns:
+        A handle, whose `remove()` ends it.
+
+    Raises:
+        UnsupportedError: for a model without a plan, or one whose ranks have batches of their own.
+    """
+    group: TensorParallelGroup | None = getattr(model, "tp_group", None)
+    if group is None:
+        raise UnsupportedError("check_inputs needs a model that was loaded with tp_plan")
+    if any(batch_sharded(model)):
+        raise UnsupportedError("check_inputs: with tp_batch_sharded, ranks are given batches of their own")
+
+    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**_named(module, args), **kwargs}
+        digests = {name: _digest(value) for name, value in given.items()}
+        if module.training:
+            digests["the random state"] = hashlib.blake2b(_random_state(group), digest_size=7).hexdigest()
+        _compare(group, digests)
+
+    handle: RemovableHandle = model.register_forward_pre_hook(check, with_kwargs=True)
+    return handle
+
+
+def guard_if_asked(model: PreTrainedModel) -> None:
+    """Guard a model that has been loaded, where the environment says so."""
+    if os.environ.get(SWITCH, "0") not in ("", "0") and not any(batch_sharded(model)):
+        check_inputs(model)
+
+
+def _compare(group: TensorParallelGroup, digests: dict[str, str]) -> None:
+    if group.process_group is None:
+        return
+    total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=7)
+    own = torch.tensor([int(total.hexdigest(), 16)], device=group.device)
+    totals = all_gather_uneven(own, [1] * group.size, group.process_group, dim=0)
+    if bool((totals == totals[0]).all()):
+        return
+    everyone = group.gather(digests)
+    rank = next(rank for rank, others in enumerate(everyone) if others != everyone[0])
+    names = sorted({*everyone[0], *everyone[rank]})
+    different = [name for name in names if everyone[0].get(name) != everyone[rank].get(name)]
+    error = MeshError(
+        describe(
+            "the inputs of the model",
+            got=f"{', '.join(different)} on rank {rank} of the tp axis that differ from those on rank 0",
+            expected="the same on all ranks that share the model",
+            fix="Give the sampler the data-parallel rank, DistributedSampler(dataset, num_replicas=dp_size, "
+            "rank=dp_rank), and seed all ranks of the tp axis alike.",
+        )
+    )
+    raise agreed(error)
+
+
+def _named(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments of the forward, by their names."""
+    names = list(inspect.signature(module.forward).parameters)
+    return {names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}
+
+
+def _digest(value: Any) -> str:
+    """A hash of the tensors and plain values in an argument; what else there is, such as a cache, is not compared."""
+    found = hashlib.blake2b(digest_size=7)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            local = local_tensor(leaf).contiguous()
+            found.update(repr((local.dtype, tuple(local.shape))).encode())
+            found.update(local.flatten().view(torch.uint8).cpu().numpy().tobytes())
+        elif leaf is None or isinstance(leaf, bool | int | float | str):
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
+
+
+def _random_state(group: TensorParallelGroup) -> bytes:
+    return random_state(group.device).numpy().tobytes()

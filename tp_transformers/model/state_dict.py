@@ -1,0 +1,222 @@
+"""The state of a tensor-parallel model: state dicts, moves, counts, embeddings of another size.
+
+Whatever comes in whole (a state dict of one process, new embeddings) is cut as the plan says; whatever goes out is what
+this rank holds, in the names of the plain model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.saving.dcp import laid_out, placed
+from ..errors import UnsupportedError, describe
+from ..ranks.mesh import TensorParallelGroup
+from ..strategies import (
+    ParamShard,
+    TensorParallelLayer,
+    cut_module,
+    full_tensor,
+    local_tensor,
+    shard_of,
+    take,
+    whole_like,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def keep_state(module: nn.Module) -> None:
+    """Let `module`'s own part of a state dict say where it stands, and take what is whole.
+
+    The hooks are the module's, so that they also work from a wrapper around the model.
+    """
+    module.register_state_dict_post_hook(_say_place)
+    module.register_load_state_dict_pre_hook(_take_own)
+
+
+def _say_place(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """In a state dict, plain shards become those that torch.distributed.checkpoint can save."""
+    for name, param in module._parameters.items():
+        value = state.get(prefix + name)
+        if param is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state[prefix + name] = placed(value, param)
+
+
+def _take_own(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """In a state dict to be loaded, whole tensors become this rank's shards."""
+    for name, param in module._parameters.items():
+        shard, value = shard_of(param), state.get(prefix + name)
+        if param is None or shard is None or not isinstance(value, Tensor):
+            continue
+        local = _own_part(value, shard, param)
+        if local is None:
+            kind = f"a DTensor of {value.placements}" if isinstance(value, DTensor) else "a tensor"
+            errors.append(
+                f"size mismatch for {prefix}{name}: got {kind} of shape {tuple(value.shape)}, expected the whole of "
+                f"{tuple(shard.shape)}, or what this rank holds of it."
+            )
+            state[prefix + name] = param
+            continue
+        if metadata.get("assign_to_params_buffers"):
+            local = local.contiguous() if local.shape == value.shape else local.clone()
+        if shard.data_parallel is not None:
+            state[prefix + name] = nn.Parameter(laid_out(local, param), requires_grad=param.requires_grad)
+        else:
+            state[prefix + name] = shard.wrap(local, requires_grad=param.requires_grad)
+
+
+def _own_part(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
+    """This rank's part of a value that is whole, or already laid out like the parameter; None if it is neither."""
+    if (
+        isinstance(value, DTensor)
+        and shard.placement is None
+        and all(place.is_replicate() for place in value.placements)
+    ):
+        value = local_tensor(value)  # whole
+    if isinstance(value, DTensor):
+        placements = param.placements if isinstance(param, DTensor) else (shard.placement,)
+        return local_tensor(value) if value.placements == placements else None
+    value = value.detach()
+    if value.shape == shard.shape:
+        own: Tensor = take(value, shard.layout, shard.group.rank)  # type: ignore[assignment]
+        return own if shard.data_parallel is None else own[slice(*shard.rows)]
+    return value if value.shape == local_tensor(param).shape else None
+
+
+@contextmanager
+def keep_shards(module: nn.Module) -> Iterator[None]:
+    """Let parameters that the block makes anew stand for the same shards: a DTensor of another dtype is a new one."""
+    shards = {
+        name: param.tp_shard
+        for name, param in module.named_parameters(remove_duplicate=False)
+        if hasattr(param, "tp_shard")
+    }
+    yield
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if name in shards:
+            param.tp_shard = shards[name]  # type: ignore[attr-defined]
+
+
+def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -> None:
+    """Raise UnsupportedError where `move`, which makes a tensor another, would leave the device of the mesh."""
+    device = move(torch.empty(0, device=group.device)).device
+    if device != group.device:
+        raise UnsupportedError(
+            describe(
+                "the device of a tensor-parallel model",
+                got=str(device),
+                expected=f"{group.device}, which its mesh is made of",
+                fix="Load it where it is to run; to have it elsewhere, save it with save_pretrained and load that.",
+            )
+        )
+
+
+def num_parameters(model: nn.Module, *, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Parameters of the whole model, as one process counts them."""
+    embeddings = {
+        param for module in model.modules() if isinstance(module, nn.Embedding) for param in module.parameters()
+    }
+    return sum(
+        whole_like(param).numel()
+        for param in model.parameters()
+        if (param.requires_grad or not only_trainable) and not (exclude_embeddings and param in embeddings)
+    )
+
+
+def memory_footprint(model: nn.Module, *, buffers: bool = True) -> int:
+    """Bytes that this rank holds, in parameters and in buffers."""
+    held = [*model.parameters(), *(model.buffers() if buffers else ())]
+    return sum(local_tensor(tensor).nbytes for tensor in held)
+
+
+def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: TensorParallelGroup) -> None:
+    """Cut `new`, which takes the place of `old` and is whole on all ranks, as `old` is cut; rank 0's values count."""
+    strategy: TensorParallelLayer | None = getattr(old, "tp_strategy", None)
+    if new is None or strategy is None or hasattr(new, "tp_strategy") or hasattr(new, "tp_whole"):
+        return
+    if isinstance(new, nn.Linear):  # whose tied weight may have become another under it
+        new.out_features, new.in_features = new.weight.shape
+    with group.agree():
+        bound = strategy.bind(new, group.size, name=strategy.name, config=strategy.config)
+        bound.check(new)
+    split_module(new, bound, group)
+
+
+def split_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
+    """Cut the whole parameters of `module`, and let its state dict know; see `strategies.cut_module`."""
+    cut_module(module, strategy, group)
+    keep_state(module)
+
+
+def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> nn.Module:
+    """Run transformers' `resize` on whole embeddings, then cut them again; every rank has to call it.
+
+    Every rank holds the embeddings and the head whole while it runs. All take what rank 0 makes of them.
+
+    Args:
+        model: a tensor-parallel model.
+        resize: changes the size of the embeddings and of the head.
+
+    Returns:
+        The input embeddings.
+    """
+    group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
+    ways = [
+        (model.get_input_embeddings, model.set_input_embeddings),
+        (model.get_output_embeddings, model.set_output_embeddings),
+    ]
+    old = [(get, put, module, whole_like(module.weight).shape) for get, put in ways if (module := get()) is not None]
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    for _, put, module, _ in old:
+        put(_whole_module(module, made))
+    try:
+        with group.agree():
+            resize()
+    except BaseException:
+        for _, put, module, _ in old:
+            put(module)
+        raise
+    for get, put, module, shape in old:
+        new = get()
+        new.__dict__.pop("tp_whole", None)
+        if new.weight.shape == shape:
+            put(module)
+        else:
+            replace_embeddings(module, new, group)
+    model.tie_weights()
+    embeddings: nn.Module = model.get_input_embeddings()
+    return embeddings
+
+
+def _whole_module(module: nn.Module, made: dict[int, nn.Parameter]) -> nn.Module:
+    """`module` as one process has it: whole parameters, and no communication around it."""
+    whole = copy.copy(module)
+    for mark in ("tp_strategy", "tp_forwards", "_distribute_module_applied"):  # the last is torch's
+        whole.__dict__.pop(mark, None)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks"):
+        setattr(whole, hooks, OrderedDict())
+    whole._parameters = dict(module._parameters)
+    for name, param in module.named_parameters(recurse=False):
+        if id(param) not in made:
+            made[id(param)] = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
+        whole._parameters[name] = made[id(param)]
+    whole.tp_whole = True  # type: ignore[assignment]
+    return whole

@@ -1,0 +1,316 @@
+"""A plan and a meta-device model -> one bound strategy for every module, or every fault in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import PlanError, describe, list_faults, nearest
+from ..ranks.mesh import TensorParallelGroup
+from ..slices.layout import Layout
+from ..strategies import (
+    STRATEGIES,
+    MoEExpertsParallel,
+    ParamShard,
+    RegionBlock,
+    ReplicateParallel,
+    ReplicateSumGradParallel,
+    StyleParallel,
+    TensorParallelLayer,
+    style_hint,
+)
+from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
+from .checks.widths import largest_share, misfits, whole_layers
+from .heads import AttentionCut, AttentionHeads, cut_attention
+from .rewrite.engine import cut_batch, cut_loss, cut_sequence
+from .rules import Plan, Rule, base_prefix, fold_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A plan that fits a model: what happens to every module and parameter."""
+
+    module_strategies: Mapping[str, TensorParallelLayer]
+    """Module name -> the strategy that communicates around its forward."""
+    param_strategies: Mapping[str, TensorParallelLayer]
+    """Parameter name -> the strategy that cuts it."""
+    attention: Mapping[str, AttentionHeads]
+    """Attention module name -> how its heads are cut."""
+    layouts: Mapping[str, Layout | None]
+    """Parameter name -> who holds what of it."""
+    uncovered: tuple[str, ...] = ()
+    """Parameters that no rule covers: every rank holds them whole."""
+    notes: tuple[str, ...] = ()
+    """What the user should know, worth a warning each."""
+    rule_names: Mapping[str, str] = field(default_factory=dict)
+    """Parameter name -> what the plan calls its strategy, where a rule says one."""
+    whole_attention: frozenset[str] = frozenset()
+    """Attention that every rank holds whole, whatever the rules say: it has fewer query heads than there are ranks."""
+    plan: Plan = Plan("nothing", ())  # noqa: RUF009 - frozen
+    """The plan itself, rewritten by its options."""
+
+    def shard(self, name: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
+        """What this rank holds of the parameter `name` of `shape`."""
+        strategy = self.param_strategies.get(name)
+        if strategy is None:
+            return ParamShard(shape, None, group, use_dtensor=False)
+        return strategy.shard(name.rpartition(".")[2], shape, group)
+
+
+def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
+    """Bind `plan` to the modules of `model` for `size` ranks.
+
+    Args:
+        plan: the plan.
+        model: a transformers model; only names and shapes are looked at, so the meta device will do.
+        size: number of ranks.
+
+    Raises:
+        PlanError: naming every rule that does not fit.
+    """
+    plan = cut_batch(plan, model)
+    if plan.sequence_parallel:
+        plan = cut_sequence(plan, model)
+    if plan.loss_parallel:
+        plan = cut_loss(plan, model)
+    return _Resolver(plan, model, size).resolve()
+
+
+class _Resolver:
+    """The state of one `resolve`: what was matched, and what is wrong."""
+
+    def __init__(self, plan: Plan, model: PreTrainedModel, size: int) -> None:
+        self.plan, self.model, self.size = plan, model, size
+        self.prefix = base_prefix(model)
+        self.modules = dict(model.named_modules())
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.faults: list[str] = []
+
+    def resolve(self) -> Resolution:
+        """Match, bind, check; see the module's `resolve`."""
+        self._check_architecture()
+        rules = self._known_rules()
+        module_rules = self._match(rules, self.modules)
+        param_rules = self._match(rules, self.parameters)
+        self._report_unmatched(module_rules, param_rules)
+        if self.plan.declared:
+            self._follow_tied(module_rules)
+        cut = cut_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, self.faults)
+        module_strategies = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
+        param_strategies: dict[str, TensorParallelLayer] = {}
+        uncovered, rule_names = [], {}
+        for name in self.parameters:
+            owner = name.rpartition(".")[0]
+            if name in param_rules:
+                param_strategies[name] = self._bind(owner, param_rules[name], cut, name)
+                rule_names[name] = param_rules[name].strategy_name
+            elif owner in module_strategies:
+                param_strategies[name] = module_strategies[owner]
+                rule_names[name] = module_rules[owner].strategy_name
+            else:
+                uncovered.append(name)
+        self._check_modules(module_strategies, param_rules)
+        layouts = self._lay_out(param_strategies)
+        bound = BoundPlan(self.modules, self.parameters, module_strategies, param_strategies, layouts, cut, self.size)
+        if self.plan.declared:
+            self._complete(bound, module_strategies, param_strategies)
+        self.faults.extend(sum_faults(bound))
+        if not self.faults:  # of a plan whose rules do not fit their modules, only that is told
+            self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.whole, self.size))
+        if self.faults:
+            source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
+            raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
+        return Resolution(
+            module_strategies,
+            param_strategies,
+            cut.heads,
+            layouts,
+            tuple(uncovered),
+            self._notes(cut),
+            rule_names,
+            frozenset(cut.whole.values()),
+            self.plan,
+        )
+
+    def _check_architecture(self) -> None:
+        model_type = self.model.config.model_type
+        if self.plan.model_types and model_type not in self.plan.model_types:
+            raise PlanError(
+                f"plan {self.plan.source} is for {', '.join(self.plan.model_types)}, the model is a {model_type} "
+                f'({type(self.model).__name__}). Pass tp_plan="auto", or a plan for {model_type}.'
+            )
+
+    def _known_rules(self) -> list[Rule]:
+        for rule in self.plan.rules:
+            if rule.instance is None:
+                name = rule.strategy_name
+                hint = style_hint(name) or nearest(name, STRATEGIES)
+                self.faults.append(f"{rule.full(self.prefix)}: unknown strategy {name!r}{hint}")
+        return [rule for rule in self.plan.rules if rule.instance is not None]
+
+    def _match(self, rules: Iterable[Rule], names: Mapping[str, object]) -> dict[str, Rule]:
+        matched: dict[str, Rule] = {}
+        for rule in rules:
+            for name in rule.match(names, self.prefix):
+                if name in matched:
+                    self.faults.append(f"{name}: two rules match it, {matched[name].pattern} and {rule.pattern}")
+                matched[name] = rule
+        return matched
+
+    def _report_unmatched(self, *matched: Mapping[str, Rule]) -> None:
+        used = {id(rule) for rules in matched for rule in rules.values()}
+        known = {fold_layers(name) for name in (*self.modules, *self.parameters) if name}
+        for rule in self.plan.rules:
+            if id(rule) not in used and not rule.optional and rule.instance is not None:
+                pattern = rule.full(self.prefix)
+                self.faults.append(f"{pattern}: matches no module or parameter{nearest(pattern, known)}")
+
+    def _follow_tied(self, module_rules: dict[str, Rule]) -> None:
+        """A declared plan may cut the head but not the embedding that is tied to it: cut both."""
+        for target, source in _tied(self.model).items():
+            owner, partner = source.rpartition(".")[0], target.rpartition(".")[0]
+            if partner in module_rules and owner not in module_rules and isinstance(self.modules[owner], nn.Embedding):
+                module_rules[owner] = Rule(owner, "embedding_rowwise")
+
+    def _complete(
+        self,
+        bound: BoundPlan,
+        module_strategies: dict[str, TensorParallelLayer],
+        param_strategies: dict[str, TensorParallelLayer],
+    ) -> None:
+        """A declared plan may leave out what sums: over experts, and over numbers to learn between its linears."""
+        for name in list(unsummed_experts(bound)):
+            module_strategies[name] = MoEExpertsParallel().bind(self.modules[name], self.size, name=name)
+        for name in list(scalars_between(bound)):
+            strategy = ReplicateSumGradParallel().bind(self.modules[name], self.size, name=name)
+            module_strategies.setdefault(name, strategy)
+            for param_type, _ in self.modules[name].named_parameters():
+                param_strategies.setdefault(f"{name}.{param_type}", strategy)
+
+    def _notes(self, cut: AttentionCut) -> tuple[str, ...]:
+        if not cut.whole:
+            return ()
+        names = ", ".join(sorted(set(map(fold_layers, cut.whole.values()))))
+        return (
+            f"{names}: {self.size} ranks are more than the query heads, so every rank holds and computes all of them; "
+            "the rest is still split",
+        )
+
+    def _bind(self, owner: str, rule: Rule, cut: AttentionCut, name: str | None = None) -> TensorParallelLayer:
+        """A copy of the rule's strategy for the module `owner`, or for the parameter `name` of it."""
+        strategy, module, name = rule.instance, self.modules[owner], name or owner
+        if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in set(cut.whole.values())):
+            if isinstance(strategy, StyleParallel):
+                self.faults.append(
+                    f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
+                    "cannot cut then; use strategies by name there, or leave the attention out"
+                )
+            # Its heads are whole, but the sequence or the batch is cut.
+            around = strategy.around_whole if isinstance(strategy, RegionBlock) else ReplicateParallel()
+            return around.bind(module, self.size, name=name)
+        if rule.parts is not None and strategy.parts is None:
+            self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
+        absent = [width for width in rule.widths if not isinstance(vars(module).get(width), int)]
+        if absent:
+            self.faults.append(f"{name}: its {type(module).__name__} has no width {', '.join(absent)}")
+        return strategy.bind(
+            module,
+            self.size,
+            name=name,
+            split=cut.splits.get(name),
+            parts=rule.parts,
+            unit=rule.unit,
+            widths=rule.widths,
+            config=self._config(owner),
+        )
+
+    def _config(self, name: str) -> Any:
+        """The config of the module `name`, or of the nearest around it that has one."""
+        while name and not hasattr(self.modules[name], "config"):
+            name = name.rpartition(".")[0]
+        return self.modules[name].config
+
+    def _check_modules(
+        self, module_strategies: Mapping[str, TensorParallelLayer], param_rules: Mapping[str, Rule]
+    ) -> None:
+        """Every rule fits its module, and a module that communicates is named as a whole."""
+        for name, strategy in module_strategies.items():
+            try:
+                strategy.check(self.modules[name])
+            except ValueError as error:
+                self.faults.append(f"{fold_layers(name) or 'the model'}: {error}")
+            if (
+                self.prefix
+                and not f"{name}.".startswith(f"{self.prefix}.")
+                and strategy.leaves_sharded_output
+                and strategy.use_local_output
+            ):
+                self.faults.append(f"{name}: each rank would return its own part of the output; use colwise_rep")
+            # Gemma 3n keeps those features that stand out among all of a token's.
+            sparse = any(getattr(strategy.config, "activation_sparsity_pattern", None) or ())
+            if sparse and name.endswith("mlp.gate_proj") and strategy.leaves_sharded_output and self.size > 1:
+                self.faults.append(
+                    f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with each "
+                    "other; make gate_proj and up_proj colwise_rep, and down_proj rowwise_rep"
+                )
+        for name, rule in param_rules.items():
+            owner = name.rpartition(".")[0]
+            if isinstance(self.modules[owner], nn.Linear | nn.Embedding) or isinstance(rule.instance, StyleParallel):
+                self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
+
+    def _lay_out(self, param_strategies: Mapping[str, TensorParallelLayer]) -> dict[str, Layout | None]:
+        """Who holds what; a fault where a parameter cannot be cut as its strategy says, or tied ones are cut apart."""
+        layouts: dict[str, Layout | None] = {}
+        for name, strategy in param_strategies.items():
+            try:
+                layouts[name] = strategy.layout(name.rpartition(".")[2], self.parameters[name].shape, self.size)
+            except ValueError as error:
+                self.faults.append(f"{fold_layers(name)}: {error}")
+        for target, source in _tied(self.model).items():
+            mine, theirs = layouts.get(target), layouts.get(source)
+            if self.size > 1 and mine != theirs:
+                self.faults.append(
+                    f"{target}: tied to {source}, but they are cut differently ({_draw(mine)} and {_draw(theirs)}); "
+                    "cut both along the vocabulary (embedding_rowwise and colwise_rep) or neither"
+                )
+        return layouts
+
+
+def check_layers_are_cut(model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int) -> str | None:
+    """What to warn of where a plan leaves some layers of a stack on every rank: the share that the largest one holds.
+
+    Raises PlanError where it leaves all layers of a stack.
+    """
+    whole = whole_layers(model, resolution.layouts) if size > 1 else {}
+    if not whole:
+        return None
+    share = f"{largest_share(model, resolution.layouts, size):.0%} of the model"
+    stacks = [stack for stack, (uncut, layers) in whole.items() if uncut == layers]
+    if stacks:
+        raise PlanError(
+            describe(
+                plan.source,
+                got=f"no rule that cuts a matrix of {', '.join(stacks)}, so that each of {size} ranks would hold "
+                f"{share}",
+                expected="a plan that cuts every layer",
+                fix="Pass allow_replicated=True to load it so, or a plan of your own: a dict or a YAML file.",
+            )
+        )
+    counts = ", ".join(f"{uncut} of {layers} {stack}" for stack, (uncut, layers) in whole.items())
+    return f"{plan.source} leaves {counts} whole on every rank; the largest of {size} ranks holds {share}"
+
+
+def _tied(model: PreTrainedModel) -> Mapping[str, str]:
+    """{tied parameter: the parameter that it is tied to}."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def _draw(layout: Layout | None) -> str:
+    return "whole" if layout is None else f"dim {layout.dim} into {layout.split.widths}"

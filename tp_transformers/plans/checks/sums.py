@@ -1,0 +1,295 @@
+"""What each rank has only a part of, in outputs and in gradients, and whether a plan adds the parts up, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...slices.layout import Layout, Split, packed
+from ...strategies import (
+    MlaKvAProjParallel,
+    ReplicateSumGradParallel,
+    RowwiseParallel,
+    SequenceBlock,
+    SequenceParallel,
+    ShardedNormParallel,
+    StyleParallel,
+    TensorParallelLayer,
+    features,
+    holds_experts,
+)
+from ..heads import AttentionCut
+from ..rules import fold_layers, names_around
+
+
+@dataclass(frozen=True)
+class BoundPlan:
+    """A plan that is bound to a model: what the checks look at."""
+
+    modules: Mapping[str, nn.Module]
+    parameters: Mapping[str, nn.Parameter]
+    module_strategies: Mapping[str, TensorParallelLayer]
+    param_strategies: Mapping[str, TensorParallelLayer]
+    layouts: Mapping[str, Layout | None]
+    cut: AttentionCut
+    size: int
+
+    def own_layouts(self, owner: str) -> dict[str, Layout | None]:
+        """The layouts of a module's own parameters."""
+        own = self.modules[owner].named_parameters(recurse=False)
+        return {name: self.layouts.get(_join(owner, name)) for name, _ in own}
+
+
+def sum_faults(plan: BoundPlan) -> Iterator[str]:
+    """Parts that are never added up, that are added up twice, and wholes that are."""
+    if plan.size > 1:
+        yield from _experts(plan)
+        yield from _outputs(plan)
+        yield from _heads(plan)
+        yield from _other_gradients(plan)
+        yield from _sequences(plan)
+
+
+def scalars_between(plan: BoundPlan) -> Iterator[str]:
+    """Modules with learned numbers that stand between a sharded output and what takes it, such as activations."""
+    for owner, child, _ in _between(plan):
+        if all(param.numel() == 1 for param in plan.modules[child].parameters()) and owner:
+            yield child
+
+
+def unsummed_experts(plan: BoundPlan) -> Iterator[str]:
+    """Experts that are cut or spread, and whose outputs nothing adds up."""
+    sums = _sums(plan)
+    for name in sorted(_parts(plan)):
+        if holds_experts(plan.modules[name]) and not sums.intersection(names_around(name)):
+            yield name
+
+
+def _experts(plan: BoundPlan) -> Iterator[str]:
+    """Experts are whole on one rank, or all their matrices are cut along the same features."""
+    for owner, module in plan.modules.items():
+        if not holds_experts(module):
+            continue
+        layouts = plan.own_layouts(owner)
+        spread = [name for name, layout in layouts.items() if layout is not None and layout.dim == 0]
+        rest = [name for name in layouts if name not in spread]
+        if spread and rest:
+            yield (
+                f"{fold_layers(owner)}: each rank would hold whole experts of {', '.join(spread)}, but not of "
+                f"{', '.join(rest)}; make all of them local, or none"
+            )
+        matrices = {name: layouts[name] for name in rest if module.get_parameter(name).ndim == 3}
+        splits = {name: layout.split for name, layout in matrices.items() if layout is not None}
+        if spread or not splits:
+            continue
+        whole = sorted(matrices.keys() - splits.keys())
+        if whole:
+            cut = ", ".join(sorted(splits))
+            yield f"{fold_layers(owner)}: {cut} would be cut, but not {', '.join(whole)}; cut all of them, or none"
+            continue
+        name, narrow = min(splits.items(), key=lambda item: item[1].length)
+        for other, split in splits.items():
+            if not _same_features(split, narrow, getattr(module, "is_concatenated", None)):
+                yield (
+                    f"{fold_layers(owner)}: {other} and {name} would be cut along different features; a fused gate and "
+                    "up is packed_colwise (packed_rowwise if it is stored transposed)"
+                )
+
+
+def _same_features(split: Split, narrow: Split, is_concatenated: bool | None) -> bool:
+    """Whether `split` gives every rank the features of `narrow`, once or (a fused gate and up) twice."""
+    if split.length == narrow.length:
+        return split == narrow
+    pairs = split == narrow.scaled(2) and is_concatenated is not True
+    return pairs or (split == packed([narrow, narrow]) and is_concatenated is not False)
+
+
+def _outputs(plan: BoundPlan) -> Iterator[str]:
+    """Where outputs are parts of a sum they are summed, and where they are summed they are parts."""
+    parts, sums = _parts(plan), _sums(plan)
+    for name in sorted(parts):
+        if not sums.intersection(names_around(name)):
+            fix = f"{fold_layers(name)}: moe_tp_experts" if holds_experts(plan.modules[name]) else "gather around it"
+            yield f"{fold_layers(name)}: on every rank its output is a part of a sum that nothing adds up; add {fix}"
+    for block in sorted(sums):
+        inside = [name for name in plan.modules if f"{name}.".startswith(f"{block}.")]
+        if not parts.intersection(inside):
+            yield (
+                f"{fold_layers(block)}: every rank's output is whole, and would be added up {plan.size} times; cut "
+                "what is inside (local_colwise and local_rowwise, or experts), or leave it out"
+            )
+            continue
+        for name in inside:
+            strategy = plan.module_strategies.get(name)
+            reduces = isinstance(strategy, RowwiseParallel) and not strategy.leaves_partial_output
+            reduces = reduces or (isinstance(strategy, StyleParallel) and strategy.is_rowwise)
+            if strategy is not None and name != block and (reduces or strategy.sums_output):
+                yield f"{fold_layers(name)}: it sums its output, and {fold_layers(block)} sums again; use local_rowwise"
+        for name in plan.parameters:
+            if not name.startswith(f"{block}."):
+                continue
+            owner, _, param_type = name.rpartition(".")
+            strategy = plan.param_strategies.get(name)
+            added_once = strategy is not None and param_type in strategy.added_once
+            if plan.layouts.get(name) is not None or added_once:
+                continue
+            if owner == block:
+                yield (
+                    f"{fold_layers(name)}: every rank would hold it whole, and their outputs are summed; cut it, or "
+                    f"add {fold_layers(name)}: replicate_once if it is added to the output"
+                )
+            elif strategy is None or not strategy.sums_gradients:
+                yield (
+                    f"{fold_layers(name)}: it stands in a block whose parts are summed, so its gradient has to be "
+                    f"summed too; add {fold_layers(owner)}: replicated_with_grad_allreduce"
+                )
+
+
+def _sums(plan: BoundPlan) -> set[str]:
+    """Modules whose outputs are summed over the ranks."""
+    return {name for name, strategy in plan.module_strategies.items() if strategy.sums_output}
+
+
+def _parts(plan: BoundPlan) -> set[str]:
+    """Modules whose outputs are parts of a sum over the ranks."""
+    parts = {name for name, strategy in plan.module_strategies.items() if strategy.leaves_partial_output}
+    sums = _sums(plan)
+    for name, module in plan.modules.items():
+        if holds_experts(module) or name in sums:
+            parts |= {name for layout in plan.own_layouts(name).values() if layout is not None}
+    for name, strategy in plan.param_strategies.items():  # experts may keep their parameters in a module of their own
+        owner = name.rpartition(".")[0]
+        if strategy is not plan.module_strategies.get(owner) and plan.layouts.get(name) is not None:
+            parts |= {owner for block in names_around(owner) if block in sums}
+    return parts
+
+
+def _heads(plan: BoundPlan) -> Iterator[str]:
+    """What else computes on the heads of cut attention gets a part of its gradient on every rank."""
+    cut = plan.cut
+    for name, param in plan.parameters.items():
+        owner = name.rpartition(".")[0]
+        attention = next((module for module in names_around(owner) if module in cut.heads), None)
+        strategy = plan.param_strategies.get(name)
+        projected = owner in cut.splits and owner not in cut.heads
+        if attention is None or projected or plan.layouts.get(name) is not None:
+            continue
+        if strategy is not None and strategy.sums_gradients:
+            continue
+        # Latents are whole, and column-parallel layers sum their gradients; but not that of the rotary key.
+        rotary_key = owner.endswith("kv_a_proj_with_mqa") and not isinstance(strategy, MlaKvAProjParallel)
+        if cut.heads[attention].is_latent and not rotary_key:
+            continue
+        heads = cut.heads[attention]
+        lengths = {count * per for count in (heads.query.length, heads.kv.length) for per in (1, heads.head_dim or 1)}
+        if rotary_key:
+            fix = f"so its gradient has to be summed over the ranks; add {fold_layers(owner)}: mla_kv_a_proj"
+        elif lengths.intersection(param.shape):
+            target = fold_layers(name if owner == attention else owner)
+            fix = (
+                f"and has something for each of them; cut it too (add {target}: local_colwise, or sharded_norm for a "
+                "norm over all heads, and name it under with_query or with_key in a YAML plan's attention section)"
+            )
+        else:
+            fix = (
+                f"so its gradient has to be summed over the ranks; add {fold_layers(owner)}: "
+                "replicated_with_grad_allreduce"
+            )
+        yield f"{fold_layers(name)}: it stands among heads that are cut, {fix}"
+
+
+def _other_gradients(plan: BoundPlan) -> Iterator[str]:
+    """Outside attention: what computes on cut features sums its gradient, and nothing else does."""
+    between = set()
+    for _, child, width in _between(plan):
+        between.add(child)
+        for param_type, param in plan.modules[child].named_parameters():
+            name = _join(child, param_type)
+            strategy = plan.param_strategies.get(name)
+            if plan.layouts.get(name) is not None or (strategy is not None and strategy.sums_gradients):
+                continue
+            rule = "sharded_norm" if width in param.shape else "replicated_with_grad_allreduce"
+            yield (
+                f"{fold_layers(name)}: it stands between linears whose features are cut, and is held whole; add "
+                f"{fold_layers(child)}: {rule}"
+            )
+    for name, strategy in plan.module_strategies.items():
+        if isinstance(strategy, ShardedNormParallel) and name not in between and name not in plan.cut.splits:
+            yield (
+                f"{fold_layers(name)}: its input is whole on every rank; use replicate, or name it under with_query or "
+                "with_key in a YAML plan's attention section"
+            )
+        if not isinstance(strategy, ReplicateSumGradParallel) or name in between:
+            continue
+        blocks = list(names_around(name.rpartition(".")[0]))
+        summed = any(plan.module_strategies[block].sums_output for block in blocks if block in plan.module_strategies)
+        attends = any("Attention" in type(plan.modules[block]).__name__ for block in blocks)
+        if not summed and not attends and not _has_sharded_sibling(plan, name):
+            yield (
+                f"{fold_layers(name)}: its input is whole on every rank, and so is its gradient, which would be "
+                f"counted {plan.size} times; use replicate"
+            )
+
+
+def _sequences(plan: BoundPlan) -> Iterator[str]:
+    """What computes on parts of the sequence is given parts; a strategy of a user's own may cut, or return DTensors."""
+    strategies = plan.module_strategies
+    styles = {name for name, each in strategies.items() if isinstance(each, StyleParallel) and each.is_sequence}
+    others = [each for name, each in strategies.items() if name not in styles]
+    if any(each.cuts_sequence or not each.use_local_output or _is_own(each) for each in others):
+        return
+    for name, strategy in strategies.items():
+        if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # there it is heads that are cut
+            yield (
+                f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
+                "rule cuts before it; use replicate, or let what comes before it leave Shard(1)"
+            )
+        if isinstance(strategy, SequenceParallel | SequenceBlock):
+            yield (
+                f"{fold_layers(name)}: its input is whole on every rank, since no rule cuts the sequence before it; "
+                "use replicate, or load with tp_sequence_parallel=True"
+            )
+
+
+def _is_own(strategy: TensorParallelLayer) -> bool:
+    """Whether a user wrote the strategy."""
+    return not type(strategy).__module__.startswith(f"{__package__}.")
+
+
+def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
+    """(block, module, cut features): modules with parameters that compute on features which siblings leave sharded."""
+    for block, module in plan.modules.items():
+        if "Attention" in type(module).__name__:
+            continue
+        children = {_join(block, child): part for child, part in module.named_children()}
+        made = {
+            name: features(part) for name, part in children.items() if _leaves_sharded(plan, name) and features(part)
+        }
+        takes = any(
+            plan.module_strategies[name].takes_sharded_input for name in children if name in plan.module_strategies
+        )
+        if not made or not takes:
+            continue
+        inputs, width = next(iter(made.values())) or (0, 0)
+        for name, part in children.items():
+            shapes = [param.shape for param in part.parameters()]
+            if features(part) is not None or not shapes or width == inputs:
+                continue
+            if all(shape.numel() == 1 or width in shape for shape in shapes):
+                yield block, name, width
+
+
+def _has_sharded_sibling(plan: BoundPlan, name: str) -> bool:
+    parent = name.rpartition(".")[0]
+    return any(_leaves_sharded(plan, _join(parent, child)) for child, _ in plan.modules[parent].named_children())
+
+
+def _leaves_sharded(plan: BoundPlan, name: str) -> bool:
+    strategy = plan.module_strategies.get(name)
+    return strategy is not None and strategy.leaves_sharded_output
+
+
+def _join(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner else name

@@ -1,0 +1,146 @@
+"""Do the pieces of a plan fit together, and how much of a model do they leave on every rank?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ...slices.layout import Layout, Split, even
+from ...strategies import StyleParallel, TensorParallelLayer, features
+from ..rules import fold_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def misfits(
+    modules: Mapping[str, nn.Module],
+    strategies: Mapping[str, TensorParallelLayer],
+    attention: Collection[str],
+    size: int,
+) -> Iterator[str]:
+    """Linears of one block of which one leaves its features sharded where the next expects the whole, or the reverse.
+
+    Who feeds whom is told from widths: within a block, what comes later and takes as many features as an earlier one
+    makes (or one part of it, if it is fused) is fed by it.
+
+    Args:
+        modules: all modules of a model, by name.
+        strategies: the strategy of every module that has one.
+        attention: projections whose heads are cut together, which is checked elsewhere.
+        size: number of ranks.
+    """
+    for name, module in modules.items():
+        if "Attention" in type(module).__name__:  # checked by heads
+            continue
+        prefix = f"{name}." if name else ""
+        linears = [
+            f"{prefix}{child}"
+            for child, part in module.named_children()
+            if not isinstance(part, nn.Embedding) and features(part) and f"{prefix}{child}" not in attention
+        ]
+        for position, linear in enumerate(linears):
+            makes = _makes(modules[linear], strategies.get(linear), size)
+            fed = [other for other in linears[position + 1 :] if _inputs(modules[other]) in makes]
+            takers = [other for other in fed if _takes(strategies.get(other))]
+            split = None
+            if _leaves(strategies.get(linear)):
+                if not fed and len(linears) > 1:  # one alone may be wrapped by what stands beside others
+                    yield (
+                        f"{fold_layers(linear)}: it leaves its features sharded, and nothing after it in "
+                        f"{fold_layers(name) or 'the model'} takes as many; make it colwise_rep"
+                    )
+                elif fed and not takers:
+                    mine, theirs = fold_layers(linear), fold_layers(fed[0])
+                    yield (
+                        f"{mine}: it leaves its features sharded, but {theirs}, which takes as many, expects the "
+                        f"whole; make {theirs} rowwise, or {mine} colwise_rep"
+                    )
+                split = next((makes[_inputs(modules[other])] for other in takers), None)
+            for other in takers:
+                mine, theirs = fold_layers(linear), fold_layers(other)
+                if not _leaves(strategies.get(linear)):
+                    yield (
+                        f"{theirs}: it expects its features sharded, but {mine}, which makes as many, leaves the "
+                        f"whole; make {mine} colwise, or {theirs} rowwise_rep"
+                    )
+                elif not strategies[linear].use_local_output:
+                    pass  # a DTensor says how it is cut
+                elif isinstance(strategies[other], StyleParallel) and _inputs(modules[other]) % size:
+                    yield (
+                        f"{mine} and {theirs}: {_inputs(modules[other])} features do not divide by {size} ranks, and "
+                        "torch takes every rank's part to be as wide as its own; make what comes before it "
+                        "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
+                    )
+                elif split != strategies[other].cut(_inputs(modules[other]), size):
+                    yield (
+                        f"{mine} and {theirs}: the same features are cut differently; fused parts are packed_colwise, "
+                        "everything else colwise, and what follows rowwise; what ranks do not divide, torch's "
+                        "styles cut in another way than strategies by name"
+                    )
+
+
+def whole_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> dict[str, tuple[int, int]]:
+    """Stacks of layers of which every rank would hold some whole: {folded name: (such layers, all layers)}."""
+    is_whole: dict[str, bool] = {}
+    for name, param in model.named_parameters():
+        layer = _layer(model, name)
+        if layer is not None and param.ndim > 1:
+            is_whole[layer] = is_whole.get(layer, True) and layouts.get(name) is None
+    stacks: dict[str, list[bool]] = {}
+    for layer, whole in is_whole.items():
+        stacks.setdefault(fold_layers(layer), []).append(whole)
+    return {stack: (sum(whole), len(whole)) for stack, whole in sorted(stacks.items()) if any(whole)}
+
+
+def largest_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> float:
+    """The bytes of the largest rank's shard, as a fraction of the whole model."""
+    return max(shares(model, layouts, size))
+
+
+def shares(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> list[float]:
+    """The bytes of every rank's shard, as fractions of the whole model; a tied parameter counts once."""
+    total, held = 0, torch.zeros(size, dtype=torch.float64)
+    for name, param in model.named_parameters():
+        total += param.nbytes
+        layout = layouts.get(name)
+        widths = (1,) * size if layout is None else layout.split.widths
+        held += torch.tensor(widths) * (param.nbytes / (1 if layout is None else param.shape[layout.dim]))
+    return (held / total).tolist() if total else [1.0] * size
+
+
+def _layer(model: nn.Module, name: str) -> str | None:
+    """The outermost item of a module list that a parameter is in, if it has modules of its own."""
+    path = name.split(".")
+    owner = model
+    for depth, step in enumerate(path[:-2]):
+        if isinstance(owner, nn.ModuleList):
+            return ".".join(path[: depth + 1])
+        owner = owner.get_submodule(step)
+    return None
+
+
+def _makes(module: nn.Module, strategy: TensorParallelLayer | None, size: int) -> dict[int, Split]:
+    """The widths that a linear's output may be used in: all of it, and one of its parts; and how each is cut."""
+    width = (features(module) or (0, 0))[1]
+    parts = strategy.parts if strategy is not None else None
+    if parts is None:
+        return {width: strategy.cut(width, size) if isinstance(strategy, StyleParallel) else even(width, size)}
+    lengths = [width // parts] if isinstance(parts, int) else [part for part in parts if isinstance(part, int)]
+    assert strategy is not None
+    return {width: strategy.cut(width, size), **{length: even(length, size) for length in lengths}}
+
+
+def _inputs(module: nn.Module) -> int:
+    return (features(module) or (0, 0))[0]
+
+
+def _leaves(strategy: TensorParallelLayer | None) -> bool:
+    return strategy is not None and strategy.leaves_sharded_output
+
+
+def _takes(strategy: TensorParallelLayer | None) -> bool:
+    return strategy is not None and strategy.takes_sharded_input

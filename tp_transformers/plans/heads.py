@@ -1,0 +1,328 @@
+"""Attention: which projections belong together, and how their heads are cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..errors import nearest
+from ..slices.layout import Split, heads, interleaved, packed
+from ..strategies import features
+from .rules import Plan, Rule, fold_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PROJECTIONS: Mapping[str, tuple[str, ...]] = {
+    "query": ("q_proj",),
+    "key": ("k_proj",),
+    "value": ("v_proj",),
+    "output": ("o_proj", "out_proj", "dense"),
+    "with_query": ("sinks",),
+}
+LATENT_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
+    "query": ("q_b_proj", "q_proj"),
+    "key_value": ("kv_b_proj",),
+    "output": ("o_proj",),
+}
+"""The children by which attention is recognised where a plan does not name it (a dict, a declared plan)."""
+
+QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
+KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
+HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
+"""The attributes in which transformers' attention modules, or their configs, keep counts and sizes of heads."""
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """How the heads of one attention module are cut."""
+
+    query: Split
+    kv: Split
+    is_fused: bool = False
+    """Whether one projection makes queries, keys and values; its module then takes them apart by head counts."""
+    is_latent: bool = False
+    """Whether heads are made from latents (multi-head latent attention), which are whole on every rank."""
+    head_dim: int | None = None
+    """Features of a query head, where they are known."""
+
+    def attributes(self, rank: int) -> dict[str, int]:
+        """The module's own head counts on `rank`, by the names that transformers uses."""
+        query, kv = self.query.local_length(rank), self.kv.local_length(rank)
+        counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
+        counts["num_key_value_groups"] = query // kv
+        if self.head_dim is not None:
+            # What splits queries from keys and values: GPT-2's and DBRX's names for the width of all query heads.
+            counts["split_size"] = query * self.head_dim
+            if self.is_fused:
+                counts["hidden_size"] = query * self.head_dim
+        return counts
+
+    def config_attributes(self, rank: int) -> dict[str, int]:
+        """The head counts that the module reads from its config on `rank`."""
+        counts = self.attributes(rank)
+        return {name: counts[name] for name in ("num_attention_heads", *KV_COUNTS)}
+
+
+@dataclass
+class AttentionCut:
+    """How all attention of a model is cut."""
+
+    heads: dict[str, AttentionHeads] = field(default_factory=dict)
+    """Attention module -> its heads."""
+    splits: dict[str, Split] = field(default_factory=dict)
+    """Projection, parameter or attention module -> how its heads are cut."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """What every rank holds whole, since there are more ranks than query heads -> its attention."""
+
+
+def cut_attention(
+    plan: Plan,
+    model: PreTrainedModel,
+    module_rules: dict[str, Rule],
+    param_rules: Mapping[str, Rule],
+    prefix: str,
+    size: int,
+    faults: list[str],
+) -> AttentionCut:
+    """Cut every attention module whose projections stay sharded by whole heads.
+
+    Args:
+        plan: names the attention modules; where it names none, they are recognised by PROJECTIONS.
+        model: a transformers model.
+        module_rules: the rule of every module that has one; those that a declared plan left out are added.
+        param_rules: the rule of every parameter that has one of its own.
+        prefix: the base model's name in the full model.
+        size: number of ranks.
+        faults: what is wrong is added to it.
+    """
+    modules, known = dict(model.named_modules()), len(faults)
+    cut = AttentionCut()
+    for name, children in _groups(plan, modules, prefix, faults).items():
+        roles = {role: [f"{name}.{child}" for child in names] for role, names in children.items()}
+        projections = {child: role for role, names in roles.items() for child in names if not role.startswith("with_")}
+        sharded = {child for child, role in projections.items() if _is_sharded(role, module_rules.get(child))}
+        if len(sharded) < len(projections):
+            if sharded:
+                faults.append(
+                    f"attention {fold_layers(name)}: {_own_names(sharded)} leave their features sharded, "
+                    f"{_own_names(projections.keys() - sharded)} do not; make all of query, key and value colwise and "
+                    "the output rowwise, or none"
+                )
+            continue
+        counts = _count_heads(name, roles, modules, model, faults)
+        if counts is None:
+            continue
+        query, kv, head_dim = counts
+        if plan.declared:
+            _complete_declared(name, roles, modules, module_rules, param_rules, (query, head_dim))
+        followers = [child for names in roles.values() for child in names]
+        if size > query:
+            cut.whole.update(dict.fromkeys((*followers, name), name))
+            continue
+        group = AttentionHeads(
+            *heads(query, kv, size),
+            is_fused=bool({"fused", "interleaved"} & roles.keys()),
+            is_latent="key_value" in roles,
+            head_dim=head_dim,
+        )
+        cut.heads[name] = group
+        cut.splits[name] = group.query
+        for role, names in roles.items():
+            for child in names:
+                rule = module_rules.get(child) or param_rules.get(child)
+                if rule is not None:
+                    cut.splits[child] = _role_split(role, group, rule)
+                if rule is not None and rule.parts is not None and role != "fused":
+                    faults.append(
+                        f"{fold_layers(child)}: attention cuts it by heads, as {role}, which has no parts; leave parts "
+                        "out, or make its role in the plan's attention fused"
+                    )
+    if len(faults) == known:  # where attention is described wrongly, only that is told
+        _refuse_unrecognised(modules, model, module_rules, cut, size, faults)
+    return cut
+
+
+def _complete_declared(
+    name: str,
+    roles: dict[str, list[str]],
+    modules: Mapping[str, nn.Module],
+    module_rules: dict[str, Rule],
+    param_rules: Mapping[str, Rule],
+    query_heads: tuple[int, int | None],
+) -> None:
+    """Add what a plan that transformers declares leaves out: gates and biases a query head, norms within heads."""
+    count, head_dim = query_heads
+    known = {child for names in roles.values() for child in names}
+    for child, rule in param_rules.items():
+        owner, _, param_type = child.rpartition(".")
+        if owner == name and child not in known and rule.strategy_name != "replicate":
+            shape = getattr(modules[name], param_type).shape
+            if {count, count * (head_dim or 1)}.intersection(shape):
+                roles.setdefault("with_query", []).append(child)
+    for child, module in modules.items():
+        if child.rpartition(".")[0] != name or child in known:
+            continue
+        made = features(module)
+        if child in module_rules and made is not None and _is_sharded("query", module_rules[child]):
+            if head_dim is not None and made[1] in (count, count * head_dim):
+                roles.setdefault("with_query", []).append(child)
+        elif child not in module_rules and head_dim is not None:
+            shapes = [tuple(param.shape) for param in module.parameters()]
+            if shapes and set(shapes) == {(head_dim,)}:
+                module_rules[child] = Rule(child, "replicated_with_grad_allreduce")
+
+
+def _role_split(role: str, group: AttentionHeads, rule: Rule) -> Split:
+    """How what plays `role` in attention is cut, in heads."""
+    by_part = {"query": group.query, "key": group.kv, "value": group.kv}
+    if role == "fused":
+        parts = rule.parts if isinstance(rule.parts, tuple) else tuple(by_part)
+        return packed([by_part.get(str(part), group.kv) for part in parts])
+    if role == "interleaved":
+        return interleaved(group.query, group.kv)
+    return group.kv if role in ("key", "value", "key_value", "with_key") else group.query
+
+
+def _refuse_unrecognised(
+    modules: Mapping[str, nn.Module],
+    model: PreTrainedModel,
+    module_rules: Mapping[str, Rule],
+    cut: AttentionCut,
+    size: int,
+    faults: list[str],
+) -> None:
+    """Attention whose projections are cut, though nothing says where its heads are: right only if all counts divide."""
+    known = cut.splits.keys() | cut.whole.keys()
+    for child, rule in module_rules.items():
+        name = child.rpartition(".")[0]
+        if "Attention" not in type(modules[name]).__name__ or child in known or not _is_sharded("query", rule):
+            continue
+        common = math.gcd(*head_counts(modules[name], _config(modules[name], model)))
+        if common % size:
+            valid = [str(count) for count in range(1, common + 1) if common % count == 0]
+            faults.append(
+                f"attention {fold_layers(name)}: the plan does not say where the heads of {child.rpartition('.')[2]} "
+                f"are, so they can be cut for {' or '.join(valid)} ranks, not for {size}; name its projections in a "
+                "YAML plan's attention section"
+            )
+
+
+def _groups(
+    plan: Plan, modules: Mapping[str, nn.Module], prefix: str, faults: list[str]
+) -> dict[str, Mapping[str, tuple[str, ...]]]:
+    """Attention modules -> their children by role: those that the plan names, or those that look like it."""
+    groups: dict[str, Mapping[str, tuple[str, ...]]] = {}
+    if not plan.attention:
+        for name, module in modules.items():
+            for projections in (PROJECTIONS, LATENT_PROJECTIONS):
+                children = dict(_present(module, projections))
+                if projections.keys() - {"with_query"} <= children.keys():
+                    groups[name] = children
+        return groups
+    for group in plan.attention:
+        names = list(group.match(modules, prefix))
+        if not names and not group.optional:
+            pattern = group.full(prefix)
+            faults.append(f"attention {pattern}: matches no module{nearest(pattern, map(fold_layers, modules))}")
+        for name in names:
+            children = dict(_present(modules[name], group.children))
+            absent = [role for role in group.children if role not in children and not role.startswith("with_")]
+            faults.extend(f"attention {name}: it has no child {_or(group.children[role])}" for role in absent)
+            if not absent:
+                groups[name] = children
+    return groups
+
+
+def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(role, names) of those children that the module has: the first of a projection's, all that go with one."""
+    for role, names in children.items():
+        found = tuple(name for name in names if isinstance(getattr(module, name, None), nn.Module | nn.Parameter))
+        if found:
+            yield role, found if role.startswith("with_") else found[:1]
+
+
+def _is_sharded(role: str, rule: Rule | None) -> bool:
+    """Whether the features of a projection stay, or arrive, sharded over the ranks."""
+    strategy = rule.instance if rule is not None else None
+    if strategy is None:
+        return False
+    return strategy.takes_sharded_input if role == "output" else strategy.leaves_sharded_output
+
+
+def _count_heads(
+    name: str,
+    roles: Mapping[str, list[str]],
+    modules: Mapping[str, nn.Module],
+    model: PreTrainedModel,
+    faults: list[str],
+) -> tuple[int, int, int | None] | None:
+    """(query heads, KV heads, head size) of one attention module; None, and a fault, where they do not add up."""
+    module = modules[name]
+    config = _config(module, model)
+    head_dim = first_of(HEAD_SIZES, module, config)
+    query, kv = head_counts(module, config)
+    if "key_value" in roles:  # latent attention: every query head has a key and a value of its own
+        kv = query
+    if head_dim is not None and "key" in roles:
+        for role in ("query", "key"):
+            child = roles[role][0]
+            width = _width(modules[child])
+            if not width or width % head_dim:
+                faults.append(f"{child}: its {width} features are not whole heads of {head_dim}")
+                return None
+            query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
+        stated = head_counts(module, config)[0]
+        attended = _inputs(modules[roles["output"][0]]) if "output" in roles else 0
+        if stated and query > stated and query % stated == 0 and attended == stated * head_dim:
+            query = stated  # a projection that makes more than queries (a gate beside each)
+    if not query or not kv or query % kv:
+        faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
+        return None
+    return query, kv, head_dim
+
+
+def _width(module: nn.Module) -> int:
+    """Output features of a projection; 0 where it is no linear."""
+    return (features(module) or (0, 0))[1]
+
+
+def _inputs(module: nn.Module) -> int:
+    """Input features of a projection; 0 where it is no linear."""
+    return (features(module) or (0, 0))[0]
+
+
+def _config(module: nn.Module, model: PreTrainedModel) -> Any:
+    """The config that counts for an attention module."""
+    return getattr(module, "config", None) or model.config.get_text_config()
+
+
+def head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
+    """(query heads, KV heads) by a module's attributes or its config; 0 where neither says."""
+    query = first_of(QUERY_COUNTS, module, config) or 0
+    return query, first_of(KV_COUNTS, module, config) or query
+
+
+def first_of(names: tuple[str, ...], *owners: Any) -> int | None:
+    """The first of `names` that is an integer in the first of `owners` that has one."""
+    values = (_get(owner, name) for owner in owners for name in names)
+    return next((value for value in values if isinstance(value, int) and value), None)
+
+
+def _get(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # a config whose layers differ refuses to speak for all of them, in its own way
+        return None
+
+
+def _own_names(children: Any) -> str:
+    return ", ".join(sorted(child.rpartition(".")[2] for child in children))
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, names))

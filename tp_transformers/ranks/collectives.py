@@ -1,0 +1,292 @@
+"""Collectives with the backward that tensor parallelism needs.
+
+The pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3; Korthikanti et al. 2022 for the last): each
+function's backward is the other collective of its pair.
+
+    copy_to_region               forward: nothing         backward: all-reduce       (f, before a column-parallel layer)
+    reduce_from_region           forward: all-reduce      backward: nothing          (g, after a row-parallel layer)
+    gather_from_region           forward: all-gather      backward: own slice
+    scatter_to_region            forward: own slice       backward: all-gather
+    gather_to_region             forward: all-gather      backward: reduce-scatter   (f, where the sequence is cut)
+    reduce_scatter_from_region   forward: reduce-scatter  backward: all-gather       (g, where the sequence is cut)
+    exchange_regions             forward: all-to-all      backward: all-to-all
+    copy_shared                  forward: nothing         backward: all-reduce       (f, of what some ranks share)
+
+Backwards apply the other function of the pair, so that gradients of gradients are exact, too: where autograd records a
+backward (`create_graph=True`), it records the collectives in it with their own backwards.
+
+Sharded dims need not divide: `widths` gives the length of every rank's slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..slices.layout import Shared
+
+Group = dist.ProcessGroup
+Cut = tuple[int, tuple[int, ...]]
+"""(dim, length of every rank's slice along it)."""
+Place = tuple[int, int, int]
+"""(start in this rank's shard, start in what all ranks sum, length)."""
+
+# Their names until torch 2.12; the old ones warn from then on.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """Identity; backward sums the gradients of all ranks of `group` (all-reduce), in `reduce_dtype` or in their own."""
+    return _apply(_CopyToRegion, x, group, reduce_dtype) if torch.is_grad_enabled() and x.requires_grad else x
+
+
+def reduce_from_region(x: Tensor, group: Group) -> Tensor:
+    """Sum over the ranks of `group` (all-reduce); backward is the identity."""
+    return _apply(_ReduceFromRegion, x, group, None)
+
+
+def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """Join the slices of all ranks along `dim` (all-gather); backward keeps this rank's slice of the gradient.
+
+    `widths[rank]` is the length of that rank's slice; `x` has length `widths[own rank]` along `dim`.
+    """
+    return _apply(_GatherFromRegion, x, tuple(widths), group, dim)
+
+
+def scatter_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """This rank's slice of `x` along `dim`; backward joins the gradients of all ranks (all-gather)."""
+    return _apply(_ScatterToRegion, x, tuple(widths), group, dim)
+
+
+def gather_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """Join the slices of all ranks along `dim` (all-gather); backward sums the gradients of all ranks, and keeps this
+    rank's slice (reduce-scatter).
+    """
+    return _apply(_GatherToRegion, x, tuple(widths), group, dim)
+
+
+def reduce_scatter_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """This rank's slice along `dim` of the sum over the ranks (reduce-scatter); backward joins the gradients of all
+    ranks (all-gather).
+    """
+    return _apply(_ReduceScatterFromRegion, x, tuple(widths), group, dim)
+
+
+def exchange_regions(
+    x: Tensor, widths: Sequence[int], parts: Sequence[int], group: Group, *, dim: int = -1, into: int = 0
+) -> Tensor:
+    """This rank's slice along `into` of what is joined along `dim` (all-to-all); backward is the way back (all-to-all).
+
+    `widths[rank]` is the length of that rank's `x` along `dim`, `parts[rank]` of what it gets along `into`.
+    """
+    return _apply(_Exchange, x, (dim % x.ndim, tuple(widths)), (into % x.ndim, tuple(parts)), group)
+
+
+def copy_shared(
+    x: Tensor,
+    shared: Sequence[Shared],
+    length: int,
+    group: Group,
+    reduce_dtype: torch.dtype | None = None,
+    *,
+    dim: int,
+) -> Tensor:
+    """Identity; backward sums the gradients of what several ranks hold over the ranks that hold it.
+
+    One all-reduce over all ranks of `group`, of `length` indices along `dim`: everything that several ranks hold has a
+    slot there, which is zero on other ranks. So no process group of the ranks that share something is needed.
+
+    Args:
+        x: what this rank holds.
+        shared: what of it other ranks hold too, along `dim`; nothing on some ranks.
+        length: indices that several ranks hold, the same on all ranks.
+        group: all ranks, also those that share nothing.
+        reduce_dtype: dtype of the sum, which is then rounded to the gradient's; None for the gradient's own.
+        dim: the dim that is cut.
+    """
+    if not torch.is_grad_enabled() or not x.requires_grad:
+        return x
+    places = tuple((part.local, part.slot, part.length) for part in shared)
+    return _apply(_CopyShared, x, places, length, dim, group, reduce_dtype)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Identity; backward multiplies the gradient by `factor`."""
+    return _apply(_Scale, x, 1.0, factor) if torch.is_grad_enabled() and x.requires_grad else x
+
+
+def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """All-gather slices of different lengths along `dim`, without autograd: shorter ones travel padded."""
+    longest = max(widths)
+    if x.shape[dim] < longest:
+        padding = list(x.shape)
+        padding[dim] = longest - x.shape[dim]
+        x = torch.cat([x, x.new_zeros(padding)], dim)
+    gathered = x.new_empty((len(widths) * x.shape[0], *x.shape[1:]))
+    _all_gather(gathered, x.contiguous(), group=group)
+    slices = gathered.view(len(widths), *x.shape)
+    return torch.cat([piece.narrow(dim, 0, width) for piece, width in zip(slices, widths, strict=True)], dim)
+
+
+def reduce_scatter_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+    """Sum over the ranks and keep this rank's slice along `dim`, without autograd: shorter slices travel padded."""
+    dim, longest = dim % x.ndim, max(widths)
+    parts = x.new_zeros((len(widths), *x.shape[:dim], longest, *x.shape[dim + 1 :]))
+    for part, piece in zip(parts, x.split(list(widths), dim), strict=True):
+        part.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+    own = torch.empty_like(parts[0])
+    _reduce_scatter(own, parts.flatten(0, 1), group=group)
+    return own.narrow(dim, 0, widths[dist.get_rank(group)])
+
+
+def all_to_all_uneven(x: Tensor, cut: Cut, into: Cut, group: Group) -> Tensor:
+    """From tensors that are cut along one dim to tensors that are cut along another, without autograd.
+
+    Each of both is the dim and the length of every rank's slice.
+    """
+    (dim, widths), (other, parts), rank = cut, into, dist.get_rank(group)
+    shapes = [list(x.shape) for _ in widths]
+    for shape, width in zip(shapes, widths, strict=True):
+        shape[dim], shape[other] = width, parts[rank]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    pieces = [piece.reshape(-1) for piece in x.split(list(parts), other)]
+    received = x.new_empty(sum(sizes))
+    dist.all_to_all_single(received, torch.cat(pieces), sizes, [piece.numel() for piece in pieces], group=group)
+    return torch.cat([piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)], dim)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    output: Tensor = function.apply(*args)
+    return output
+
+
+def _own_slice(x: Tensor, widths: Sequence[int], group: Group, dim: int) -> Tensor:
+    rank = dist.get_rank(group)
+    return x.narrow(dim, sum(widths[:rank]), widths[rank])
+
+
+class _CopyToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_ReduceFromRegion, grads[0], ctx.group, ctx.reduce_dtype), None, None
+
+
+class _ReduceFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
+        # A copy: the caller's tensor may be an activation that others still read.
+        total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return copy_to_region(grads[0], ctx.group, ctx.reduce_dtype), None, None
+
+
+class _GatherFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
+        ctx.widths, ctx.group, ctx.dim = widths, group, dim
+        return all_gather_uneven(x, widths, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(_ScatterToRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+
+
+class _ScatterToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
+        ctx.widths, ctx.group, ctx.dim = widths, group, dim
+        return _own_slice(x, widths, group, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(_GatherFromRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+
+
+class _GatherToRegion(_GatherFromRegion):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(_ReduceScatterFromRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+
+
+class _ReduceScatterFromRegion(_ScatterToRegion):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
+        ctx.widths, ctx.group, ctx.dim = widths, group, dim
+        return reduce_scatter_uneven(x, widths, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(_GatherToRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cut: Cut, into: Cut, group: Group) -> Tensor:
+        ctx.cut, ctx.into, ctx.group = cut, into, group
+        return all_to_all_uneven(x, cut, into, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(_Exchange, grads[0], ctx.into, ctx.cut, ctx.group), None, None, None
+
+
+class _CopyShared(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, places: tuple[Place, ...], length: int, dim: int, group: Group, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.settings = (places, length, dim, group, dtype)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return _apply(_ReduceShared, grads[0], *ctx.settings), None, None, None, None, None
+
+
+class _ReduceShared(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, places: tuple[Place, ...], length: int, dim: int, group: Group, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.settings = (places, length, dim, group, dtype)
+        total = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
+        if places == ((0, 0, length),) and x.shape[dim] == length:  # all that there is
+            dist.all_reduce(total, group=group)
+            return total.to(x.dtype)
+        buffer = total.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+        for local, slot, width in places:
+            buffer.narrow(dim, slot, width).copy_(x.narrow(dim, local, width))
+        dist.all_reduce(buffer, group=group)
+        for local, slot, width in places:
+            total.narrow(dim, local, width).copy_(buffer.narrow(dim, slot, width))
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return _apply(_CopyShared, grads[0], *ctx.settings), None, None, None, None, None
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float, of_gradient: float) -> Tensor:
+        ctx.factors = (of_gradient, factor)
+        return x.view_as(x) if factor == 1 else x * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Scale, grads[0], *ctx.factors), None, None

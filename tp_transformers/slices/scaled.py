@@ -1,0 +1,123 @@
+"""Quantised tensors: narrow values, of which every block has a scale of its own.
+
+    Scaled(values, scales, block=(2, 2))      AABB     [a b     the blocks of A times a, of B times b, ...
+                                              AABB      c d]
+                                              CCDD
+
+Values and scales are read by slices: a selection reads its own values, and the scales of the blocks that it touches.
+The values are read into place as they are, since every wider dtype holds them exactly, and multiplied there afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from .composed import Expression
+from .layout import Range, joined
+from .lazy import LazyTensor, Leaf
+from .stored import Selection, compose, lengths
+
+_TILE = 1 << 18
+"""Elements that are multiplied at a time: what they take in float32 stays in a core's cache."""
+
+Run = tuple[int, int]
+"""(index of a scale, how many consecutive indices of a destination it is for)."""
+
+
+class Scaled(Expression):
+    """`values` (..., n, m) in float8 times `scales` (..., ceil(n / block), ceil(m / block)), in float32."""
+
+    def __init__(
+        self, values: LazyTensor, scales: LazyTensor, block: Sequence[int], selection: Selection | None = None
+    ) -> None:
+        """`block` is the shape of what has one scale; blocks at the end of a dim may be shorter. Of the same ndim.
+
+        Raises ValueError where there is not one scale a block.
+        """
+        expected = tuple(-(-length // size) for length, size in zip(values.shape, block, strict=True))
+        if tuple(scales.shape) != expected:
+            raise ValueError(
+                f"scales of shape {tuple(scales.shape)} for values of shape {tuple(values.shape)} in blocks of "
+                f"{' x '.join(map(str, block))}, which are {' x '.join(map(str, expected))}"
+            )
+        self.values, self.scales, self.block = values, scales, tuple(block)
+        self.selection = selection or tuple(((0, length),) for length in values.shape)
+        self.shape, self.dtype = torch.Size(lengths(self.selection)), torch.float32
+
+    def select(self, dim: int, ranges: Sequence[Range]) -> Scaled:
+        """The selection of this selection."""
+        selection = list(self.selection)
+        selection[dim] = compose(selection[dim], ranges)
+        return Scaled(self.values, self.scales, self.block, tuple(selection))
+
+    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
+        """The scales into a buffer of their own, the values into place, then their product."""
+        values, scales, runs = self._selected()
+        factors = torch.empty(scales.shape, dtype=torch.float32, device=destination.device)
+        yield from scales.pieces(factors)
+        yield from values.pieces(destination)
+        yield _Factors(factors, runs), destination
+
+    def _selected(self) -> tuple[LazyTensor, LazyTensor, tuple[tuple[Run, ...], ...]]:
+        """The values that are selected, the scales of their blocks, and for every dim the runs that share a scale."""
+        values, scales, runs = self.values, self.scales, []
+        for dim, (ranges, size) in enumerate(zip(self.selection, self.block, strict=True)):
+            values = values.select(dim, ranges)
+            blocks = [
+                (block, min(stop, (block + 1) * size) - max(start, block * size))
+                for start, stop in ranges
+                if start < stop
+                for block in range(start // size, (stop - 1) // size + 1)
+            ]
+            touched = sorted({block for block, _ in blocks})
+            scales = scales.select(dim, joined((block, block + 1) for block in touched) or [(0, 0)])
+            position = {block: index for index, block in enumerate(touched)}
+            runs.append(
+                tuple(
+                    (position[block], sum(length for _, length in run))
+                    for block, run in groupby(blocks, key=lambda part: part[0])
+                )
+            )
+        return values, scales, tuple(runs)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """What values that have been read into place are multiplied with there."""
+
+    factors: torch.Tensor
+    """(..., a, b), float32."""
+    runs: tuple[tuple[Run, ...], ...]
+    """For every dim, which of the factors is for how many indices."""
+    nbytes: int = 0
+
+    def fill(self, destination: torch.Tensor) -> None:
+        """Multiply in float32, a few rows at a time, and round once to the destination's dtype."""
+        if math.prod(destination.shape):
+            _multiply(destination, self.factors, self.runs)
+
+
+def _multiply(values: torch.Tensor, factors: torch.Tensor, runs: Sequence[Sequence[Run]]) -> None:
+    """Multiply `values` in place: index by index of leading dims, run by run of rows."""
+    if len(runs) > 2:
+        places = [index for index, length in runs[0] for _ in range(length)]
+        for each, index in zip(values, places, strict=True):
+            _multiply(each, factors[index], runs[1:])
+        return
+    if values.stride(0) == 1 != values.stride(1):
+        values, factors, runs = values.t(), factors.t(), runs[::-1]
+    rows, columns = runs
+    of_column, lengths = (torch.tensor(each, device=factors.device) for each in zip(*columns, strict=True))
+    of_column = of_column.repeat_interleave(lengths)
+    step = max(_TILE // values.shape[1], 1)
+    start = 0
+    for index, length in rows:
+        factor = factors[index, of_column]
+        for tile in values[start : start + length].split(step):
+            tile.copy_(tile.to(torch.float32) * factor)
+        start += length

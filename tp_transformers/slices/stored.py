@@ -1,0 +1,219 @@
+"""Tensors that are bytes in a file: which of them a selection is, as runs and as boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+
+from .layout import Range, joined
+from .lazy import LazyTensor
+
+if TYPE_CHECKING:
+    from ..checkpoint.reading.source import Source
+
+Selection = tuple[tuple[Range, ...], ...]
+"""For every dim, the index ranges that are selected, in order."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """One index range of every dim of a row-major tensor in a file: runs of bytes at regular distances."""
+
+    source: Source
+    offset: int
+    """File offset of the first element, in bytes."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Those of the whole tensor, in elements."""
+    dtype: torch.dtype
+
+    @cached_property
+    def run(self) -> int:
+        """Consecutive bytes in the file, from the first element on."""
+        elements = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length > 1 and stride != elements:
+                break
+            elements *= length
+        return elements * self.dtype.itemsize
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Number of runs."""
+        return self.nbytes // self.run
+
+    @cached_property
+    def span(self) -> int:
+        """Bytes in the file from the first element to the last."""
+        last = sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    @property
+    def stop(self) -> int:
+        """File offset after the last element."""
+        return self.offset + self.span
+
+    def run_offsets(self) -> list[int]:
+        """File offsets of the runs, in the order of the elements."""
+        offsets = torch.tensor(self.offset)
+        inner = self.run // self.dtype.itemsize
+        for length, stride in zip(self.shape, self.strides, strict=True):
+            if length > 1 and stride >= inner:
+                offsets = offsets[..., None] + torch.arange(length) * (stride * self.dtype.itemsize)
+        return offsets.flatten().tolist()  # type: ignore[no-any-return]
+
+    def cut(
+        self, destination: torch.Tensor, limit: int, *, by_span: bool = False
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Cut into boxes of at most `limit` bytes (of values, or of the span), each with its view of `destination`."""
+        nbytes = self.span if by_span else self.nbytes
+        dim = next((dim for dim, length in enumerate(self.shape) if length > 1), None)
+        if nbytes <= limit or dim is None:
+            yield self, destination
+            return
+        length, stride = self.shape[dim], self.strides[dim]
+        step = max(limit * length // nbytes, 1)
+        for start in range(0, length, step):
+            shape = (*self.shape[:dim], min(step, length - start), *self.shape[dim + 1 :])
+            offset = self.offset + start * stride * self.dtype.itemsize
+            part = Box(self.source, offset, shape, self.strides, self.dtype)
+            yield from part.cut(destination.narrow(dim, start, shape[dim]), limit, by_span=by_span)
+
+
+class Stored(LazyTensor):
+    """A selection of a row-major tensor in a file."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        offset: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        selection: Selection | None = None,
+    ) -> None:
+        self.source = source
+        self.offset = offset
+        self.stored_shape = tuple(shape)
+        self.selection = selection or tuple(((0, length),) for length in self.stored_shape)
+        self.shape = torch.Size(lengths(self.selection))
+        self.dtype = dtype
+
+    def select(self, dim: int, ranges: Sequence[Range]) -> Stored:
+        """The selection of this selection; ranges count in the current shape."""
+        selection = list(self.selection)
+        selection[dim] = compose(selection[dim], ranges)
+        return Stored(
+            self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
+        )
+
+    def extended(self, other: LazyTensor, dim: int) -> Stored | None:
+        """This selection followed along `dim` by `other`, as one of the same stored tensor; None where it is not."""
+        if not isinstance(other, Stored) or (self.source, self.offset) != (other.source, other.offset):
+            return None
+        selection = list(self.selection)
+        selection[dim] = other.selection[dim]
+        if tuple(selection) != other.selection or self.stored_shape != other.stored_shape:
+            return None
+        selection[dim] = tuple(joined((*self.selection[dim], *other.selection[dim]))) or ((0, 0),)
+        return Stored(
+            self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
+        )
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The selected bytes as (file offset, byte count), in the order of the selected elements.
+
+        Neighbours are joined: a selection of leading dims is one run, of a trailing dim one run a row.
+        """
+        if not all(self.shape):
+            return
+        strides = [self.dtype.itemsize] * (len(self.stored_shape) + 1)
+        for dim in range(len(self.stored_shape) - 1, -1, -1):
+            strides[dim] = strides[dim + 1] * self.stored_shape[dim]
+        # `strides[dim]` is the byte size of everything from `dim` on; dims that are whole need no loop of their own.
+        outer = len(self.stored_shape)
+        while outer and self.selection[outer - 1] == ((0, self.stored_shape[outer - 1]),):
+            outer -= 1
+        if not outer:
+            yield self.offset, strides[0]
+            return
+        yield from self._runs(0, outer, self.offset, strides)
+
+    def _runs(self, dim: int, outer: int, base: int, strides: list[int]) -> Iterator[tuple[int, int]]:
+        step = strides[dim + 1]
+        if dim == outer - 1:
+            for start, stop in self.selection[dim]:
+                if stop > start:
+                    yield base + start * step, (stop - start) * step
+            return
+        for start, stop in self.selection[dim]:
+            for index in range(start, stop):
+                yield from self._runs(dim + 1, outer, base + index * step, strides)
+
+    def boxes(self, destination: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The selection as boxes, each with its view of `destination` (of `shape`)."""
+        strides = [1] * len(self.stored_shape)
+        for dim in range(len(strides) - 1, 0, -1):
+            strides[dim - 1] = strides[dim] * self.stored_shape[dim]
+        placed = [list(_placed(ranges)) for ranges in self.selection]
+        for ranges in product(*placed):
+            offset, view = 0, destination
+            for dim, (start, stop, position) in enumerate(ranges):
+                offset += start * strides[dim]
+                if len(placed[dim]) > 1:
+                    view = view.narrow(dim, position, stop - start)
+            shape = tuple(stop - start for start, stop, _ in ranges)
+            yield Box(self.source, self.offset + offset * self.dtype.itemsize, shape, tuple(strides), self.dtype), view
+
+    def materialize(self) -> torch.Tensor:
+        """Read the selection through the source, run by run."""
+        result = torch.empty(self.shape, dtype=self.dtype)
+        view = byte_view(result)
+        position = 0
+        for offset, length in self.runs():
+            self.source.read(offset, [view[position : position + length]])
+            position += length
+        return result
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor as a writable memoryview of format "B"."""
+    # A dim of length 1 may have any stride in a contiguous tensor, and would keep it through `view(-1)`.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _placed(ranges: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
+    """The ranges that are not empty, each with the index in the selection at which it starts."""
+    position = 0
+    for start, stop in ranges:
+        if stop > start:
+            yield start, stop, position
+        position += stop - start
+
+
+def lengths(selection: Selection) -> list[int]:
+    """How many indices of each dim are selected."""
+    return [sum(stop - start for start, stop in ranges) for ranges in selection]
+
+
+def compose(current: Sequence[Range], ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Select `ranges`, counted within the concatenation of `current`."""
+    result: list[Range] = []
+    for start, stop in ranges:
+        position = 0
+        for first, last in current:
+            low, high = max(start - position, 0), min(stop - position, last - first)
+            result.append((first + low, first + high))
+            position += last - first
+    return tuple(joined(result)) or ((0, 0),)

@@ -1,0 +1,228 @@
+"""Cross entropy of logits that are cut along the vocabulary, which no rank ever holds whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+from ..errors import PlanError, describe
+from ..ranks.collectives import Group, all_gather_uneven, copy_to_region
+from ..ranks.mesh import TensorParallelGroup
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    group: Group | DeviceMesh | TensorParallelGroup | None,
+    *,
+    widths: Sequence[int] | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """What `torch.nn.functional.cross_entropy` makes of the whole logits, from this rank's part; the same on all ranks.
+
+    Two all-reduces of a few numbers a token (the largest logit; the sum of exponentials with the target's logit);
+    backward: nothing. Computed in fp32 at least; the gradient has the dtype of the logits.
+
+    Args:
+        logits: (..., vocabulary/size), this rank's part of the vocabulary, in the order of the ranks.
+        target: (...), ids in the whole vocabulary, the same on all ranks.
+        group: the ranks: a process group, a 1-D DeviceMesh or `model.tp_group`; None for one process.
+        widths: the length of every rank's part; they ask each other if it is not given.
+        ignore_index: the id of targets that count for nothing.
+        label_smoothing: the share of the target's probability that goes to all ids alike.
+        z_loss: factor of the squared logarithm of the sum of exponentials, which is added to every token's loss.
+        reduction: "mean" (over targets that count), "sum" or "none".
+
+    Raises:
+        IndexError: on a CPU, if a target is no id of the vocabulary (a GPU stops at an assertion).
+        ValueError: on an unknown reduction, or shapes that do not fit.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}, not one of {', '.join(REDUCTIONS)}")
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit targets of shape {tuple(target.shape)}")
+    group = _process_group(group)
+    if widths is None:
+        widths = _gather_widths(logits, group)
+    counts = target != ignore_index
+    known = (target >= 0) & (target < sum(widths)) | ~counts
+    if target.device.type != "cpu":
+        torch._assert_async(known.all())
+    elif not known.all():
+        raise IndexError(f"Target {target[~known][0].item()} is out of bounds.")
+    start = sum(widths[: dist.get_rank(group)]) if group is not None else 0
+    settings = _Settings(group, start, sum(widths), label_smoothing, z_loss)
+    losses: Tensor = _CrossEntropy.apply(logits, target.masked_fill(~counts, -1), settings)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+
+
+@dataclass(frozen=True)
+class CausalLMLoss:
+    """What transformers' `ForCausalLMLoss` computes, from this rank's part of the logits: `model.loss_function`."""
+
+    device_mesh: DeviceMesh
+    widths: tuple[int, ...]
+    """Of the parts of the vocabulary."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The loss of `labels`, which are shifted here, or of `shift_labels`, which are shifted already.
+
+        Without `num_items_in_batch` it is the mean over tokens, else their sum divided by it. Raises PlanError where
+        the vocabulary is not the one that is cut.
+        """
+        if vocab_size != sum(self.widths):
+            raise PlanError(
+                describe(
+                    "loss_parallel",
+                    got=f"a loss over {vocab_size} ids",
+                    expected=f"the {sum(self.widths)} that the output embedding has",
+                    fix="Load the model without tp_loss_parallel.",
+                )
+            )
+        own, rank = logits.shape[-1], self.device_mesh.get_local_rank()
+        if own == vocab_size:  # whole, of a call without labels
+            logits = logits.narrow(-1, sum(self.widths[:rank]), self.widths[rank])
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        logits, target = logits.flatten(0, -2), shift_labels.flatten().to(logits.device)
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        loss = vocab_parallel_cross_entropy(
+            logits, target, self.device_mesh, widths=self.widths, ignore_index=ignore_index, reduction=reduction
+        )
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+@dataclass(frozen=True)
+class _Settings:
+    group: Group | None
+    start: int
+    """Of this rank's part of the vocabulary."""
+    vocabulary: int
+    label_smoothing: float
+    z_loss: float
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """One loss a token. The target is -1 where a token counts for nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, settings: _Settings) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # A rank may have no part of a vocabulary that is smaller than the ranks are many.
+        largest = wide.amax(-1) if wide.shape[-1] else wide.new_full(target.shape, -torch.inf)
+        if settings.group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=settings.group)
+        own, here = _local(target, settings.start, wide.shape[-1])
+        sums = [(wide - largest.unsqueeze(-1)).exp_().sum(-1), _pick(wide, own).masked_fill(~here, 0)]
+        if settings.label_smoothing:
+            sums.append(wide.sum(-1))
+        total = torch.stack(sums)
+        if settings.group is not None:
+            dist.all_reduce(total, group=settings.group)
+        exponential = total[0].log() + largest  # the logarithm of the sum of exponentials
+        smoothing = settings.label_smoothing
+        losses = exponential - (1 - smoothing) * total[1]
+        if smoothing:
+            losses = losses - smoothing / settings.vocabulary * total[2]
+        if settings.z_loss:
+            losses = losses + settings.z_loss * exponential.square()
+        ctx.settings = settings
+        ctx.save_for_backward(logits, target, exponential)
+        return losses.masked_fill(target < 0, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        settings: _Settings = ctx.settings
+        logits, target, exponential = ctx.saved_tensors
+        is_recorded = torch.is_grad_enabled()  # a gradient of this gradient may be asked for
+        grad = grads[0].masked_fill(target < 0, 0)
+        if is_recorded:
+            grad = copy_to_region(grad, settings.group) if settings.group is not None else grad
+            exponential = _recorded_sum(logits, exponential, settings.group)
+        wide = logits.to(exponential.dtype)
+        own, here = _local(target, settings.start, wide.shape[-1])
+        weight = grad * (1 + 2 * settings.z_loss * exponential) if settings.z_loss else grad
+        slope = (wide - exponential.unsqueeze(-1)).exp_()
+        slope = slope * weight.unsqueeze(-1) if is_recorded else slope.mul_(weight.unsqueeze(-1))
+        if settings.label_smoothing:
+            slope.sub_((grad * (settings.label_smoothing / settings.vocabulary)).unsqueeze(-1))
+        if wide.shape[-1]:
+            taken = (grad * (1 - settings.label_smoothing)).masked_fill(~here, 0)
+            slope.scatter_add_(-1, own.unsqueeze(-1), -taken.unsqueeze(-1))
+        return slope.to(logits.dtype), None, None
+
+
+class _LogSumExp(torch.autograd.Function):
+    """The logarithm of the sum of exponentials, known from a forward; backward as if it had been computed here."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, known: Tensor, group: Group | None) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(logits, known)
+        return known.view_as(known)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, known = ctx.saved_tensors
+        grad = copy_to_region(grads[0], ctx.group) if ctx.group is not None else grads[0]
+        known = _recorded_sum(logits, known, ctx.group) if torch.is_grad_enabled() else known
+        slope = (logits.to(known.dtype) - known.unsqueeze(-1)).exp() * grad.unsqueeze(-1)
+        return slope.to(logits.dtype), None, None
+
+
+def _recorded_sum(logits: Tensor, known: Tensor, group: Group | None) -> Tensor:
+    """`known`, the logarithm of the sum over all ranks, as a function of this rank's logits; used on this rank's."""
+    total: Tensor = _LogSumExp.apply(logits, known, group)
+    return copy_to_region(total, group) if group is not None else total
+
+
+def _local(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """(ids counted from this rank's first, 0 where it has them not; where it has them)."""
+    here = (target >= start) & (target < start + width)
+    return (target - start).masked_fill(~here, 0), here
+
+
+def _pick(logits: Tensor, ids: Tensor) -> Tensor:
+    """The logit of one id a token; anything where this rank has none."""
+    if not logits.shape[-1]:
+        return logits.new_zeros(ids.shape)
+    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def _process_group(group: Group | DeviceMesh | TensorParallelGroup | None) -> Group | None:
+    if isinstance(group, TensorParallelGroup):
+        return group.process_group
+    return group.get_group() if isinstance(group, DeviceMesh) else group
+
+
+def _gather_widths(logits: Tensor, group: Group | None) -> tuple[int, ...]:
+    if group is None:
+        return (logits.shape[-1],)
+    own = torch.tensor([logits.shape[-1]], device=logits.device)
+    return tuple(all_gather_uneven(own, [1] * dist.get_world_size(group), group).tolist())

@@ -1,0 +1,222 @@
+"""Tensor parallelism across data-parallel ranks: the ranks that share a module hold different samples.
+
+A module of which each rank holds a part gathers the samples of all, computes its part on them, and gives every rank its
+own back. Everything else computes on a rank's own samples, with whole parameters, and is data-parallel.
+
+    own samples ── norm ── gather ── [ attention, MLP ] ── scatter ──+── ... own samples
+      A                     A / B      A, B by parts       A         A
+
+Every rank has a loss of its own, and what is trained is their mean. So in a backward the gradient of a module's output
+is divided by the ranks, and that of its input multiplied again: parameters inside have the gradient of the mean, whole
+or cut as ever, and those outside that of the rank's own loss, of which the mean over all ranks is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.utils import ModelOutput
+
+from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
+from ...ranks.collectives import Group, all_gather_uneven, scale_gradient, scatter_to_region
+from ...ranks.mesh import agreed
+from ..attach import forward_of
+from ..base import Placements, TensorParallelLayer
+from .region import Widths, in_backward
+
+BATCH = 0
+"""The batch dim of a model's activations: (batch, sequence, hidden)."""
+
+_NOTHING, _POSITIONS, _MASK, _CACHE, _ATTENTIONS, _PACKED = range(6)
+"""What a rank was given, in `Batch.agree`; a mask that is ready made is _MASK and says its dtype beside."""
+
+_PROBLEMS = {
+    _CACHE: ("past_key_values", "none, or generate, for which all ranks have the same prompts"),
+    _ATTENTIONS: ("output_attentions=True", "no attentions, whose heads and samples are on different ranks"),
+    _PACKED: ("cu_seq_lens_q, which counts a rank's own tokens", "samples packed by position_ids alone, or padded"),
+}
+_DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
+
+
+@dataclass
+class Batch:
+    """The samples of all ranks of a group, in the forward that is under way."""
+
+    widths: Widths
+    """Samples of every rank."""
+    differs: bool
+    """Whether masks or positions differ from sample to sample on some rank."""
+    length: int
+    """Tokens of each sample."""
+    joined: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict, compare=False)
+    """What several blocks are given in this forward, such as masks: as this rank has it, and joined."""
+
+    @classmethod
+    def agree(cls, shape: tuple[int, ...], given: int, extra: int, device: torch.device, group: Group) -> Batch:
+        """What the ranks hold together, in one all-gather of a few numbers; all ranks of `group` call it.
+
+        Args:
+            shape: of this rank's samples.
+            given: _NOTHING, _POSITIONS, ...
+            extra: of a mask, its dtype.
+            device: where collectives take tensors from.
+            group: the ranks.
+
+        Raises:
+            MeshError: on all ranks, where the ranks' sequences are of different lengths, or their masks of two kinds.
+            UnsupportedError: on all ranks, where one was given what cannot be gathered.
+        """
+        own = torch.tensor([shape[0], *(list(shape[1:2]) or [1]), given, extra], device=device)
+        ranks = all_gather_uneven(own[None], [1] * group.size(), group, dim=0).tolist()
+        lengths = [rank[1] for rank in ranks]
+        if len(set(lengths)) > 1:
+            rank = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
+            _refuse(
+                MeshError,
+                f"sequences of {lengths[0]} on rank 0 and of {lengths[rank]} on rank {rank} of the tp axis",
+                "the same length on all ranks that share a batch-sharded model",
+                "Pad all batches of a step to one length.",
+            )
+        for kind, (got, expected) in _PROBLEMS.items():
+            if any(rank[2] == kind for rank in ranks):
+                _refuse(UnsupportedError, got, expected, "Load the model without tp_batch_sharded for it.")
+        masks = {(rank[2] == _MASK, rank[3]) for rank in ranks}
+        if len(masks) > 1:
+            _refuse(
+                MeshError,
+                "attention masks that some ranks have made, or of several dtypes",
+                "masks of one kind on all ranks",
+                "Give all ranks masks of shape (batch, length), or all of them ready made ones of one dtype.",
+            )
+        differs = any(rank[2] != _NOTHING for rank in ranks)
+        return cls(tuple(rank[0] for rank in ranks), differs, lengths[0])
+
+
+def _refuse(kind: type[TensorParallelError], got: str, expected: str, fix: str) -> NoReturn:
+    raise agreed(kind(describe("the batch of the model", got=got, expected=expected, fix=fix)))  # by the same numbers
+
+
+_current: WeakKeyDictionary[Group, Batch] = WeakKeyDictionary()
+"""Of the forward of a base model that is under way over some ranks."""
+
+_alike: WeakKeyDictionary[Group, Batch | None] = WeakKeyDictionary()
+"""What all forwards that were trained over some ranks had in common so far; None where they differ."""
+
+_same_inputs: ContextVar[bool] = ContextVar("tp_transformers_same_inputs", default=False)
+
+
+@contextmanager
+def same_inputs() -> Iterator[None]:
+    """All ranks of a model are given the same inputs in here, as `generate` makes sure of; nothing is gathered."""
+    token = _same_inputs.set(True)
+    try:
+        yield
+    finally:
+        _same_inputs.reset(token)
+
+
+def batch_of(x: Tensor, mesh: DeviceMesh, *, in_layers: bool = False) -> Batch | None:
+    """The samples of all ranks, of which `x` are this rank's; None where all ranks have the same.
+
+    Where no forward is under way (a block that is computed again in a backward, as gradient checkpointing does, or a
+    head that is called by itself), the ranks agree anew, unless x is `in_layers`, in a backward, and all forwards that
+    were trained have been alike.
+    """
+    if _same_inputs.get():
+        return None
+    group = mesh.get_group()
+    batch, alike = _current.get(group), _alike.get(group)
+    if batch is None and in_layers and alike is not None and in_backward() >= 0:
+        batch = replace(alike, joined={})
+    return batch if batch is not None else Batch.agree(tuple(x.shape), _POSITIONS, 0, x.device, group)
+
+
+def batch_sharded(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of `model` that take samples of each rank's own, and compute on those of all ranks that share it."""
+    for module in model.modules():
+        if getattr(module.__dict__.get("tp_strategy"), "splits_batch", False):
+            yield module
+
+
+class BatchStates(TensorParallelLayer):
+    """Around a base model: the ranks tell each other how many samples each has, before anything else."""
+
+    def prepare_beside(
+        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `TensorParallelLayer.prepare_beside`: no cache is made, which would hold the samples of all ranks."""
+        if _same_inputs.get():
+            return args, keywords
+        names, given = self.arguments, forward_of(module).given
+        ids = given.get("input_ids")
+        ids = given["inputs_embeds"] if ids is None else ids
+        group, (kind, extra) = mesh.get_group(), _kind(module, given)
+        forward_of(module).notes["group"] = group
+        batch = _current[group] = Batch.agree(tuple(ids.shape), kind, extra, ids.device, group)
+        if torch.is_grad_enabled() and _alike.setdefault(group, replace(batch, joined={})) != batch:
+            _alike[group] = None
+        return args, {**keywords, "use_cache": False} if "use_cache" in names[len(args) :] else keywords
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        batch, group = _current.pop(device_mesh.get_group(), None), device_mesh.get_group()
+        if batch is None:
+            return outputs
+        tokens = sum(batch.widths) * batch.length
+
+        def own(value: Any) -> Any:
+            """This rank's rows of what routers tell of all tokens."""
+            if not isinstance(value, tuple) or not all(_is_of(each, tokens) for each in value):
+                return value
+            rows = (each.unflatten(0, (sum(batch.widths), -1)) for each in value)
+            return tuple(_leave(scatter_to_region(each, batch.widths, group, dim=BATCH)).flatten(0, 1) for each in rows)
+
+        def _leave(x: Tensor) -> Tensor:
+            return scale_gradient(x, 1 / group.size())
+
+        if isinstance(outputs, ModelOutput):
+            for name in list(outputs):
+                if outputs[name] is not None:
+                    outputs[name] = own(outputs[name])
+            return outputs
+        return tuple(map(own, outputs)) if isinstance(outputs, tuple) else outputs
+
+    def interrupted(self, module: nn.Module) -> None:
+        """See `TensorParallelLayer.interrupted`."""
+        group = forward_of(module).notes.get("group")
+        if group is not None:  # None before the ranks had agreed
+            _current.pop(group, None)
+
+    def __repr__(self) -> str:
+        return "holds samples of its own"
+
+
+def _is_of(value: Any, tokens: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] == tokens
+
+
+def _kind(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:
+    """What of a forward's arguments the ranks have to know of each other; see `Batch.agree`."""
+    cache, mask, config = given.get("past_key_values"), given.get("attention_mask"), module.config
+    if cache is not None:
+        return _CACHE, 0
+    if given.get("cu_seq_lens_q") is not None:
+        return _PACKED, 0
+    asked = given.get("output_attentions")
+    if getattr(config, "output_attentions", False) if asked is None else asked:
+        return _ATTENTIONS, 0
+    if isinstance(mask, Tensor) and mask.ndim > 2:
+        return _MASK, _DTYPES.index(mask.dtype)
+    if (isinstance(mask, Tensor) and not bool(mask.all())) or given.get("position_ids") is not None:
+        return _POSITIONS, 0
+    return _NOTHING, 0

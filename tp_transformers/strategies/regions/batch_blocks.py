@@ -1,0 +1,262 @@
+"""Modules that gather the samples of ranks which have batches of their own: blocks, heads and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from ...errors import PlanError, describe
+from ...ranks.collectives import (
+    Group,
+    all_gather_uneven,
+    exchange_regions,
+    gather_to_region,
+    reduce_scatter_from_region,
+    scale_gradient,
+)
+from ..attach import Forward, forward_of
+from ..base import Placements, TensorParallelLayer
+from ..linear import LAST, ColwiseParallel, RowwiseParallel
+from ..local import to_local
+from .batch import BATCH, Batch, batch_of
+from .region import GatherMixin, RegionBlock, WholeMixin, Widths
+
+FROM_POSITIONS = ("attention_mask", "position_ids", "position_embeddings")
+"""Arguments that are the same for all samples, and on all ranks, where none of them pads or says positions."""
+
+
+class BatchBlock(RegionBlock):
+    """A block that computes on the samples of all ranks, between modules that compute on a rank's own."""
+
+    dim = BATCH
+    splits_batch = True
+
+    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
+        """See `RegionBlock.parts_of`."""
+        forward.notes["batch"] = batch = batch_of(x, mesh, in_layers=True)
+        return None if batch is None else batch.widths
+
+    def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
+        """See `RegionBlock.rows_of`."""
+        return x.unflatten(0, (sum(widths), -1)) if x.shape[0] % sum(widths) == 0 else x
+
+    def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
+        """See `RegionBlock.enter`; the gradient is that of the sum of losses again."""
+        x = super().enter(x if widths is None else scale_gradient(x, group.size()), widths, group, forward)
+        forward.notes["x"] = x
+        return x
+
+    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+        """See `RegionBlock.leave`; the gradient becomes that of the mean of losses."""
+        x = super().leave(x, widths, group)
+        return x if widths is None else scale_gradient(x, 1 / group.size())
+
+    def prepare_beside(
+        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `TensorParallelLayer.prepare_beside`: whatever goes with samples is joined, too."""
+        notes = forward_of(module).notes
+        x = notes.pop("x")  # which nothing here may keep
+        if notes["batch"] is None:
+            return args, keywords
+        names = [*self.arguments, *[""] * len(args)]
+        beside = _Beside(self, module, notes["batch"], x, mesh)
+        args = tuple(beside.join(name, value) for name, value in zip(names, args, strict=False))
+        return args, {name: beside.join(name, value) for name, value in keywords.items()}
+
+    def misfit(self, got: str, expected: str) -> PlanError:
+        """See `RegionBlock.misfit`."""
+        return PlanError(
+            describe(
+                self.name,
+                got=got,
+                expected=f"{expected} along dim 0, as the batch is cut",
+                fix="Leave it out of tp_batch_sharded.",
+            )
+        )
+
+    def __repr__(self) -> str:
+        return "input: batch-sharded"
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """The arguments beside the input of one forward of a block, for the samples of all ranks."""
+
+    block: BatchBlock
+    module: nn.Module
+    batch: Batch
+    x: Tensor
+    """The input, joined."""
+    mesh: DeviceMesh
+
+    def join(self, name: str, value: Any) -> Any:
+        """The argument `name`; one that is the same for all samples stays as it is."""
+        batch = self.batch
+        if value is self.x or not (isinstance(value, Tensor | tuple) or name == "attention_mask"):
+            return value
+        # All samples have the same; but what is kept for a backward has the shape that it would have, computed again.
+        if name in FROM_POSITIONS and not batch.differs and not torch.is_grad_enabled():
+            return _each(value, lambda tensor: tensor[:1] if tensor.ndim > 1 else tensor)
+        known = batch.joined.setdefault(name, [])
+        which = next((at for at, (mine, _) in enumerate(known) if mine is value and value is not None), len(known))
+        if name == "attention_mask" and not batch.differs and value is None:
+            return None
+        if name == "attention_mask" and batch.differs:  # transformers leaves out what masks nothing, on each rank
+            vote = torch.tensor([-1 if value is None else which], device=self.x.device)
+            dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.mesh.get_group())
+            which = int(vote.item())
+            if which < 0:
+                return None
+        if which == len(known):
+            whole = self._mask() if value is None else value
+            known.append((value, _each(whole, lambda tensor: self._join(name, tensor))))
+        return known[which][1]
+
+    def _join(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.ndim < 2:
+            return tensor
+        widths, mesh = self.batch.widths, self.mesh
+        self.block.check_fit(name, tensor.shape[0], widths, mesh, broadcasts=True)
+        tensor = tensor.expand(widths[mesh.get_local_rank()], *tensor.shape[1:])
+        if not tensor.requires_grad:
+            return all_gather_uneven(tensor, widths, mesh.get_group(), dim=BATCH)
+        return self.block.join(scale_gradient(tensor, mesh.size()), widths, mesh.get_group())
+
+    def _mask(self) -> Tensor:
+        """The mask that no mask stands for: (batch, length) for flash attention, else (batch, 1, length, length)."""
+        length, device, module = self.x.shape[1], self.x.device, self.module
+        if "flash" in str(getattr(getattr(module, "config", None), "_attn_implementation", None)):
+            return torch.ones(1, length, dtype=torch.bool, device=device)
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
+        return mask.tril() if getattr(module, "is_causal", True) else mask
+
+
+def _each(value: Any, function: Any) -> Any:
+    """A tensor, or each of a tuple, put through a function."""
+    if isinstance(value, tuple):
+        return tuple(_each(each, function) for each in value)
+    return function(value) if isinstance(value, Tensor) else value
+
+
+class BatchGather(BatchBlock, GatherMixin):
+    """Around a block that computes locally on all samples: join those of all ranks (all-gather; backward:
+    reduce-scatter), sum the output and keep this rank's own (reduce-scatter; backward: all-gather).
+    """
+
+    @property
+    def around_whole(self) -> BatchWhole:
+        """See `RegionBlock.around_whole`."""
+        return BatchWhole()
+
+
+class BatchWhole(BatchBlock, WholeMixin):
+    """Around a block that makes a whole output of a whole input: join the samples of all ranks (all-gather; backward:
+    own slice), keep this rank's own of the output (backward: all-gather).
+    """
+
+
+class BatchColwise(ColwiseParallel):
+    """`colwise_rep`, or an embedding that is cut along the hidden size, on the samples of all ranks.
+
+    Samples are joined (all-gather; backward: reduce-scatter), features of this rank computed, and exchanged for all
+    features of its own samples (all-to-all; backward: all-to-all).
+    """
+
+    splits_batch = True
+
+    def __init__(self, name: str) -> None:
+        """`name`: what a plan calls the strategy that it is."""
+        super().__init__(output_layouts=Replicate())
+        self.plain = name
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        strategy, x = mod.tp_strategy, to_local(inputs)[0]
+        assert isinstance(strategy, BatchColwise)
+        batch = forward_of(mod).notes["batch"] = batch_of(x, device_mesh)
+        if not strategy.is_embedding:
+            strategy.check_width(x, strategy.in_features)
+        if batch is None:
+            return ColwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        return (_joined(x, batch, device_mesh), *inputs[1:])
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        strategy = mod.tp_strategy
+        assert isinstance(strategy, BatchColwise)
+        batch = forward_of(mod).notes["batch"]
+        if batch is None:
+            return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        own = exchange_regions(outputs, strategy.output_split.widths, batch.widths, device_mesh.get_group())
+        return scale_gradient(own, 1 / device_mesh.size())
+
+    def __repr__(self) -> str:
+        return f"{self.plain}, input: batch-sharded"
+
+
+class BatchVocabulary(RowwiseParallel):
+    """`embedding_rowwise` on the samples of all ranks: ids are joined (all-gather), rows looked up, and summed for each
+    rank's own samples (reduce-scatter; backward: all-gather).
+    """
+
+    splits_batch = True
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        ids = to_local(inputs)[0]
+        batch = forward_of(mod).notes["batch"] = batch_of(ids, device_mesh)
+        if batch is not None:
+            ids = _joined(ids, batch, device_mesh)
+        return RowwiseParallel._prepare_input_fn(
+            input_layouts, desired_input_layouts, mod, (ids, *inputs[1:]), device_mesh
+        )
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        batch = forward_of(mod).notes["batch"]
+        if batch is None:
+            return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        outputs = outputs.masked_fill(forward_of(mod).notes["outside"].unsqueeze(LAST), 0)
+        own = reduce_scatter_from_region(outputs, batch.widths, device_mesh.get_group(), dim=BATCH)
+        return scale_gradient(own, 1 / device_mesh.size())
+
+    def __repr__(self) -> str:
+        return "embedding_rowwise, input: batch-sharded"
+
+
+def _joined(x: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
+    if not x.is_floating_point():
+        return all_gather_uneven(x, batch.widths, mesh.get_group(), dim=BATCH)
+    x = scale_gradient(x, mesh.size())
+    return gather_to_region(x, batch.widths, mesh.get_group(), dim=BATCH)
+
+
+BATCH_SHARDED: Mapping[str, TensorParallelLayer] = {
+    **{name: BatchColwise(name) for name in ("colwise_rep", "colwise_gather_output", "embedding_colwise")},
+    "embedding_rowwise": BatchVocabulary(),
+}
+"""What a strategy of one module becomes where its input is batch-sharded."""

@@ -1,0 +1,89 @@
+"""What every rank gathers for its forward, and gathers again for its backward rather than keep (Korthikanti et al.).
+
+This rank's part of it is not kept either, where a norm made it: that is applied again to its input, which it keeps.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...ranks.collectives import Group, all_gather_uneven
+
+View = tuple[torch.Size, tuple[int, ...], int]
+"""(shape, strides, offset) of a view of a gathered tensor."""
+
+_active_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def remember(output: Tensor, module: nn.Module, x: Tensor) -> None:
+    """Note that `output` is what `module` made of `x`, if that is a norm, which would make the same again."""
+    is_repeatable = "Norm" in type(module).__name__ and not torch.is_autocast_enabled(x.device.type)
+    if is_repeatable and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        output._tp_made = (module, x.detach(), x._version)  # type: ignore[attr-defined]
+
+
+def saving_part(
+    part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, *, dim: int
+) -> AbstractContextManager[None] | None:
+    """A context in which autograd saves of `whole`, which was gathered, and of its views this rank's `part` alone.
+
+    None where that is of no use: where autograd does not record, or where something else decides what it saves, as
+    gradient checkpointing and offloading do. Of several such contexts only the innermost counts.
+    """
+    is_free = _active_hooks is not None and _active_hooks(True) is None
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_free:
+        return None
+    regathered = _Regathered(part, whole, widths, group, dim)
+    return saved_tensors_hooks(regathered.pack, regathered.unpack)
+
+
+class _Regathered:
+    """What is saved of a gathered tensor.
+
+    The first operation of a backward that needs the whole gathers it (all-gather), the last lets it go. The ranks do so
+    in the same order, since they run the same operations.
+    """
+
+    def __init__(self, part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> None:
+        self._widths, self._group, self._dim = widths, group, dim
+        self._made: tuple[nn.Module, Tensor, int] | None = getattr(part, "_tp_made", None)
+        self._part = part.detach() if self._made is None else None
+        self._address = whole.untyped_storage().data_ptr()
+        self._whole: Tensor | None = None
+        self._uses, self._left = 0, 0
+
+    def pack(self, x: Tensor) -> Tensor | View:
+        """What autograd keeps in place of `x`."""
+        if x.numel() and x.untyped_storage().data_ptr() == self._address:
+            self._uses += 1
+            return x.shape, x.stride(), int(x.storage_offset())
+        return x.detach()
+
+    def unpack(self, packed: Any) -> Tensor:
+        """What `pack` was given."""
+        if isinstance(packed, Tensor):
+            return packed
+        if self._whole is None:
+            self._whole = all_gather_uneven(self._make_part(), self._widths, self._group, dim=self._dim)
+            self._left = self._uses
+        view = self._whole.as_strided(*packed)
+        self._left -= 1
+        if not self._left:
+            self._whole = None
+        return view
+
+    def _make_part(self) -> Tensor:
+        if self._part is not None:
+            return self._part
+        assert self._made is not None
+        module, x, version = self._made
+        if x._version != version:
+            raise RuntimeError("the input of a norm was modified by an inplace operation, and is needed in a backward")
+        with torch.no_grad():
+            part: Tensor = module(x)
+        return part

@@ -1,0 +1,194 @@
+"""Blocks that compute on the whole of what every rank has a part of, along the sequence or along the batch.
+
+parts ── whole ── [ block ] ── parts
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...errors import PlanError
+from ...ranks.collectives import (
+    Group,
+    all_gather_uneven,
+    copy_to_region,
+    gather_from_region,
+    gather_to_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    scatter_to_region,
+)
+from ...ranks.mesh import agreed
+from ..attach import Forward, forward_of
+from ..base import Placements, TensorParallelLayer
+from ..local import to_local
+from .regather import saving_part
+
+Widths = tuple[int, ...]
+"""The length of every rank's part."""
+
+
+def all_lengths(length: int, mesh: DeviceMesh) -> Widths:
+    """The `length` that every rank has (one all-gather of a number)."""
+    own = torch.tensor([length], device=mesh.device_type)
+    return tuple(all_gather_uneven(own, [1] * mesh.size(), mesh.get_group()).tolist())
+
+
+def in_backward() -> int:
+    """A number of the backward that runs this code, to compute again what was not kept; -1 outside of one."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
+class RegionBlock(TensorParallelLayer):
+    """A block that computes on the whole, between modules that compute on parts."""
+
+    dim: int
+    """Along which ranks have parts of activations: (batch, sequence, hidden)."""
+
+    agreed: frozenset[Any] = frozenset()
+    """Widths, and names of arguments with them, of which the ranks have found together that all fit."""
+
+    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
+        """How what `x` is a part of is cut, the same on all ranks; None where it is whole already."""
+        raise NotImplementedError
+
+    def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
+        """An output with all tokens of the batch in a row, (tokens, features), as (batch, sequence, features)."""
+        raise NotImplementedError
+
+    def misfit(self, got: str, expected: str) -> PlanError:
+        """The error of a tensor that is not as long along `dim` as is expected."""
+        raise NotImplementedError
+
+    def check_fit(self, what: str, length: int, widths: Widths, mesh: DeviceMesh, *, broadcasts: bool = False) -> None:
+        """Raise PlanError on all ranks where `what` is not of this rank's width on one of them.
+
+        Ranks of one width run one program on tensors of one shape, so that all of them find a misfit. Others tell
+        each other their lengths, where a block meets such widths for the first time (one all-gather of a number).
+
+        Args:
+            what: "an input", or the name of an argument.
+            length: of this rank's tensor along `dim`.
+            widths: of all ranks, the same on each.
+            mesh: the 1-D mesh of the `tp` axis.
+            broadcasts: whether a length of 1 fits, too.
+        """
+        rank = mesh.get_local_rank()
+        lengths = (length,) * len(widths)
+        if len(set(widths)) > 1 and not torch.compiler.is_compiling() and (what, widths) not in self.agreed:
+            lengths = all_lengths(length, mesh)
+        elif length == widths[rank] or (broadcasts and length == 1):
+            return
+        fits = (each == width or (broadcasts and each == 1) for each, width in zip(lengths, widths, strict=True))
+        if not all(fits):
+            raise agreed(self.misfit(f"{what} of lengths {lengths} on the ranks", f"lengths {widths}"))
+        self.agreed |= {(what, widths)}
+
+    def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
+        """The whole of this rank's part `x`."""
+        raise NotImplementedError
+
+    def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
+        """The whole of this rank's part `x`, or of `x` if it is whole already (`widths` is None)."""
+        raise NotImplementedError
+
+    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+        """This rank's part of the block's output, or the whole of it where `widths` is None."""
+        raise NotImplementedError
+
+    def stop(self, forward: Forward) -> None:
+        """End what `enter` began."""
+
+    def interrupted(self, module: nn.Module) -> None:
+        """See `TensorParallelLayer.interrupted`."""
+        self.stop(forward_of(module))
+
+    @property
+    def around_whole(self) -> RegionBlock:
+        """What stands around the block where nothing in it is cut after all."""
+        return self
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        (x, *others), strategy, forward = to_local(inputs), mod.tp_strategy, forward_of(mod)
+        assert isinstance(strategy, RegionBlock)
+        forward.notes["widths"] = widths = strategy.parts_of(x, device_mesh, forward)
+        if widths is not None:
+            strategy.check_fit("an input", x.shape[strategy.dim], widths, device_mesh)
+        return (strategy.enter(x, widths, device_mesh.get_group(), forward), *others)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        strategy, forward = mod.tp_strategy, forward_of(mod)
+        assert isinstance(strategy, RegionBlock)
+        strategy.stop(forward)
+        widths = forward.notes["widths"]
+        x, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
+        if widths is not None and x.ndim == 2:
+            x = strategy.rows_of(x, widths)
+        if widths is not None and (x.ndim <= 2 or x.shape[strategy.dim] != sum(widths)):  # whole, so on all ranks
+            raise strategy.misfit(f"an output of shape {tuple(x.shape)}", f"length {sum(widths)}")
+        x = strategy.leave(x, widths, device_mesh.get_group())
+        return x if isinstance(outputs, Tensor) else (x, *others)
+
+
+class GatherMixin(RegionBlock):
+    """Around a block that computes locally: gather and scatter what is summed."""
+
+    sums_output = True
+
+    def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
+        """See `RegionBlock.join`."""
+        return gather_to_region(x, widths, group, dim=self.dim)
+
+    def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
+        """See `RegionBlock.enter`; while the block computes, its input is saved as this rank's part."""
+        if widths is None:
+            return copy_to_region(x, group)
+        whole = self.join(x, widths, group)
+        saving = saving_part(x, whole, widths, group, dim=self.dim)
+        if saving is not None:
+            saving.__enter__()
+            forward.notes["saving"] = saving
+        return whole
+
+    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+        """See `RegionBlock.leave`."""
+        if widths is None:
+            return reduce_from_region(x, group)
+        return reduce_scatter_from_region(x, widths, group, dim=self.dim)
+
+    def stop(self, forward: Forward) -> None:
+        """See `RegionBlock.stop`."""
+        saving: AbstractContextManager[None] | None = forward.notes.pop("saving", None)
+        if saving is not None:
+            saving.__exit__(None, None, None)
+
+
+class WholeMixin(RegionBlock):
+    """Around a block that makes a whole output of a whole input."""
+
+    def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
+        """See `RegionBlock.join`."""
+        return gather_from_region(x, widths, group, dim=self.dim)
+
+    def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
+        """See `RegionBlock.enter`."""
+        return x if widths is None else self.join(x, widths, group)
+
+    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
+        """See `RegionBlock.leave`."""
+        return x if widths is None else scatter_to_region(x, widths, group, dim=self.dim)

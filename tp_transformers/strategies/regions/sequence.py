@@ -1,0 +1,308 @@
+"""Sequence parallelism (Korthikanti et al. 2022): between blocks, activations are cut along the sequence.
+
+    embedding ── sequence_scatter ─┬─ sequence_parallel ── sequence_gather ─+─ ... ── sequence_parallel_rep ── head
+      whole            parts       │       norm             attention, MLP  │ parts        last norm          whole
+                                   └────────────────────────────────────────┘
+
+What stands between blocks (norms, dropouts, sums) computes on a part; what mixes tokens or is cut along features
+computes on the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ...errors import PlanError, describe
+from ...ranks.collectives import Group, all_gather_uneven, gather_from_region, scatter_to_region
+from ...slices.layout import chunked, even
+from ..attach import Forward, forward_of
+from ..base import Placements, TensorParallelLayer, as_sharded
+from .regather import remember
+from .region import GatherMixin, RegionBlock, WholeMixin, Widths, all_lengths, in_backward
+
+SEQUENCE = 1
+"""The sequence dim of a model's activations: (batch, sequence, hidden)."""
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a sequence is cut, for the modules that compute on its parts."""
+
+    widths: Widths | None
+    """Length of every rank's part; None where every rank has the whole."""
+    backward: int
+    """Number of the backward that computes a layer again, of which it is the sequence; -1 in a forward."""
+    scope: str
+    """Name of that layer."""
+
+    def holds(self, name: str) -> bool:
+        """Whether the module `name`, which runs now, is given parts of this sequence."""
+        return self.backward == in_backward() and (self.backward < 0 or name.startswith(self.scope))
+
+
+_current: WeakKeyDictionary[Group, _Cut] = WeakKeyDictionary()
+"""The sequence of the forward that is under way over some ranks."""
+
+
+class SequenceParallel(TensorParallelLayer):
+    """Apply the whole module to this rank's part of the sequence (Korthikanti et al. 2022).
+
+    Parameters are whole; each rank has the part of their gradient that its tokens give (backward: all-reduce). A
+    DTensor is redistributed to `Shard(sequence_dim)`; a plain tensor is this rank's part already.
+
+        [x / y] ── n ── [n(x) / n(y)]
+    """
+
+    sums_gradients = True
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True, use_dtensor: bool = True) -> None:
+        """`sequence_dim`: of the activations, which are (batch, sequence, hidden) by default."""
+        self.sequence_dim = sequence_dim
+        super().__init__(
+            input_layouts=(Shard(sequence_dim),),
+            output_layouts=(Shard(sequence_dim),),
+            desired_input_layouts=(Shard(sequence_dim),),
+            use_local_output=use_local_output,
+            use_dtensor=use_dtensor,
+        )
+
+    @property
+    def takes_sharded_input(self) -> bool:
+        """Its features are whole; the sequence is cut."""
+        return False
+
+    @property
+    def leaves_sharded_output(self) -> bool:
+        """Its features are whole; the sequence is cut."""
+        return False
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        x, length, strategy = inputs[0], None, mod.tp_strategy
+        assert isinstance(strategy, SequenceParallel)
+        if isinstance(x, DTensor):
+            length = x.shape[strategy.sequence_dim]
+            x = x.redistribute(device_mesh, desired_input_layouts).to_local()  # type: ignore[arg-type]
+        forward_of(mod).notes["sequence"] = (length, x)
+        return (x, *inputs[1:])
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        (length, x), strategy = forward_of(mod).notes["sequence"], mod.tp_strategy
+        assert isinstance(strategy, SequenceParallel)
+        if use_local_output:
+            remember(outputs, mod, x)
+            return outputs
+        dim = strategy.sequence_dim % outputs.ndim
+        if length is None:
+            own = torch.tensor([outputs.shape[dim]], device=outputs.device)
+            parts = all_gather_uneven(own, [1] * device_mesh.size(), device_mesh.get_group()).tolist()
+            length = sum(parts)
+            if tuple(parts) != chunked(length, len(parts)).widths:
+                raise ValueError(
+                    f"no DTensor placement describes a sequence cut into {parts}; use use_local_output=True"
+                )
+        return as_sharded(outputs, dim, length, device_mesh)
+
+
+class SequenceParallelRep(SequenceParallel):
+    """Apply the whole module to this rank's part of the sequence, and join the parts (all-gather; backward: own slice).
+
+    [x / y] ── n ── [n(x) / n(y)] ── whole
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        strategy, group = mod.tp_strategy, device_mesh.get_group()
+        assert isinstance(strategy, SequenceParallelRep)
+        widths = _widths(strategy.name, outputs, device_mesh)
+        return outputs if widths is None else gather_from_region(outputs, widths, group, dim=SEQUENCE)
+
+
+class SequenceScatterParallel(TensorParallelLayer):
+    """Before the first of the modules that compute on parts: keep this rank's part of the sequence (backward:
+    all-gather), which is cut as evenly as it can be; ranks beyond its length get an empty part.
+
+    What is shorter than the ranks, and is no training, stays whole on all of them: a token that is generated costs one
+    all-reduce a block then, rather than two collectives.
+
+        whole ── [x / y]
+    """
+
+    cuts_sequence = True
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        x, *others = inputs
+        length = x.shape[SEQUENCE]
+        # Re-entrant checkpointing runs forwards that are trained without gradients.
+        trains = torch.is_grad_enabled() or x.requires_grad
+        widths = even(length, device_mesh.size()).widths if trains or length >= device_mesh.size() else None
+        name = mod.tp_strategy.name  # type: ignore[union-attr]
+        _current[device_mesh.get_group()] = _Cut(widths, in_backward(), f"{name}.")
+        return (x if widths is None else scatter_to_region(x, widths, device_mesh.get_group(), dim=SEQUENCE), *others)
+
+
+class SequenceBlock(RegionBlock):
+    """A block that computes on the whole sequence, between modules that compute on parts."""
+
+    dim = SEQUENCE
+
+    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
+        """See `RegionBlock.parts_of`.
+
+        Where a layer is computed again in a backward (gradient checkpointing), which may follow other forwards, its
+        attention is told positions, of which there are as many as tokens; its other blocks go by that.
+        """
+        length, task, cut = _told_length(forward.given), in_backward(), _current.get(mesh.get_group())
+        is_under_way = task < 0 and cut is not None and cut.backward < 0
+        if length is None or is_under_way or not torch.is_grad_enabled():
+            return _widths(self.name, x, mesh)
+        widths = even(length, mesh.size()).widths
+        if task >= 0:
+            _current[mesh.get_group()] = _Cut(widths, task, f"{self.name.rpartition('.')[0]}.")
+        else:  # a layer that is trained by itself, whose norms sum up gradients of parts
+            self.agreed = frozenset()
+        return widths
+
+    def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
+        """See `RegionBlock.rows_of`."""
+        return x.unflatten(0, (-1, sum(widths))) if x.shape[0] % sum(widths) == 0 else x
+
+    def misfit(self, got: str, expected: str) -> PlanError:
+        """See `RegionBlock.misfit`."""
+        return PlanError(
+            describe(
+                self.name,
+                got=got,
+                expected=f"{expected} along dim 1, as the sequence is cut",
+                fix="Sequence parallelism does not fit this model; load it without.",
+            )
+        )
+
+
+class SequenceGatherParallel(GatherMixin, SequenceBlock):
+    """Around a block that computes locally on the whole sequence: join the parts of the input (all-gather; backward:
+    reduce-scatter), sum the output and keep this rank's part (reduce-scatter; backward: all-gather).
+
+        [x / y] ── whole ── [ local_colwise ── local_rowwise ] ── [x' / y']
+    """
+
+    @property
+    def around_whole(self) -> SequenceWholeParallel:
+        """See `RegionBlock.around_whole`."""
+        return SequenceWholeParallel()
+
+
+class SequenceWholeParallel(WholeMixin, SequenceBlock):
+    """Around a block that makes a whole output of a whole input: join the parts of the input (all-gather; backward: own
+    slice), keep this rank's part of the output (backward: all-gather).
+
+        [x / y] ── whole ── [ any strategies ] ── whole ── [x' / y']
+    """
+
+
+class SequenceStatesParallel(TensorParallelLayer):
+    """Around a model whose layers compute on parts: join the `hidden_states` that it returns (all-gather; backward: own
+    slice). Its last one is that of `sequence_parallel_rep`, and whole.
+
+    A forward begins and ends here: what is called outside of one is given whole sequences.
+    """
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        forward_of(mod).notes["group"] = device_mesh.get_group()
+        _current.pop(device_mesh.get_group(), None)
+        return inputs
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        group = device_mesh.get_group()
+        cut = _current.pop(group, None)
+        widths = cut.widths if cut is not None else None
+        if widths is None:
+            return outputs
+        last = outputs[0]
+
+        def whole(state: Tensor | None) -> Tensor | None:
+            return state if state is None or state is last else gather_from_region(state, widths, group, dim=SEQUENCE)
+
+        if isinstance(outputs, tuple):  # return_dict=False
+            return tuple(tuple(map(whole, value)) if _are_states(value, last) else value for value in outputs)
+        if outputs.get("hidden_states") is not None:
+            outputs["hidden_states"] = tuple(map(whole, outputs["hidden_states"]))
+        return outputs
+
+    def interrupted(self, module: nn.Module) -> None:
+        """See `TensorParallelLayer.interrupted`."""
+        _current.pop(forward_of(module).notes["group"], None)
+
+
+def _are_states(value: Any, last: Tensor) -> bool:
+    """Whether a value of a model's output is its hidden states: a tuple of tensors as wide as the last, and of its
+    number of dims.
+    """
+    return isinstance(value, tuple) and all(
+        state is None or (isinstance(state, Tensor) and state.ndim == last.ndim and state.shape[-1] == last.shape[-1])
+        for state in value
+    )
+
+
+def _told_length(given: Mapping[str, Any]) -> int | None:
+    """Tokens of the whole sequence, where the arguments of a module tell."""
+    positions, rotations = given.get("position_ids"), given.get("position_embeddings")
+    if isinstance(positions, Tensor):
+        return positions.shape[-1]
+    return rotations[0].shape[-2] if isinstance(rotations, tuple) else None
+
+
+def is_cut(group: Group) -> bool:
+    """Whether a module between blocks is given this rank's part of a sequence.
+
+    What is trained always is cut, also where a backward computes it again after another forward.
+    """
+    cut = _current.get(group)
+    return torch.is_grad_enabled() or (cut is not None and cut.backward == in_backward() and cut.widths is not None)
+
+
+def _widths(name: str, x: Tensor, mesh: DeviceMesh) -> Widths | None:
+    """How the sequence is cut of which the module `name` has the part `x`; None where `x` is whole.
+
+    Computed again in a backward without what says so, it is what the ranks have (one all-gather of a number).
+    """
+    cut = _current.get(mesh.get_group())
+    if cut is not None and cut.holds(name):
+        return cut.widths
+    return all_lengths(x.shape[SEQUENCE], mesh) if in_backward() >= 0 else None

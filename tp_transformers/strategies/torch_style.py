@@ -1,0 +1,201 @@
+"""The styles of `torch.distributed.tensor.parallel`, as strategies: our loading, torch's own communication.
+
+A style's parameters are DTensors, cut as torch cuts them, by `torch.chunk`. What the module is given and returns is
+what the style says: DTensors where it has `use_local_output=False`, which keep track of a cut that does not divide.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.parallel import (
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
+
+from ..slices.layout import Split, chunked
+from .base import TensorParallelLayer, only
+from .shard import ParamShard
+
+_Linears = torch_parallel.ColwiseParallel | torch_parallel.RowwiseParallel
+
+SUPPORTED: tuple[type[ParallelStyle], ...] = (
+    torch_parallel.ColwiseParallel,
+    torch_parallel.RowwiseParallel,
+    torch_parallel.SequenceParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
+"""The styles of which it is known, before they are applied, how they cut parameters."""
+
+_OWN_NAMES = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise", "SequenceParallel": "sequence_parallel"}
+
+
+class StyleParallel(TensorParallelLayer):
+    """A style of torch: ColwiseParallel cuts a linear's weight and bias along dim 0, an embedding's weight along dim 1;
+    RowwiseParallel a linear's weight along dim 1, an embedding's along dim 0; all others leave parameters whole.
+
+        x ── style's input ── module of DTensors ── style's output ── y
+    """
+
+    wraps_whole = True
+
+    def __init__(self, style: ParallelStyle) -> None:
+        """`style`: copied, since a style may keep to itself what it was applied to."""
+        self.style = copy.deepcopy(style)
+        super().__init__(
+            input_layouts=getattr(style, "input_layouts", None),
+            output_layouts=getattr(style, "output_layouts", None),
+            use_local_output=_output_style(style).use_local_output if _makes_output(style) else True,
+            use_dtensor=isinstance(style, _Linears | torch_parallel.SequenceParallel),
+        )
+        self.is_sequence = isinstance(style, torch_parallel.SequenceParallel)
+        self.sums_gradients = self.is_sequence
+        self.cuts_sequence = not self.is_sequence and any(map(_is_other_dim, _placements(style)))
+
+    def check(self, module: nn.Module) -> None:
+        """Colwise and rowwise are for `nn.Linear` and `nn.Embedding`, the sequence's for what has no children."""
+        kind, style = type(module).__name__, type(self.style).__name__
+        if not _is_known(type(self.style)):
+            raise ValueError(
+                f"{style} is a style of its own, and what it cuts is not known before it is applied; leave it out of "
+                "the plan, and apply it to the loaded model with torch's parallelize_module(module, mesh, style)"
+            )
+        if self.unit is not None or self.widths:
+            raise ValueError(f"torch's {style} takes no unit and no widths")
+        if isinstance(self.style, _Linears) and not isinstance(module, nn.Linear | nn.Embedding):
+            raise ValueError(
+                f"torch's {style} is for nn.Linear and nn.Embedding, not for a {kind}; use a strategy's name, such as "
+                f"{_OWN_NAMES[_known_base(type(self.style)).__name__]!r}"
+            )
+        if self.is_sequence and any(module.children()):
+            raise ValueError(f"torch's {style} is for a norm or a dropout, not for a {kind} with modules of its own")
+        if self.is_rowwise and self.is_embedding and self.input_layouts == (Shard(-1),):
+            raise ValueError(
+                f"torch's {style} takes ids that are cut over the ranks; give it input_layouts=Replicate()"
+            )
+
+    @property
+    def is_rowwise(self) -> bool:
+        """Whether it cuts what a module takes, and sums what it makes."""
+        return isinstance(self.style, torch_parallel.RowwiseParallel)
+
+    @property
+    def takes_sharded_input(self) -> bool:
+        """See `TensorParallelLayer.takes_sharded_input`; what is cut along the sequence has whole features."""
+        return isinstance(self.style, _Linears) and _is_features(only(self.input_layouts)) and not self.is_embedding
+
+    @property
+    def leaves_sharded_output(self) -> bool:
+        """See `TensorParallelLayer.leaves_sharded_output`."""
+        return isinstance(self.style, _Linears) and _is_features(only(self.output_layouts))
+
+    def split_dim(self, param_type: str, ndim: int) -> int | None:
+        """The dim along which torch cuts a linear or an embedding."""
+        if isinstance(self.style, torch_parallel.ColwiseParallel):
+            return 1 if self.is_embedding else 0
+        if self.is_rowwise:
+            return 0 if self.is_embedding else 1 if ndim == 2 else None
+        return None
+
+    def _cut(self, length: int, size: int, unit: int) -> Split:
+        split = chunked(length, size)
+        if self.split is not None:
+            heads = super()._cut(length, size, unit)
+            if length % size or not heads.is_chunked:
+                style = type(self.style).__name__
+                raise ValueError(
+                    f"torch's {style} does not know of its {self.split.length} heads, and cannot cut them for {size} "
+                    'ranks; use the strategies colwise and rowwise by name, or tp_plan="auto"'
+                )
+        return split
+
+    def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
+        """Let torch apply the style: the parameters, which are cut already, stay what they are."""
+        own = dict(module._parameters)
+        if self.is_sequence:  # torch would take them for plain tensors
+            module._parameters.clear()
+        try:
+            copy.copy(self.style)._apply(module, mesh)
+        finally:
+            module._parameters.update(own)
+
+    def __repr__(self) -> str:
+        style = type(self.style)
+        if style not in SUPPORTED[:3]:
+            return f"torch.{self.style!r}"
+        usual = vars(style())  # type: ignore[call-arg]
+        given = {name: value for name, value in vars(self.style).items() if name in usual and value != usual[name]}
+        shown = (f"{name}={value[0] if isinstance(value, tuple) else value!r}" for name, value in given.items())
+        return f"torch.{style.__name__}({', '.join(shown)})"
+
+
+def as_strategy(value: Any) -> Any:
+    """A style of torch as a strategy; a strategy, or anything else, as it is."""
+    is_style = isinstance(value, ParallelStyle) and not isinstance(value, TensorParallelLayer)
+    return StyleParallel(value) if is_style else value
+
+
+def passes_dtensors(strategy: TensorParallelLayer) -> bool:
+    """Whether modules inside or behind that of the strategy may be given DTensors."""
+    return isinstance(strategy, StyleParallel) or not strategy.use_local_output
+
+
+def style_hint(name: str) -> str:
+    """What to say of the name of a style of torch, where that of a strategy is expected; "" for any other name."""
+    name = name.removesuffix("()")
+    if name not in {style.__name__ for style in SUPPORTED}:
+        return ""
+    own = f", and ours is called {_OWN_NAMES[name]!r}" if name in _OWN_NAMES else ""
+    return f" (torch's style is an object, {name}(...), which a plan in Python can hold{own})"
+
+
+def _is_known(style: type[ParallelStyle]) -> bool:
+    """Whether a style, or a subclass, cuts parameters as the style of torch does."""
+    base = _known_base(style)
+    cuts = [name for name in vars(base) if name == "_apply" or name.startswith("_partition")]
+    return issubclass(style, SUPPORTED) and all(getattr(style, name) is getattr(base, name) for name in cuts)
+
+
+def _known_base(style: type[ParallelStyle]) -> type[ParallelStyle]:
+    return next((base for base in SUPPORTED if issubclass(style, base)), style)
+
+
+def _makes_output(style: ParallelStyle) -> bool:
+    return isinstance(style, SUPPORTED) and not isinstance(style, PrepareModuleInput)
+
+
+def _output_style(style: Any) -> Any:
+    return style.prepare_module_output if isinstance(style, PrepareModuleInputOutput) else style
+
+
+def _placements(style: Any) -> Iterator[Placement | None]:
+    """How the tensors are placed that a style gives to its module, or that leave it."""
+    if isinstance(style, PrepareModuleInputOutput):
+        yield from _placements(style.prepare_module_input)
+        yield from _placements(style.prepare_module_output)
+    elif isinstance(style, PrepareModuleInput):
+        yield from style.desired_input_layouts or ()
+        yield from style.desired_input_kwarg_layouts.values()
+    elif isinstance(style, PrepareModuleOutput):
+        yield from style.desired_output_layouts
+    elif isinstance(style, _Linears):
+        yield from style.output_layouts
+
+
+def _is_features(placement: Placement | None) -> bool:
+    """Whether the last dim of (batch, sequence, features) is cut."""
+    return isinstance(placement, Shard) and placement.dim in (-1, 2)
+
+
+def _is_other_dim(placement: Placement | None) -> bool:
+    return isinstance(placement, Shard) and not _is_features(placement)

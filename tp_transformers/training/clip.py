@@ -1,0 +1,193 @@
+"""The norm of all gradients, and parameters in groups that torch's optimizers take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..strategies import local_tensor, settle_gradient, shard_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients; all ranks have to call it.
+
+    Every element of every gradient counts once, whoever holds it: what several ranks hold (norms, replicated KV heads)
+    for the first of them, tied parameters as one, what FSDP cuts on every rank. One all-reduce of two numbers over
+    the `tp` axis, and one over the copies if gradients are cut over them. Norms are computed in fp32 at least.
+
+    Args:
+        model_or_parameters: the model, or parameters of it; those without a gradient are left out.
+        max_norm: the largest norm that gradients keep; where they exceed it, all are scaled alike, in place.
+        norm_type: the p of the norm; `float("inf")` for the largest magnitude.
+        error_if_nonfinite: whether to raise RuntimeError, on all ranks, where the norm is not a number or infinite.
+        foreach: whether to compute many tensors at a time; None where that is possible.
+
+    Returns:
+        The norm before clipping, the same on all ranks.
+    """
+    if isinstance(model_or_parameters, nn.Module):
+        given: Iterable[Tensor] = model_or_parameters.parameters()
+    else:
+        given = [model_or_parameters] if isinstance(model_or_parameters, Tensor) else model_or_parameters
+    params = list({id(param): param for param in given}.values())
+    shards = [shard for shard in map(shard_of, params) if shard is not None]
+    if not shards:
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm_type = float(norm_type)
+    rank, process_group, device = shards[0].group.rank, shards[0].group.process_group, shards[0].group.device
+    dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
+    copies = next((shard.data_parallel for shard in shards if shard.is_cut_over_copies), None)
+    # 1. What counts on this rank: what is cut over the copies too, and what each copy has the whole of.
+    counted: dict[bool, list[Tensor]] = {False: [], True: []}
+    grads = []
+    for param in params:
+        grad = settle_gradient(param)
+        if grad is not None:
+            grads.append(local_tensor(grad))
+            is_cut = _is_cut_over_copies(param)
+            counted[is_cut].extend(_counted(param, grads[-1], rank))
+    # 2. Their norms, to the power in which norms add up.
+    is_max = norm_type == float("inf")
+    reduction = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    whole, cut = (_power(counted[is_cut], norm_type, device, dtype, foreach) for is_cut in (False, True))
+    if copies is not None:
+        dist.all_reduce(cut, reduction, group=copies)
+    total = torch.maximum(whole, cut) if is_max else whole + cut
+    if process_group is not None:
+        dist.all_reduce(total, reduction, group=process_group)
+    norm = total if is_max else total ** (1 / norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of all gradients is {norm.item()}, by which they cannot be clipped; with "
+            "error_if_nonfinite=False they would be scaled by it"
+        )
+    # 3. As torch scales them.
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for alike in _alike(grads):
+        factor = scale.to(alike[0].device)
+        if foreach is False:
+            for grad in alike:
+                grad.mul_(factor)
+        else:
+            torch._foreach_mul_(alike, factor)
+    return norm
+
+
+def parameter_groups(
+    parameters: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer, in each of which all parameters are DTensors of one mesh, or all are plain.
+
+    torch's optimizers compute a group at a time (`foreach`, `fused`), and its operators refuse to mix DTensors with
+    plain tensors or with those of another mesh. Values and states do not depend on the grouping. The optimizers of
+    torch that know `foreach` need no such groups once a model has been loaded with a plan: see `split_steps`.
+
+    Args:
+        parameters: a model, parameters, or groups of an optimizer, each of which keeps its other settings.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = list(parameters.parameters())
+    given = list(parameters)
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    result: list[dict[str, Any]] = []
+    for group in groups:
+        assert isinstance(group, Mapping)
+        held = group["params"]
+        kinds: dict[Any, list[Any]] = {}
+        for param in [held] if isinstance(held, Tensor) else held:
+            kinds.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+        result += [{**group, "params": params} for params in kinds.values()]
+    return result
+
+
+@cache
+def split_steps() -> None:
+    """Let every optimizer of torch that knows `foreach` take groups that mix DTensors with plain parameters.
+
+    Each of its steps computes with the groups of `parameter_groups`; `param_groups` and states stay as they are. This
+    is a hook of all optimizers of the process, registered once.
+    """
+    register_optimizer_step_pre_hook(_split_step)
+
+
+def _split_step(
+    optimizer: Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a step: another optimizer of the same state, whose groups are not mixed, takes it."""
+    if not type(optimizer).__module__.startswith("torch.optim.") or "foreach" not in optimizer.defaults:
+        return None
+    groups = parameter_groups(optimizer.param_groups)
+    if len(groups) == len(optimizer.param_groups):
+        return None
+    apart = object.__new__(type(optimizer))
+    apart.__dict__.update(vars(optimizer), param_groups=groups)
+    return (apart, *args[1:]), keywords
+
+
+def _is_cut_over_copies(param: Tensor) -> bool:
+    shard = shard_of(param)
+    return shard is not None and shard.is_cut_over_copies
+
+
+def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
+    """The parts of a local gradient that count on this rank: what no lower rank holds too."""
+    shard = shard_of(param)
+    if shard is None and isinstance(param, DTensor) and any(isinstance(each, Shard) for each in param.placements):
+        yield grad
+        return
+    if shard is None or shard.layout is None:  # of a part that was added to the model, or of a whole parameter
+        is_cut = shard is not None and shard.data_parallel is not None and not shard.is_cut_over_copies
+        if rank == 0 or is_cut:
+            yield grad
+        return
+    dim, position = shard.layout.dim, 0
+    start, stop = shard.rows if dim == 0 else (0, shard.local_shape[dim])
+    for part in shard.layout.split.shared(rank):
+        if rank != part.ranks[0]:
+            yield _between(grad, dim, position - start, part.local - start)
+            position = part.local + part.length
+    yield _between(grad, dim, position - start, stop - start)
+
+
+def _between(tensor: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """The indices from `start` to `stop` of `dim`, as far as the tensor has them."""
+    start, stop = (min(max(index, 0), tensor.shape[dim]) for index in (start, stop))
+    return tensor.narrow(dim, start, max(stop - start, 0))
+
+
+def _power(
+    tensors: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype, foreach: bool | None
+) -> Tensor:
+    """The p-th power of the norm of `tensors`, in `dtype`; the norm itself for infinity."""
+    norms: list[Tensor] = [torch.zeros((), dtype=dtype, device=device)]
+    for alike in _alike(tensor for tensor in tensors if tensor.numel()):
+        if foreach is False:
+            found = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in alike]
+        else:
+            found = list(torch._foreach_norm(alike, norm_type, dtype=dtype))
+        norms += [norm.to(device) for norm in found]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm if norm_type == float("inf") else norm.pow(norm_type)
+
+
+def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Tensors of one device and dtype, together."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds.values()

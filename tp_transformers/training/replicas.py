@@ -1,0 +1,168 @@
+"""Values that several ranks of a model hold, compared between them and brought together.
+
+Norms, replicated attention and vision towers, shared KV heads: each rank updates them by gradients that it computes
+alike. A backward that is not deterministic, as of scatters and of some attention kernels on a GPU, gives ranks
+gradients that differ in their last bits, and nothing brings the values together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import UnsupportedError
+from ..ranks.mesh import TensorParallelGroup
+from ..ranks.subgroups import subgroups
+from ..strategies import local_tensor, shard_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHUNK = 1 << 20
+"""Elements of which a fingerprint is computed at a time."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Part(NamedTuple):
+    """Values that all of `ranks` hold."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Ranks of the `tp` axis, the first of which counts."""
+    number: int
+    """Position among the parts of the same name and ranks."""
+
+
+@torch.no_grad()
+def check_replicas(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer | None = None, *, synchronize: bool = False
+) -> dict[str, float]:
+    """Compare what several ranks of the `tp` axis hold; all ranks have to call it, the ranks of one copy at least.
+
+    It takes a pass over these values and an all-gather of two numbers a tensor, so call it now and then, such as before
+    a checkpoint. Only values that differ travel. Copies of a data-parallel model are not compared with each other:
+    they are given the same gradients.
+
+    Args:
+        model: a model loaded with `tp_plan`; its parameters and persistent buffers are compared, bit by bit.
+        optimizer: an optimizer whose states are compared too, where they have the shape of their parameter.
+        synchronize: whether ranks take the values of the lowest rank that holds them, in place.
+
+    Returns:
+        By name, the largest absolute difference that was found; the state of an optimizer is `NAME.exp_avg` and such.
+        The same on all ranks of the axis, and empty where nothing has drifted apart.
+
+    Raises:
+        UnsupportedError: for a model without a plan.
+    """
+    group: TensorParallelGroup | None = getattr(model, "tp_group", None)
+    if group is None:
+        raise UnsupportedError("check_replicas needs a model that was loaded with tp_plan")
+    if group.size == 1:
+        return {}
+    values = _values(model, optimizer)
+    joined: dict[str, Tensor] = {}
+    parts = {part: value for name in values for part, value in _parts(name, *values[name], group.size, joined)}
+    # 1. Fingerprints, which tell what differs.
+    prints = torch.stack([_fingerprint(value) for value in parts.values()]).tolist() if parts else []
+    everyone = group.gather(dict(zip(parts, prints, strict=True)))
+    different = [
+        part for part in dict.fromkeys(part for found in everyone for part in found) if _differs(part, everyone)
+    ]
+    if not different:
+        return {}
+    # 2. By how much, and the first one's values in place of the others'.
+    own: dict[str, float] = {}
+    for part in different:
+        ranks = tuple(group.global_ranks[rank] for rank in part.ranks)
+        process_group = group.process_group if len(ranks) == group.size else subgroups.of(ranks)
+        if group.rank in part.ranks:
+            difference = _compare(parts[part], process_group, synchronize=synchronize)
+            own[part.name] = max(own.get(part.name, 0.0), difference, key=_badness)
+    if synchronize:
+        for name, whole in joined.items():
+            param, value = values[name]
+            local_tensor(value).copy_(whole[slice(*param.tp_shard.rows)])  # type: ignore[attr-defined]
+    found: dict[str, float] = {}
+    for differences in group.gather(own):
+        for name, difference in differences.items():
+            found[name] = max(found.get(name, 0.0), difference, key=_badness)
+    return found
+
+
+def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """By name: a parameter or buffer, and a tensor that is laid out like it (itself, or an optimizer's state of it)."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    persistent = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            found[name] = (buffer, buffer)
+    for name, param in model.named_parameters():
+        found[name] = (param, param)
+        state = optimizer.state.get(param, {}) if optimizer is not None else {}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                found[f"{name}.{key}"] = (param, value)
+    return found
+
+
+def _parts(
+    name: str, param: Tensor, value: Tensor, size: int, joined: dict[str, Tensor]
+) -> Iterator[tuple[Part, Tensor]]:
+    """What this rank holds of `value` together with others; FSDP's rows of a cut one go, joined, into `joined`."""
+    shard, local = shard_of(param), local_tensor(value)
+    if shard is None:
+        if not isinstance(param, DTensor):
+            yield Part(name, tuple(range(size)), 0), local
+    elif shard.layout is None:
+        if shard.data_parallel is None or shard.is_cut_over_copies:
+            yield Part(name, tuple(range(size)), 0), local
+    elif shared := shard.layout.split.shared(shard.group.rank):
+        if shard.data_parallel is not None:
+            local = joined[name] = shard.joined(local)
+        numbers: dict[tuple[int, ...], int] = {}
+        for part in shared:
+            number = numbers[part.ranks] = numbers.get(part.ranks, -1) + 1
+            yield Part(name, part.ranks, number), local.narrow(shard.layout.dim, part.local, part.length)
+
+
+def _fingerprint(value: Tensor) -> Tensor:
+    """Two sums modulo 2**64 of the bits of a tensor, the second weighted by position: (2,), int64."""
+    flat = value.contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    bits = flat.view(_BITS[flat.element_size()])
+    sums = torch.zeros(2, dtype=torch.int64, device=value.device)
+    for start in range(0, len(bits), CHUNK):
+        chunk = bits[start : start + CHUNK].long()
+        weights = torch.arange(start, start + len(chunk), device=value.device) * 2 + 1
+        sums += torch.stack([chunk.sum(), (chunk * (weights * 0x9E3779B97F4A7C1)).sum()])
+    return sums
+
+
+def _differs(part: Part, everyone: list[Mapping[Part, list[int]]]) -> bool:
+    """Whether ranks that hold `part`, and all have it by now, have other values than the first of them."""
+    found = [everyone[rank].get(part) for rank in part.ranks]
+    return all(each is not None for each in found) and any(each != found[0] for each in found)
+
+
+def _compare(value: Tensor, process_group: dist.ProcessGroup | None, *, synchronize: bool) -> float:
+    """The largest difference to the first rank's values, which `value` takes if asked to."""
+    first = value.contiguous().clone()
+    is_short = first.ndim and first.element_size() == 1  # float8 and bool, which not every backend sends
+    dist.broadcast(first.view(torch.uint8) if is_short else first, group=process_group, group_src=0)
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    difference = (value.to(wide) - first.to(wide)).abs().max().item() if value.numel() else 0.0
+    if synchronize:
+        value.copy_(first)
+    return difference
+
+
+def _badness(difference: float) -> float:
+    """What is not a number is the largest difference of all."""
+    return float("inf") if difference != difference else difference
