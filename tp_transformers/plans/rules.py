@@ -255,7 +255,7 @@ def base_prefix(model: PreTrainedModel) -> str:
 
 def available_plans() -> Mapping[str, Path]:
     """The plans that ship with the package: {model_type: YAML file}."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     wheel, checkout = package / "model_plans", package.parent / "model_plans"
     return _plans_in(wheel if wheel.is_dir() else checkout)
 

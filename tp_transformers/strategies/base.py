@@ -266,6 +266,11 @@ class TensorParallelLayer(ParallelStyle):
         """Whether the module's features leave sharded over the ranks."""
         return isinstance(only(self.output_layouts), Shard)
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the class is one of this package's, so that its attributes tell all that it communicates."""
+        return type(self).__module__.startswith(f"{__package__}.")
+
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Called once the parameters of `module` are cut: `shards` is what this rank holds, by name in the module."""
 

@@ -11,8 +11,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config
-from tp_transformers import Plan, PlanError
+from tp_transformers import Plan, PlanError, TensorParallelLayer
 from tp_transformers.plans.bind import resolve
+from tp_transformers.strategies import ReplicateParallel
 
 LAYER = "model.layers.*."
 MLP = LAYER + "mlp."
@@ -137,3 +138,24 @@ def test_what_stands_among_heads_is_summed_or_cut(shape: tuple[int, ...], says: 
     for layer in model.model.layers:
         layer.self_attn.extra = nn.RMSNorm(shape, device="meta")
     assert says in faults(HEADS, model)
+
+
+SEQUENCE = {LAYER + "input_layernorm": "sequence_parallel", **GATED}
+
+
+def test_norms_of_a_sequence_that_no_rule_cuts_are_refused() -> None:
+    said = faults(SEQUENCE, llama())
+    assert f"{LAYER}input_layernorm: its input is whole on every rank, since no rule cuts the sequence" in said
+
+
+class CutsSomehow(TensorParallelLayer):
+    """A strategy that is not of the package: nothing is known of its output."""
+
+
+class CutsAsBuiltIn(ReplicateParallel):
+    """The same, by way of a strategy of the package."""
+
+
+@pytest.mark.parametrize("own", [CutsSomehow(), CutsAsBuiltIn()])
+def test_strategies_of_a_user_may_cut_the_sequence(own: TensorParallelLayer) -> None:
+    resolve(Plan.from_dict({**SEQUENCE, "model.embed_tokens": own}), llama(), 3)

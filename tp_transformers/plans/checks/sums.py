@@ -238,7 +238,7 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
     strategies = plan.module_strategies
     styles = {name for name, each in strategies.items() if isinstance(each, StyleParallel) and each.is_sequence}
     others = [each for name, each in strategies.items() if name not in styles]
-    if any(each.cuts_sequence or not each.use_local_output or _is_own(each) for each in others):
+    if any(each.cuts_sequence or not each.use_local_output or not each.is_built_in for each in others):
         return
     for name, strategy in strategies.items():
         if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # there it is heads that are cut
@@ -251,11 +251,6 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
                 f"{fold_layers(name)}: its input is whole on every rank, since no rule cuts the sequence before it; "
                 "use replicate, or load with tp_sequence_parallel=True"
             )
-
-
-def _is_own(strategy: TensorParallelLayer) -> bool:
-    """Whether a user wrote the strategy."""
-    return not type(strategy).__module__.startswith(f"{__package__}.")
 
 
 def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
