@@ -1,6 +1,9 @@
-"""Numbers in words."""
+"""Numbers as text."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
 
 
 def size(nbytes: int) -> str:
@@ -9,3 +12,11 @@ def size(nbytes: int) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.{digits}f} {unit}"
     return f"{nbytes / 1000:.1f} kB" if nbytes else "0"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Integers, with runs of them folded: 0-3, 7."""
+    runs = [
+        [number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
+    ]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

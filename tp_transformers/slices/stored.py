@@ -7,25 +7,37 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from .layout import Range, joined
 from .lazy import LazyTensor
 
-if TYPE_CHECKING:
-    from ..checkpoint.reading.source import Source
-
 Selection = tuple[tuple[Range, ...], ...]
 """For every dim, the index ranges that are selected, in order."""
+
+
+class Bytes(Protocol):
+    """A file, as far as slices know it; `checkpoint.reading.source.Source` has more."""
+
+    name: str
+    """Name of the file in error messages."""
+    is_remote: bool
+    """Whether reading crosses a network."""
+
+    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, one after the other, with the consecutive bytes from `offset` on."""
+
+    def count(self, nbytes: int) -> None:
+        """Count one read of `nbytes`."""
 
 
 @dataclass(frozen=True)
 class Box:
     """One index range of every dim of a row-major tensor in a file: runs of bytes at regular distances."""
 
-    source: Source
+    source: Bytes
     offset: int
     """File offset of the first element, in bytes."""
     shape: tuple[int, ...]
@@ -96,7 +108,7 @@ class Stored(LazyTensor):
 
     def __init__(
         self,
-        source: Source,
+        source: Bytes,
         *,
         offset: int,
         shape: Sequence[int],

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..commands.plan.text import spans
 from ..errors import UnsupportedError
 from ..plans.bind import Resolution
 from ..plans.rules import fold_layers
 from ..ranks.mesh import TensorParallelGroup
+from ..text import spans
 from .data_parallel import ranks_of
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from tp_transformers.commands.plan import picture
 from tp_transformers.commands.plan.brush import COLOURS, LONGEST
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import outline
-from tp_transformers.commands.plan.text import by_rank, spans
+from tp_transformers.commands.plan.text import by_rank
 from tp_transformers.errors import UsageError
 from tp_transformers.plans.catalogue import PROVEN_WITH, catalogue
 from tp_transformers.plans.rules import available_plans
-from tp_transformers.text import size
+from tp_transformers.text import size, spans
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,11 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import TypeVar
 
 from ...plans.rules import fold_layers
-from ...text import size
+from ...text import size, spans
 from .memory import Outline, Parameter
 
 T = TypeVar("T")
@@ -93,14 +92,6 @@ def whole_lines(outline: Outline) -> list[str]:
 def shape(lengths: Sequence[int]) -> str:
     """A shape in words."""
     return " x ".join(map(str, lengths)) or "scalar"
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """Integers, their runs folded: 0-3, 7."""
-    runs = [
-        [number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
-    ]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def by_rank(values: Sequence[str]) -> str:
