@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from ..anatomy.names import tied_parameters, untie
 from ..checkpoint.conversion.convert import dtype_policy
 from ..checkpoint.hub.fetch import fetch
 from ..checkpoint.reading.memory import empty
@@ -196,13 +197,13 @@ def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, 
     Returns those of `names` that are not kept. `say` is whether this rank tells of what it unties.
     """
     gone = set()
-    for target, source in dict(model.all_tied_weights_keys).items():
+    for target, source in list(tied_parameters(model).items()):
         if target not in names or source not in names:
             continue
         if is_same(target, source):
             gone.add(target)
             continue
-        del model.all_tied_weights_keys[target]
+        untie(model, target)
         if say:
             logger.warning(
                 "the config ties %s to %s, but the checkpoint holds different values for them, so they stay untied; "

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..anatomy.names import base_prefix, fold_layers
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
 from ..errors import UnsupportedError, describe
 from ..logs import get_logger
 from ..plans.bind import Resolution, check_layers_are_cut, resolve
-from ..plans.rules import Plan, base_prefix, fold_layers
+from ..plans.rules import Plan
 from ..ranks.mesh import TensorParallelGroup
 from ..strategies import (
     BatchWhole,

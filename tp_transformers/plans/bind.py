@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..anatomy.names import base_prefix, fold_layers, tied_parameters
 from ..errors import PlanError, describe, list_faults, nearest
 from ..ranks.mesh import TensorParallelGroup
 from ..slices.layout import Layout
@@ -27,7 +28,7 @@ from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_expert
 from .checks.widths import largest_share, misfits, whole_layers
 from .heads import AttentionCut, AttentionHeads, cut_attention
 from .rewrite.engine import cut_batch, cut_loss, cut_sequence
-from .rules import Plan, Rule, base_prefix, fold_layers
+from .rules import Plan, Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,7 +175,7 @@ class _Resolver:
 
     def _follow_tied(self, module_rules: dict[str, Rule]) -> None:
         """A declared plan may cut the head but not the embedding that is tied to it: cut both."""
-        for target, source in _tied(self.model).items():
+        for target, source in tied_parameters(self.model).items():
             owner, partner = source.rpartition(".")[0], target.rpartition(".")[0]
             if partner in module_rules and owner not in module_rules and isinstance(self.modules[owner], nn.Embedding):
                 module_rules[owner] = Rule(owner, "embedding_rowwise")
@@ -273,7 +274,7 @@ class _Resolver:
                 layouts[name] = strategy.layout(name.rpartition(".")[2], self.parameters[name].shape, self.size)
             except ValueError as error:
                 self.faults.append(f"{fold_layers(name)}: {error}")
-        for target, source in _tied(self.model).items():
+        for target, source in tied_parameters(self.model).items():
             mine, theirs = layouts.get(target), layouts.get(source)
             if self.size > 1 and mine != theirs:
                 self.faults.append(
@@ -305,11 +306,6 @@ def check_layers_are_cut(model: PreTrainedModel, plan: Plan, resolution: Resolut
         )
     counts = ", ".join(f"{uncut} of {layers} {stack}" for stack, (uncut, layers) in whole.items())
     return f"{plan.source} leaves {counts} whole on every rank; the largest of {size} ranks holds {share}"
-
-
-def _tied(model: PreTrainedModel) -> Mapping[str, str]:
-    """{tied parameter: the parameter that it is tied to}."""
-    return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def _draw(layout: Layout | None) -> str:

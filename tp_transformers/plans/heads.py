@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..anatomy.names import fold_layers
 from ..errors import nearest
 from ..slices.layout import Split, heads, interleaved, packed
 from ..strategies import features
-from .rules import Plan, Rule, fold_layers
+from .rules import Plan, Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -233,26 +233,6 @@ class Plan:
         return {rule.full(base_model_prefix): rule.strategy_name for rule in self.rules}
 
 
-def fold_layers(name: str) -> str:
-    """A name with its layer numbers replaced by `*`."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-
-
-def names_around(name: str) -> Iterator[str]:
-    """The name of a module, and of those around it, from the inside out; not the model."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-
-
-def base_prefix(model: PreTrainedModel) -> str:
-    """The base model's name in the full model; "" where they are one."""
-    if model.base_model is not model:
-        return str(model.base_model_prefix)
-    # A class may declare the prefix of a larger model that it is a part of (Llama4ForCausalLM).
-    return "model" if hasattr(getattr(model, "model", None), "base_model_prefix") else ""
-
-
 def available_plans() -> Mapping[str, Path]:
     """The plans that ship with the package: {model_type: YAML file}."""
     package = Path(__file__).parents[1]

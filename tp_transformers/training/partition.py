@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..anatomy.names import folded, layer_number
 from ..errors import UnsupportedError
 from ..plans.bind import Resolution
-from ..plans.rules import fold_layers
 from ..ranks.mesh import TensorParallelGroup
 from ..text import spans
 from .data_parallel import ranks_of
@@ -104,13 +104,10 @@ def _has_parameters(module: nn.Module) -> bool:
 
 def _folded(units: list[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
     """Names with `*` for the numbers of layers that are alike, or with their numbers where some are not."""
-    kinds: dict[str, dict[bool, list[str]]] = {}
-    for name, is_cut in units:
-        kinds.setdefault(fold_layers(name), {}).setdefault(is_cut, []).append(name)
-    for folded, found in kinds.items():
+    for pattern, found in folded(units).items():
         for is_cut, names in found.items():
             if len(found) == 1:
-                yield folded, is_cut
+                yield pattern, is_cut
                 continue
-            numbers = [int(next(step for step in name.split(".") if step.isdigit())) for name in names]
-            yield folded.replace("*", spans(numbers), 1), is_cut
+            numbers = [number for name in names if (number := layer_number(name)) is not None]
+            yield pattern.replace("*", spans(numbers), 1), is_cut

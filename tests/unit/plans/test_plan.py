@@ -18,8 +18,9 @@ from transformers import (
 
 from tests.support.models import llama_config
 from tp_transformers import Plan, PlanError, Rule, TensorParallelLayer
+from tp_transformers.anatomy.names import fold_layers
 from tp_transformers.plans.bind import Resolution, resolve
-from tp_transformers.plans.rules import Pattern, available_plans, fold_layers
+from tp_transformers.plans.rules import Pattern, available_plans
 from tp_transformers.strategies import STRATEGIES
 
 LAYER = "model.layers.*."

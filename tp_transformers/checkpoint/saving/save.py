@@ -24,6 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from ...anatomy.names import tied_parameters
 from ...errors import UnsupportedError
 from ...logs import get_logger
 from ...strategies import local_tensor, shard_of, whole_like
@@ -126,7 +127,7 @@ def save_pretrained(
 def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """What is saved: parameters and persistent buffers by name, each tied one once."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    for target, source in model.all_tied_weights_keys.items():
+    for target, source in tied_parameters(model).items():
         if state.get(target) is state.get(source):
             state.pop(target, None)
     for name in model._keys_to_ignore_on_save or ():

@@ -18,6 +18,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
 from ...errors import CheckpointError, TensorParallelError, UnsupportedError, UsageError, describe
 from ...loading.from_pretrained import from_pretrained_with
@@ -124,7 +125,7 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
     with open_checkpoint(request, rank=0) as checkpoint:
         conversion, _ = express(model, checkpoint, whole, request)
         found = set(conversion.expressions)
-        ties = getattr(model, "all_tied_weights_keys", None) or {}
+        ties = tied_parameters(model)
         filled = found | {one for pair in ties.items() if found.intersection(pair) for one in pair}
         keys = SimpleNamespace(missing_keys=set(whole) - filled, unexpected_keys=conversion.unexpected)
         model._adjust_missing_and_unexpected_keys(keys)  # leaves out what transformers never reports

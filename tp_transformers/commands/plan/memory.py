@@ -14,10 +14,10 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from ...anatomy.names import base_prefix, names_around, tied_parameters
 from ...errors import PlanError
 from ...plans.bind import Resolution, check_layers_are_cut, resolve
 from ...plans.heads import HEAD_SIZES, KV_COUNTS, QUERY_COUNTS
-from ...plans.rules import base_prefix
 from ...slices.layout import Layout
 from ...strategies import ReplicateParallel
 from .dry_load import Survey
@@ -185,15 +185,13 @@ def _fullest(survey: Survey, size: int, cached: Iterable[CachedAttention], kinds
 
 def _layer(name: str, kinds: Mapping[str, str]) -> str:
     """The layer that a parameter or module is in; "" where it is in none."""
-    while name and name not in kinds:
-        name = name.rpartition(".")[0]
-    return name
+    return next((around for around in names_around(name) if around in kinds), "")
 
 
 def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[Parameter]:
     """Every parameter of the model once, as ranks would hold it."""
     named = dict(survey.model.named_parameters(remove_duplicate=False))
-    ties = getattr(survey.model, "all_tied_weights_keys", None) or {}
+    ties = tied_parameters(survey.model)
     homes = {param: name for name, param in reversed(named.items())}
     tied: dict[str, list[str]] = {}
     for name, param in named.items():
@@ -266,7 +264,7 @@ def _one_of_each(survey: Survey) -> Iterator[Mapping[str, str]]:
     for number, rule in enumerate(survey.plan.rules):
         for name in rule.match(names, base_prefix(model)):
             rules.setdefault(name, []).append(number)
-    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    ties = tied_parameters(model)
     kept_apart = {*ties, *ties.values()}
     kinds = {"": ""}
     taken: list[tuple[nn.ModuleList, dict[str, nn.Module]]] = []

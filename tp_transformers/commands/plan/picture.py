@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ...anatomy.names import layer_name
 from ...errors import UsageError, describe
 from ...text import size
 from .brush import COLOURS, FAINT, GUTTER, WHOLE, Block, Brush, Weight
@@ -99,10 +100,9 @@ def _layer(outline: Outline) -> tuple[str, list[Block], Block | None]:
     """A layer of the most common kind in the largest stack: its name, its blocks, and its vectors but for biases."""
     layers: dict[str, list[Parameter]] = {}
     for parameter in outline.parameters:
-        steps = parameter.name.split(".")
-        number = next((place for place, step in enumerate(steps) if step.isdigit()), None)
-        if number is not None:
-            layers.setdefault(".".join(steps[: number + 1]), []).append(parameter)
+        layer = layer_name(parameter.name)
+        if layer is not None:
+            layers.setdefault(layer, []).append(parameter)
     stacks: Counter[str] = Counter()
     for name, held in layers.items():
         stacks[name.rpartition(".")[0]] += sum(parameter.nbytes for parameter in held)

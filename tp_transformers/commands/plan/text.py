@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ...plans.rules import fold_layers
+from ...anatomy.names import folded, layer_number
 from ...text import size, spans
 from .memory import Outline, Parameter
 
@@ -68,13 +68,10 @@ def table(outline: Outline) -> list[tuple[str, ...]]:
 
 def cache_lines(outline: Outline) -> list[str]:
     """Which layers hold how many tokens."""
-    by_tokens: dict[tuple[str, int], list[int]] = {}
-    for cached in outline.cached:
-        pattern, number = _numbered(cached.name)
-        by_tokens.setdefault((pattern, cached.tokens), []).append(number)
     return [
-        f"{pattern.replace('*', spans(numbers), 1)}: {tokens} tokens"
-        for (pattern, tokens), numbers in by_tokens.items()
+        f"{pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {tokens} tokens"
+        for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in outline.cached).items()
+        for tokens, names in by_tokens.items()
     ]
 
 
@@ -161,9 +158,3 @@ def _lines(node: Node, depth: int) -> Iterator[Line]:
             continue
         yield Line(depth, label, child.row or ("", "", ""), child.is_whole)
         yield from _lines(child, depth + 1)
-
-
-def _numbered(name: str) -> tuple[str, int]:
-    """A name with `*` for its first number, and the number."""
-    number = next((int(step) for step in name.split(".") if step.isdigit()), 0)
-    return fold_layers(name), number

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
 from ...checkpoint.hub.fetch import fetch
 from ...checkpoint.reading.header import Checkpoint
@@ -259,13 +260,13 @@ def _settle_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
     """Keep one of those that are tied, under the name that a save gives it."""
     for name in tie(model, values, lambda target, source: values[target].is_same(values[source]), say=True):
         del values[name]
-    for target, source in model.all_tied_weights_keys.items():
+    for target, source in tied_parameters(model).items():
         if target in values and source not in values:
             values[source] = values.pop(target)
 
 
 def _refuse_missing(model: PreTrainedModel, values: Mapping[str, _Value], whole: Mapping[str, torch.Tensor]) -> None:
-    missing = whole.keys() - values.keys() - model.all_tied_weights_keys.keys()
+    missing = whole.keys() - values.keys() - tied_parameters(model).keys()
     if missing:
         raise CheckpointError(
             list_faults("these are not in the checkpoint, and a load would initialise them", missing)

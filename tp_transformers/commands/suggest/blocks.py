@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...anatomy.names import fold_lists
 from ...strategies import STRATEGIES, features
 from ...strategies.base import EXPERT_UNIT
 from .attention import Refused, Roles, attention_roles, feature_order
 from .experts import Feeds, stacked_experts
-from .reach import Flow, fold
+from .reach import Flow
 
 BIASES = ("alibi", "position_bias", "attention_mask")
 """The keyword arguments by which attention may be given biases of all heads, which the strategy `alibi` cuts."""
@@ -52,8 +53,8 @@ def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> t
     whole: dict[str, str] = {}
     blocks = [*_linears(small, flow, whole), *_experts(small, model, flow, whole), *_vocabulary(model)]
     for name, module in small.named_modules():
-        if features(module) is not None and fold(small, name) not in flow.ran:
-            whole.setdefault(fold(small, name), "it did not run on random tokens, so that nothing is known of it")
+        if features(module) is not None and fold_lists(small, name) not in flow.ran:
+            whole.setdefault(fold_lists(small, name), "it did not run on random tokens, so that nothing is known of it")
     blocks = _apart(blocks, whole)
     for block in list(blocks):
         outside = flow.outside.intersection(block.rules) if block.kind != "experts" else None
@@ -67,8 +68,8 @@ def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> t
 
 def _linears(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
     """Attention and MLPs: linears whose input features can be cut, with those that feed them."""
-    modules = {fold(model, name): module for name, module in model.named_modules()}
-    params = {fold(model, name): param for name, param in model.named_parameters()}
+    modules = {fold_lists(model, name): module for name, module in model.named_modules()}
+    params = {fold_lists(model, name): param for name, param in model.named_parameters()}
     blocks = []
     for consumer, (param, sources) in flow.tangled.items():
         for name in (consumer, *sources):
@@ -210,8 +211,8 @@ def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Ma
 def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
     """Merged experts: every expert is cut."""
     blocks = []
-    shapes = {fold(model, name): param for name, param in model.named_parameters()}
-    modules = {fold(meta, name): module for name, module in meta.named_modules()}
+    shapes = {fold_lists(model, name): param for name, param in model.named_parameters()}
+    modules = {fold_lists(meta, name): module for name, module in meta.named_modules()}
     for name, feeds in flow.experts.items():
         if not feeds:
             whole[name] = "which features of its parameters belong together was not seen"
@@ -268,9 +269,9 @@ def _vocabulary(model: PreTrainedModel) -> list[Block]:
     block = Block("vocabulary", "")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.num_embeddings == embedding.num_embeddings:
-            block.rules[fold(model, name)] = "embedding_rowwise"
+            block.rules[fold_lists(model, name)] = "embedding_rowwise"
         elif module is head and features(module) is not None:
-            block.rules[fold(model, name)] = "colwise_rep"
+            block.rules[fold_lists(model, name)] = "colwise_rep"
     return [block]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
+from ...anatomy.names import fold_lists
 from ...strategies import features, holds_experts
 from .experts import Feeds, probe_experts, stacked_experts
 
@@ -92,7 +93,7 @@ class _Seen:
         weights = []
         self.handles = []
         for name, module in model.named_modules():
-            folded = fold(model, name)
+            folded = fold_lists(model, name)
             if features(module) is not None:
                 weights.extend(module.parameters(recurse=False))
                 self.handles.append(module.register_forward_hook(self._linear(folded), with_kwargs=True))
@@ -103,7 +104,9 @@ class _Seen:
             elif name:
                 self.handles.append(module.register_forward_pre_hook(self._block(folded), with_kwargs=True))
         known = set(map(id, weights))
-        self.others = [(fold(model, name), param) for name, param in model.named_parameters() if id(param) not in known]
+        self.others = [
+            (fold_lists(model, name), param) for name, param in model.named_parameters() if id(param) not in known
+        ]
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -214,16 +217,6 @@ def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
                     flow.readers.setdefault(name, set()).add(reader)
 
 
-def fold(model: nn.Module, name: str) -> str:
-    """A name with the numbers of module lists replaced by `*`; those of an nn.Sequential tell its modules apart."""
-    owner: Any = model
-    path = []
-    for step in name.split("."):
-        path.append("*" if isinstance(owner, nn.ModuleList) and step.isdecimal() else step)
-        owner = getattr(owner, step, None)
-    return ".".join(path)
-
-
 class _Watched(nn.Parameter):
     """A parameter that remembers whether anything was computed with it."""
 
@@ -269,7 +262,7 @@ def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
         for module, own, _ in watched.values():
             swap(module, own)
     return {
-        fold(model, name)
+        fold_lists(model, name)
         for name, (_, _, proxies) in watched.items()
         if any(proxy.is_read for proxy in proxies.values())
     }

@@ -16,15 +16,16 @@ import transformers
 import yaml
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ...anatomy.names import base_prefix, fold_layers, fold_lists
 from ...errors import PlanError, TensorParallelError
 from ...plans.bind import Resolution, resolve
 from ...plans.heads import AttentionHeads
-from ...plans.rules import Plan, base_prefix, fold_layers
+from ...plans.rules import Plan
 from ..verify import small_model as probe
 from ..verify.small_config import generating_class, shrink, supported
 from ..verify.verify import Verdict, verify
 from .blocks import Block, find_blocks
-from .reach import Flow, flow_of, fold
+from .reach import Flow, flow_of
 
 TRIES = 4
 """How often a plan that is found wrong is tried again with a block less, before everything stays whole."""
@@ -133,7 +134,7 @@ class Suggestion:
         cut = {name: rule for block in self.blocks for name, rule in block.rules.items()}
         rules: dict[str, Any] = {}
         for name, module in self.model.named_modules():
-            folded = fold(self.model, name)
+            folded = fold_lists(self.model, name)
             own = [f"{folded}.{param}" for param, _ in module.named_parameters(recurse=False)]
             if name and (folded in cut or (own and not set(own) <= cut.keys())):
                 rules[folded] = cut.get(folded, "local" if folded in self.plain else "replicate")
@@ -200,7 +201,7 @@ def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Sugges
             named = [line for line in lines if any(name in line for name in suggestion._spellings(suspect))]
             suggestion = suggestion.without(suspect, (named or lines)[0])
             continue
-        by_name = {fold(model, name): heads for name, heads in resolution.attention.items()}
+        by_name = {fold_lists(model, name): heads for name, heads in resolution.attention.items()}
         wrong = [block for block in suggestion.blocks if model is not suggestion.model and _misread(block, by_name)]
         if not wrong:
             return suggestion

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
-from ...plans.rules import Rule, base_prefix, fold_layers, names_around
+from ...plans.rules import Rule
 from ...slices.layout import Layout, Split, even
 from ...strategies import ColwiseParallel, RowwiseParallel, take
 from .small_model import Call, Trace

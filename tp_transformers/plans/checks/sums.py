@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import (
     MlaKvAProjParallel,
@@ -21,7 +22,6 @@ from ...strategies import (
     holds_experts,
 )
 from ..heads import AttentionCut
-from ..rules import fold_layers, names_around
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...anatomy.names import fold_layers
 from ...slices.layout import Layout, Split, even
 from ...strategies import StyleParallel, TensorParallelLayer, features
-from ..rules import fold_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

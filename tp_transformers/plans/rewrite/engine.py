@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ...anatomy.names import base_prefix, fold_layers, folded
 from ...errors import PlanError, describe, list_faults, nearest
 from ...strategies import (
     BATCH_SHARDED,
@@ -47,7 +48,7 @@ from ...strategies import (
     features,
     holds_experts,
 )
-from ..rules import Pattern, Plan, Rule, base_prefix, fold_layers
+from ..rules import Pattern, Plan, Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -236,15 +237,14 @@ class _Rewriter:
 
     def _folded(self) -> Iterator[Rule]:
         """The rules, one for all layers where those of all layers are alike."""
-        folds: dict[str, dict[str, Rule]] = {}
-        for name, rule in self.rules.items():
-            folds.setdefault(fold_layers(name), {})[name] = rule
-        for pattern, rules in folds.items():
-            alike = {replace(rule, pattern=pattern, in_base_model=False) for rule in rules.values()}
-            if len(alike) == 1 and set(Pattern(pattern).match(self.names, "")) == rules.keys():
-                yield alike.pop()
+        plain = ((name, replace(rule, pattern="", in_base_model=False)) for name, rule in self.rules.items())
+        for pattern, found in folded(plain).items():
+            names = {name for alike in found.values() for name in alike}
+            if len(found) == 1 and set(Pattern(pattern).match(self.names, "")) == names:
+                yield replace(next(iter(found)), pattern=pattern)
             else:
-                yield from (replace(rule, pattern=name, in_base_model=False) for name, rule in rules.items())
+                own = (name for name in self.rules if name in names)
+                yield from (replace(self.rules[name], pattern=name, in_base_model=False) for name in own)
 
 
 class _BatchRewriter(_Rewriter):

@@ -1,0 +1,76 @@
+"""What a model is made of, asked of models of transformers on the meta device."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.support.architectures import ARCHITECTURES
+from tp_transformers.anatomy import names
+
+
+@cache
+def outline(name: str) -> Any:
+    """A model of `ARCHITECTURES`, without memory."""
+    made = ARCHITECTURES[name]
+    config = getattr(transformers, made.config)(**made.settings(*made.variants[0], False))
+    with torch.device("meta"):
+        return getattr(transformers, made.model)(config)
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "tied"),
+    [
+        ("llama", "model", {}),
+        ("gpt2", "transformer", {"lm_head.weight": "transformer.wte.weight"}),
+        ("llama4_text", "model", {}),  # its class declares the prefix of a larger model
+        (
+            "t5",
+            "",
+            dict.fromkeys(
+                ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"), "shared.weight"
+            ),
+        ),
+    ],
+)
+def test_the_base_model_and_what_is_tied(name: str, prefix: str, tied: dict[str, str]) -> None:
+    assert names.base_prefix(outline(name)) == prefix
+    assert names.tied_parameters(outline(name)) == tied
+    assert names.tied_parameters(nn.Linear(1, 1)) == {}
+
+
+def test_untied_parameters_are_tied_no_more() -> None:
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(outline("gpt2").config)
+    names.untie(model, "lm_head.weight")
+    assert names.tied_parameters(model) == {}
+
+
+def test_layer_numbers_are_folded_by_name_and_by_list() -> None:
+    model = outline("qwen2_5_vl")
+    step = "model.visual.merger.mlp.2.weight"
+    assert names.fold_layers(step) == "model.visual.merger.mlp.*.weight"
+    assert names.fold_lists(model, step) == step, "the members of an nn.Sequential differ"
+    for name in outline("qwen3_moe").state_dict():
+        assert names.fold_lists(outline("qwen3_moe"), name) == names.fold_layers(name)
+
+
+def test_names_of_layers() -> None:
+    name = "model.layers.10.experts.3.w1"
+    assert names.layer_number(name) == 10
+    assert names.layer_name(name) == "model.layers.10"
+    assert names.layer_number("lm_head") is names.layer_name("lm_head") is None
+    assert list(names.names_around("model.norm")) == ["model.norm", "model"]
+    values = [("layers.0.mlp", True), ("layers.1.mlp", False), ("norm", True), ("layers.2.mlp", True)]
+    assert names.folded(values) == {
+        "layers.*.mlp": {True: ["layers.0.mlp", "layers.2.mlp"], False: ["layers.1.mlp"]},
+        "norm": {True: ["norm"]},
+    }

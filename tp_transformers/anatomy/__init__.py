@@ -1,0 +1,1 @@
+"""The parts of a transformers model. No other package asks a module what it is."""
