@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
-from tp_transformers.anatomy import names
+from tp_transformers.anatomy import linears, names
 
 
 @cache
@@ -74,3 +74,60 @@ def test_names_of_layers() -> None:
         "layers.*.mlp": {True: ["layers.0.mlp", "layers.2.mlp"], False: ["layers.1.mlp"]},
         "norm": {True: ["norm"]},
     }
+
+
+# -- linears
+
+
+def linears_of(name: str, question: Any) -> dict[str, Any]:
+    """{folded name: the answer} of the modules of a model that have one."""
+    answers = ((names.fold_layers(path), question(module)) for path, module in outline(name).named_modules())
+    return {path: answer for path, answer in answers if answer}
+
+
+def test_features_of_linears_and_embeddings() -> None:
+    found = linears_of("gpt2", linears.features)
+    assert found == {
+        "transformer.wte": (199, 64),
+        "transformer.wpe": (16, 64),
+        "transformer.h.*.attn.c_attn": (64, 192),
+        "transformer.h.*.attn.c_proj": (64, 64),
+        "transformer.h.*.mlp.c_fc": (64, 96),
+        "transformer.h.*.mlp.c_proj": (96, 64),
+        "lm_head": (64, 199),
+    }
+    assert linears_of("gpt2", linears.is_transposed).keys() == {name for name in found if ".h." in name}
+    assert linears_of("gpt2", linears.has_inputs_first).keys() == found.keys() - {"lm_head"}
+    norm = outline("gpt2").transformer.ln_f
+    assert linears.features(norm) is None
+    assert (linears.input_width(norm), linears.output_width(norm)) == (0, 0)
+    projection = outline("gpt2").transformer.h[0].attn.c_attn
+    assert (linears.input_width(projection), linears.output_width(projection)) == (64, 192)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        ("llama", set()),
+        ("mixtral", {"experts"}),
+        ("gpt_oss", {"experts"}),
+        ("deepseek_v3", {"experts"}),
+        ("bloom", set()),
+    ],
+)
+def test_experts(name: str, experts: set[str]) -> None:
+    found = linears_of(name, linears.holds_experts)
+    assert {path.rpartition(".")[2] for path in found} == experts
+    assert linears_of(name, linears.stacked_experts) == {}
+    transposed = linears_of(name, linears.has_inputs_first).keys() & found.keys()
+    assert bool(transposed) == (name == "gpt_oss")
+
+
+def test_experts_that_stand_one_below_the_other() -> None:
+    config = transformers.DbrxConfig(
+        d_model=16, n_heads=2, n_layers=1, max_seq_len=8, vocab_size=9, attn_config={"rope_theta": 1e4}
+    )
+    with torch.device("meta"):
+        model = transformers.DbrxModel(config)
+    found = {names.fold_layers(name): linears.stacked_experts(module) for name, module in model.named_modules()}
+    assert {name: count for name, count in found.items() if count} == {"blocks.*.ffn.experts": 4}

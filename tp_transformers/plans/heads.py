@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers
 from ..errors import nearest
 from ..slices.layout import Split, heads, interleaved, packed
-from ..strategies import features
 from .rules import Plan, Rule
 
 if TYPE_CHECKING:
@@ -272,29 +272,19 @@ def _count_heads(
     if head_dim is not None and "key" in roles:
         for role in ("query", "key"):
             child = roles[role][0]
-            width = _width(modules[child])
+            width = output_width(modules[child])
             if not width or width % head_dim:
                 faults.append(f"{child}: its {width} features are not whole heads of {head_dim}")
                 return None
             query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
         stated = head_counts(module, config)[0]
-        attended = _inputs(modules[roles["output"][0]]) if "output" in roles else 0
+        attended = input_width(modules[roles["output"][0]]) if "output" in roles else 0
         if stated and query > stated and query % stated == 0 and attended == stated * head_dim:
             query = stated  # a projection that makes more than queries (a gate beside each)
     if not query or not kv or query % kv:
         faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
         return None
     return query, kv, head_dim
-
-
-def _width(module: nn.Module) -> int:
-    """Output features of a projection; 0 where it is no linear."""
-    return (features(module) or (0, 0))[1]
-
-
-def _inputs(module: nn.Module) -> int:
-    """Input features of a projection; 0 where it is no linear."""
-    return (features(module) or (0, 0))[0]
 
 
 def _config(module: nn.Module, model: PreTrainedModel) -> Any:

@@ -11,9 +11,9 @@ from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError, describe
 from .attach import LocalConfig, attach, begun_forward, cut_module
-from .base import TensorParallelLayer, holds_experts
+from .base import TensorParallelLayer
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
-from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel, features
+from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import (
     AllReduceParallel,
     GatherParallel,
@@ -83,11 +83,9 @@ __all__ = [
     "batch_sharded",
     "begun_forward",
     "cut_module",
-    "features",
     "full_tensor",
     "get_packed_weights",
     "get_tensor_shard",
-    "holds_experts",
     "layout_of",
     "local_tensor",
     "passes_dtensors",

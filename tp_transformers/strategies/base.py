@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.nn.modules.conv import _ConvNd
 
+from ..anatomy.linears import holds_experts
 from ..errors import PlanError
 from ..ranks.mesh import TensorParallelGroup, join
 from ..slices.layout import Layout, Split, even, packed
@@ -350,13 +350,3 @@ def as_sharded(x: Tensor, dim: int, length: int, mesh: DeviceMesh) -> DTensor:
     shape = torch.Size((*x.shape[:dim], length, *x.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-
-
-def holds_experts(module: nn.Module) -> bool:
-    """Whether the module's parameters are those of experts: (experts, ...), matrices and their biases."""
-    shapes = [param.shape for param in module.parameters(recurse=False)]
-    return (
-        not isinstance(module, _ConvNd)
-        and {2, 3} >= {len(shape) for shape in shapes} >= {3}
-        and len({shape[0] for shape in shapes}) == 1
-    )

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from transformers.pytorch_utils import Conv1D
 
+from ..anatomy.linears import features, is_transposed
 from ..errors import PlanError, describe
 from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..slices.layout import Layout, Split, even
@@ -19,17 +19,6 @@ from .shard import take
 
 LAST = -1
 """The feature dim of activations: (..., features)."""
-
-
-def features(module: nn.Module) -> tuple[int, int] | None:
-    """(input, output) features of a linear or an embedding, whose input is a row; None for any other module."""
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    if "weight" in module._parameters and hasattr(module, "in_features") and hasattr(module, "out_features"):
-        return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
-    return None
 
 
 class _WeightParallel(TensorParallelLayer):
@@ -46,7 +35,7 @@ class _WeightParallel(TensorParallelLayer):
         """See `TensorParallelLayer.bind`; the module's features are read here, once."""
         bound = super().bind(module, size, **options)
         assert isinstance(bound, _WeightParallel)
-        bound.is_transposed = isinstance(module, Conv1D)
+        bound.is_transposed = is_transposed(module)
         bound.in_features, bound.out_features = features(module) or (0, 0)
         return bound
 

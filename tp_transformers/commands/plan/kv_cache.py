@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from ...anatomy.linears import features
 from ...plans.heads import HEAD_SIZES, AttentionHeads, first_of, head_counts
-from ...strategies import features
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

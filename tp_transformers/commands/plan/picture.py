@@ -11,9 +11,7 @@ from collections import Counter
 from statistics import median
 from typing import Any
 
-from torch import nn
-from transformers.pytorch_utils import Conv1D
-
+from ...anatomy.linears import has_inputs_first
 from ...anatomy.names import layer_name
 from ...errors import UsageError, describe
 from ...text import size
@@ -163,7 +161,7 @@ def _weight(outline: Outline, parameter: Parameter, label: str, owner: str | Non
     """A weight the way up in which inputs meet it."""
     module = outline.survey.model.get_submodule(owner or parameter.name.rpartition(".")[0])
     *experts, first, second = parameter.shape
-    is_upright = isinstance(module, nn.Embedding | Conv1D) or bool(getattr(module, "is_transposed", False))
+    is_upright = has_inputs_first(module)
     cut = None
     if parameter.layout is not None:
         cut = "rows" if parameter.layout.dim - len(parameter.shape) == (-2 if is_upright else -1) else "columns"

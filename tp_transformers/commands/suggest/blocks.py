@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...anatomy.linears import features, input_width, output_width, stacked_experts
 from ...anatomy.names import fold_lists
-from ...strategies import STRATEGIES, features
+from ...strategies import STRATEGIES
 from ...strategies.base import EXPERT_UNIT
 from .attention import Refused, Roles, attention_roles, feature_order
-from .experts import Feeds, stacked_experts
+from .experts import Feeds
 from .reach import Flow
 
 BIASES = ("alibi", "position_bias", "attention_mask")
@@ -158,7 +159,7 @@ def _between_heads(
         block.remarks[name] = "it has a number for every query head"
         return
     if source is not None and role in ("query", "key", "value"):
-        made = (features(modules[source]) or (0, 0))[1]
+        made = output_width(modules[source])
         count = roles.query if role == "query" else roles.kv
         if shape == (made // count,):
             block.rules[owner] = "replicated_with_grad_allreduce"
@@ -184,7 +185,7 @@ def _between_heads(
 
 
 def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]) -> Block:
-    width = (features(modules[consumer]) or (0, 0))[0]
+    width = input_width(modules[consumer])
     block = Block("mlp", consumer.rpartition(".")[0], rules={consumer: "rowwise"})
     for name, link in flow.links[consumer].items():
         if bool((link.reaches.sum(1) > 1).any()):

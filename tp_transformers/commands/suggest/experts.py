@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...strategies import features
+from ...anatomy.linears import stacked_experts
 
 TRIED = 32
 """Indices of an experts' parameter that are tried, along each dim."""
@@ -88,18 +88,6 @@ def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]
                 width = params[down].shape[taken]
                 return {**feeds, down: Feeds(taken, tuple(range(width)), width)}
     return {}
-
-
-def stacked_experts(module: nn.Module) -> int:
-    """How many experts' matrices stand one below the other, (experts * features, hidden), in parameters of a module.
-
-    0 where there are none; DBRX keeps them so.
-    """
-    count = vars(module).get("num_experts")
-    shapes = [param.shape for param in module.parameters()]
-    if not isinstance(count, int) or count < 2 or not shapes or any(features(part) for part in module.modules()):
-        return 0
-    return count if all(len(shape) == 2 and shape[0] % count == 0 and shape[0] > count for shape in shapes) else 0
 
 
 def _prepared(value: Any, all_rows: bool) -> Any:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
+from ...anatomy.linears import features, holds_experts, stacked_experts
 from ...anatomy.names import fold_lists
-from ...strategies import features, holds_experts
-from .experts import Feeds, probe_experts, stacked_experts
+from .experts import Feeds, probe_experts
 
 CHUNK = 64
 """Features whose gradients are computed at once."""

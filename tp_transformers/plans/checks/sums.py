@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import (
@@ -18,8 +19,6 @@ from ...strategies import (
     ShardedNormParallel,
     StyleParallel,
     TensorParallelLayer,
-    features,
-    holds_experts,
 )
 from ..heads import AttentionCut
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...anatomy.linears import features, input_width, output_width
 from ...anatomy.names import fold_layers
 from ...slices.layout import Layout, Split, even
-from ...strategies import StyleParallel, TensorParallelLayer, features
+from ...strategies import StyleParallel, TensorParallelLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +45,7 @@ def misfits(
         ]
         for position, linear in enumerate(linears):
             makes = _makes(modules[linear], strategies.get(linear), size)
-            fed = [other for other in linears[position + 1 :] if _inputs(modules[other]) in makes]
+            fed = [other for other in linears[position + 1 :] if input_width(modules[other]) in makes]
             takers = [other for other in fed if _takes(strategies.get(other))]
             split = None
             if _leaves(strategies.get(linear)):
@@ -59,7 +60,7 @@ def misfits(
                         f"{mine}: it leaves its features sharded, but {theirs}, which takes as many, expects the "
                         f"whole; make {theirs} rowwise, or {mine} colwise_rep"
                     )
-                split = next((makes[_inputs(modules[other])] for other in takers), None)
+                split = next((makes[input_width(modules[other])] for other in takers), None)
             for other in takers:
                 mine, theirs = fold_layers(linear), fold_layers(other)
                 if not _leaves(strategies.get(linear)):
@@ -69,13 +70,13 @@ def misfits(
                     )
                 elif not strategies[linear].use_local_output:
                     pass  # a DTensor says how it is cut
-                elif isinstance(strategies[other], StyleParallel) and _inputs(modules[other]) % size:
+                elif isinstance(strategies[other], StyleParallel) and input_width(modules[other]) % size:
                     yield (
-                        f"{mine} and {theirs}: {_inputs(modules[other])} features do not divide by {size} ranks, and "
-                        "torch takes every rank's part to be as wide as its own; make what comes before it "
+                        f"{mine} and {theirs}: {input_width(modules[other])} features do not divide by {size} ranks, "
+                        "and torch takes every rank's part to be as wide as its own; make what comes before it "
                         "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
                     )
-                elif split != strategies[other].cut(_inputs(modules[other]), size):
+                elif split != strategies[other].cut(input_width(modules[other]), size):
                     yield (
                         f"{mine} and {theirs}: the same features are cut differently; fused parts are packed_colwise, "
                         "everything else colwise, and what follows rowwise; what ranks do not divide, torch's "
@@ -125,17 +126,13 @@ def _layer(model: nn.Module, name: str) -> str | None:
 
 def _makes(module: nn.Module, strategy: TensorParallelLayer | None, size: int) -> dict[int, Split]:
     """The widths that a linear's output may be used in: all of it, and one of its parts; and how each is cut."""
-    width = (features(module) or (0, 0))[1]
+    width = output_width(module)
     parts = strategy.parts if strategy is not None else None
     if parts is None:
         return {width: strategy.cut(width, size) if isinstance(strategy, StyleParallel) else even(width, size)}
     lengths = [width // parts] if isinstance(parts, int) else [part for part in parts if isinstance(part, int)]
     assert strategy is not None
     return {width: strategy.cut(width, size), **{length: even(length, size) for length in lengths}}
-
-
-def _inputs(module: nn.Module) -> int:
-    return (features(module) or (0, 0))[0]
 
 
 def _leaves(strategy: TensorParallelLayer | None) -> bool:

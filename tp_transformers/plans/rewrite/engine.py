@@ -37,17 +37,10 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import base_prefix, fold_layers, folded
 from ...errors import PlanError, describe, list_faults, nearest
-from ...strategies import (
-    BATCH_SHARDED,
-    BatchGather,
-    BatchStates,
-    BatchWhole,
-    TensorParallelLayer,
-    features,
-    holds_experts,
-)
+from ...strategies import BATCH_SHARDED, BatchGather, BatchStates, BatchWhole, TensorParallelLayer
 from ..rules import Pattern, Plan, Rule
 
 if TYPE_CHECKING:

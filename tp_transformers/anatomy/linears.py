@@ -1,0 +1,60 @@
+"""Linears, embeddings and experts: whether a module is one, and how wide it is."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from transformers.pytorch_utils import Conv1D
+
+
+def features(module: nn.Module) -> tuple[int, int] | None:
+    """(input, output) features of a linear or an embedding, whose input is a row; None for any other module."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    if "weight" in module._parameters and hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+    return None
+
+
+def input_width(module: nn.Module) -> int:
+    """Input features of a linear or an embedding; 0 for any other module."""
+    return (features(module) or (0, 0))[0]
+
+
+def output_width(module: nn.Module) -> int:
+    """Output features of a linear or an embedding; 0 for any other module."""
+    return (features(module) or (0, 0))[1]
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear's weight is (in, out), as that of GPT-2's Conv1D: strategies cut it along the other dim."""
+    return isinstance(module, Conv1D)
+
+
+def has_inputs_first(module: nn.Module) -> bool:
+    """Whether the rows of matrices are input features, as drawn: of a Conv1D, an embedding, or transposed experts."""
+    return isinstance(module, nn.Embedding | Conv1D) or bool(getattr(module, "is_transposed", False))
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether the module's parameters are those of experts: (experts, ...), matrices and their biases."""
+    shapes = [param.shape for param in module.parameters(recurse=False)]
+    return (
+        not isinstance(module, _ConvNd)
+        and {2, 3} >= {len(shape) for shape in shapes} >= {3}
+        and len({shape[0] for shape in shapes}) == 1
+    )
+
+
+def stacked_experts(module: nn.Module) -> int:
+    """How many experts' matrices stand one below the other, (experts * features, hidden), in parameters of a module.
+
+    0 where there are none; DBRX keeps them so.
+    """
+    count = vars(module).get("num_experts")
+    shapes = [param.shape for param in module.parameters()]
+    if not isinstance(count, int) or count < 2 or not shapes or any(features(part) for part in module.modules()):
+        return 0
+    return count if all(len(shape) == 2 and shape[0] % count == 0 and shape[0] > count for shape in shapes) else 0
