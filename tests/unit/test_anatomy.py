@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
-from tp_transformers.anatomy import linears, names
+from tp_transformers.anatomy import attention, linears, names
 
 
 @cache
@@ -131,3 +131,89 @@ def test_experts_that_stand_one_below_the_other() -> None:
         model = transformers.DbrxModel(config)
     found = {names.fold_layers(name): linears.stacked_experts(module) for name, module in model.named_modules()}
     assert {name: count for name, count in found.items() if count} == {"blocks.*.ffn.experts": 4}
+
+
+# -- attention
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "cross"),
+    [
+        ("llama", {"model.layers.*.self_attn": (8, 4)}, set()),
+        ("gpt2", {"transformer.h.*.attn": (8, 8)}, set()),
+        ("bloom", {"transformer.h.*.self_attention": (8, 8)}, set()),
+        ("falcon", {"transformer.h.*.self_attention": (8, 4)}, set()),
+        (
+            "bart",
+            dict.fromkeys(
+                (
+                    "model.encoder.layers.*.self_attn",
+                    "model.decoder.layers.*.self_attn",
+                    "model.decoder.layers.*.encoder_attn",
+                ),
+                (8, 8),
+            ),
+            {"model.decoder.layers.*.encoder_attn"},
+        ),
+        (
+            "t5",
+            dict.fromkeys(
+                (
+                    "encoder.block.*.layer.*.SelfAttention",
+                    "decoder.block.*.layer.*.SelfAttention",
+                    "decoder.block.*.layer.*.EncDecAttention",
+                ),
+                (8, 8),
+            ),
+            {"decoder.block.*.layer.*.EncDecAttention"},
+        ),
+        (
+            "gemma3",
+            {
+                "model.vision_tower.encoder.layers.*.self_attn": (4, 4),
+                "model.language_model.layers.*.self_attn": (8, 4),
+            },
+            set(),
+        ),
+    ],
+)
+def test_attention_and_its_heads(name: str, heads: dict[str, tuple[int, int]], cross: set[str]) -> None:
+    model = outline(name)
+    found = {path: module for path, module in model.named_modules() if attention.is_attention(module)}
+    around = {path for path, module in found.items() if attention.is_around_attention(module)}
+    assert bool(around) == (name == "t5"), "T5's layers are called attention too"
+    counts = {
+        names.fold_layers(path): attention.head_counts(module, attention.attention_config(module, model))
+        for path, module in found.items()
+        if path not in around
+    }
+    assert counts == heads
+    assert {path for path in heads if attention.is_cross_attention(path)} == cross
+
+
+@pytest.mark.parametrize("own", ["crossattention", "cross_attn", "EncDecAttention", "encoder_attn", "text_cross_attn"])
+def test_names_of_cross_attention(own: str) -> None:
+    assert attention.is_cross_attention(f"encoder.layers.0.{own}")
+
+
+@pytest.mark.parametrize("own", ["self_attn", "SelfAttention", "sequence_attn", "attention"])
+def test_names_of_other_attention(own: str) -> None:
+    assert not attention.is_cross_attention(f"encoder.layers.0.{own}")
+
+
+def test_the_config_around_a_module() -> None:
+    modules = dict(outline("gemma3").named_modules())
+    config = outline("gemma3").config
+    assert attention.config_around(modules, "model.language_model.layers.0.self_attn.q_proj") is config.text_config
+    assert attention.config_around(modules, "model.vision_tower.encoder.layers.0.mlp.fc1") is config.vision_config
+    assert attention.config_around(modules, "lm_head") is config
+
+
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [("llama", (4, 8, 8)), ("falcon", (8, 8, 8)), ("gpt2", (8, 8, 8))],
+)
+def test_widths_of_what_is_cached(name: str, widths: tuple[int, int, int]) -> None:
+    model = outline(name)
+    found = [module for module in model.modules() if attention.is_attention(module)]
+    assert {attention.cached_widths(module, attention.attention_config(module, model)) for module in found} == {widths}

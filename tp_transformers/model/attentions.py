@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..anatomy.attention import is_cross_attention
 from ..errors import UnsupportedError, describe
 from ..plans.heads import AttentionHeads
 from ..ranks.collectives import Group, gather_from_region
@@ -38,7 +39,7 @@ def return_whole_attentions(
     for name, heads in attention.items():
         stack = max((stack for stack in stacks if not stack or name.startswith(f"{stack}.")), key=len)
         for field, is_cross in FIELDS.items():
-            if is_cross == _is_cross_attention(name):
+            if is_cross == is_cross_attention(name):
                 splits.setdefault(stack, {}).setdefault(field, []).append(heads.query)
     for name, fields in splits.items():
         model.get_submodule(name).register_forward_hook(_gather_hook(fields, group.rank, group.process_group))
@@ -78,8 +79,3 @@ def _gather(
         else layer
         for layer, split in zip(weights, splits, strict=True)
     )
-
-
-def _is_cross_attention(name: str) -> bool:
-    own = name.rpartition(".")[2].lower()
-    return "cross" in own or own.startswith("enc")  # EncDecAttention, encoder_attn

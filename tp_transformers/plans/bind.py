@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from ..anatomy.attention import config_around
 from ..anatomy.names import base_prefix, fold_layers, tied_parameters
 from ..errors import PlanError, describe, list_faults, nearest
 from ..ranks.mesh import TensorParallelGroup
@@ -229,14 +230,8 @@ class _Resolver:
             parts=rule.parts,
             unit=rule.unit,
             widths=rule.widths,
-            config=self._config(owner),
+            config=config_around(self.modules, owner),
         )
-
-    def _config(self, name: str) -> Any:
-        """The config of the module `name`, or of the nearest around it that has one."""
-        while name and not hasattr(self.modules[name], "config"):
-            name = name.rpartition(".")[0]
-        return self.modules[name].config
 
     def _check_modules(
         self, module_strategies: Mapping[str, TensorParallelLayer], param_rules: Mapping[str, Rule]

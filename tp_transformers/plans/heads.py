@@ -9,6 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..anatomy.attention import (
+    HEAD_SIZES,
+    KV_COUNTS,
+    QUERY_COUNTS,
+    attention_config,
+    first_of,
+    head_counts,
+    is_attention,
+)
 from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers
 from ..errors import nearest
@@ -31,11 +40,6 @@ LATENT_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "output": ("o_proj",),
 }
 """The children by which attention is recognised where a plan does not name it (a dict, a declared plan)."""
-
-QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
-KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
-HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
-"""The attributes in which transformers' attention modules, or their configs, keep counts and sizes of heads."""
 
 
 @dataclass(frozen=True)
@@ -201,9 +205,9 @@ def _refuse_unrecognised(
     known = cut.splits.keys() | cut.whole.keys()
     for child, rule in module_rules.items():
         name = child.rpartition(".")[0]
-        if "Attention" not in type(modules[name]).__name__ or child in known or not _is_sharded("query", rule):
+        if not is_attention(modules[name]) or child in known or not _is_sharded("query", rule):
             continue
-        common = math.gcd(*head_counts(modules[name], _config(modules[name], model)))
+        common = math.gcd(*head_counts(modules[name], attention_config(modules[name], model)))
         if common % size:
             valid = [str(count) for count in range(1, common + 1) if common % count == 0]
             faults.append(
@@ -264,7 +268,7 @@ def _count_heads(
 ) -> tuple[int, int, int | None] | None:
     """(query heads, KV heads, head size) of one attention module; None, and a fault, where they do not add up."""
     module = modules[name]
-    config = _config(module, model)
+    config = attention_config(module, model)
     head_dim = first_of(HEAD_SIZES, module, config)
     query, kv = head_counts(module, config)
     if "key_value" in roles:  # latent attention: every query head has a key and a value of its own
@@ -285,30 +289,6 @@ def _count_heads(
         faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
         return None
     return query, kv, head_dim
-
-
-def _config(module: nn.Module, model: PreTrainedModel) -> Any:
-    """The config that counts for an attention module."""
-    return getattr(module, "config", None) or model.config.get_text_config()
-
-
-def head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
-    """(query heads, KV heads) by a module's attributes or its config; 0 where neither says."""
-    query = first_of(QUERY_COUNTS, module, config) or 0
-    return query, first_of(KV_COUNTS, module, config) or query
-
-
-def first_of(names: tuple[str, ...], *owners: Any) -> int | None:
-    """The first of `names` that is an integer in the first of `owners` that has one."""
-    values = (_get(owner, name) for owner in owners for name in names)
-    return next((value for value in values if isinstance(value, int) and value), None)
-
-
-def _get(owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name, None)
-    except Exception:  # a config whose layers differ refuses to speak for all of them, in its own way
-        return None
 
 
 def _own_names(children: Any) -> str:

@@ -7,23 +7,18 @@ here it is filled with tensors that have no data, of one head, and measured.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ...anatomy.linears import features
-from ...plans.heads import HEAD_SIZES, AttentionHeads, first_of, head_counts
+from ...anatomy.attention import cached_widths, is_around_attention, is_attention, is_cross_attention
+from ...plans.heads import AttentionHeads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""What configs of latent attention call the widths of the latent, and of its heads' keys and values."""
 
 
 @dataclass(frozen=True)
@@ -62,43 +57,20 @@ def cached_attention(
     found = []
     for name, module in decoder.named_modules(prefix=prefix):
         index = getattr(module, "layer_idx", None)
-        if "Attention" not in type(module).__name__ or not isinstance(index, int) or _is_around(module):
+        if not is_attention(module) or not isinstance(index, int) or is_around_attention(module):
             continue
         # What has no layer attends to what an earlier one keeps, or keeps no keys and values.
         if index >= len(layers) or not isinstance(layers[index], DynamicLayer):
             continue
-        if re.search(r"enc|cross", name.rpartition(".")[2], re.IGNORECASE):
+        if is_cross_attention(name):
             steps = [context if encoder_context is None else encoder_context]
         else:
             steps = [context - 1, 1]
-        heads, *widths = _widths(module, getattr(module, "config", None) or config)
+        heads, *widths = cached_widths(module, getattr(module, "config", None) or config)
         head_bytes = _fill(layers[index], batch, steps, widths, model.dtype)
         tokens = head_bytes // (batch * sum(widths) * model.dtype.itemsize)
         found.append(CachedAttention(name, heads, tokens, head_bytes))
     return found
-
-
-def _is_around(module: nn.Module) -> bool:
-    """Whether a module stands around the attention that does the work, as T5's layers do."""
-    return any("Attention" in type(part).__name__ for part in list(module.modules())[1:])
-
-
-def _widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
-    """(cached heads, features of a key, features of a value) of an attention module."""
-    query, kv = head_counts(module, config)
-    rank, nope, rope, value = (first_of((name,), module, config) or 0 for name in LATENT_WIDTHS)
-    if rank and hasattr(module, "expand_kv"):  # it keeps the latent and the rotary key, which all heads share
-        return 1, rank, rope
-    if rank and nope:  # it keeps the key and value of every query head, made from the latent
-        return query, nope + rope, value
-    width = first_of(HEAD_SIZES, module, config) or config.hidden_size // query
-    projection = getattr(module, "k_proj", None)
-    made = features(projection) if isinstance(projection, nn.Module) else None
-    if made is not None and made[1] % width == 0:
-        kv = made[1] // width
-    if getattr(module, "new_decoder_architecture", False):  # Falcon keeps a copy of its group's for every query head
-        kv = query
-    return kv, width, width
 
 
 def _fill(layer: DynamicLayer, batch: int, steps: Sequence[int], widths: Sequence[int], dtype: torch.dtype) -> int:

@@ -14,10 +14,10 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from ...anatomy.attention import HEAD_SIZES, KV_COUNTS, QUERY_COUNTS
 from ...anatomy.names import base_prefix, names_around, tied_parameters
 from ...errors import PlanError
 from ...plans.bind import Resolution, check_layers_are_cut, resolve
-from ...plans.heads import HEAD_SIZES, KV_COUNTS, QUERY_COUNTS
 from ...slices.layout import Layout
 from ...strategies import ReplicateParallel
 from .dry_load import Survey

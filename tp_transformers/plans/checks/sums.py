@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...anatomy.attention import is_attention
 from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
@@ -224,7 +225,7 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
             continue
         blocks = list(names_around(name.rpartition(".")[0]))
         summed = any(plan.module_strategies[block].sums_output for block in blocks if block in plan.module_strategies)
-        attends = any("Attention" in type(plan.modules[block]).__name__ for block in blocks)
+        attends = any(is_attention(plan.modules[block]) for block in blocks)
         if not summed and not attends and not _has_sharded_sibling(plan, name):
             yield (
                 f"{fold_layers(name)}: its input is whole on every rank, and so is its gradient, which would be "
@@ -255,7 +256,7 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
 def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
     """(block, module, cut features): modules with parameters that compute on features which siblings leave sharded."""
     for block, module in plan.modules.items():
-        if "Attention" in type(module).__name__:
+        if is_attention(module):
             continue
         children = {_join(block, child): part for child, part in module.named_children()}
         made = {

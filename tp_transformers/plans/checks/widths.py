@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...anatomy.attention import is_attention
 from ...anatomy.linears import features, input_width, output_width
 from ...anatomy.names import fold_layers
 from ...slices.layout import Layout, Split, even
@@ -35,7 +36,7 @@ def misfits(
         size: number of ranks.
     """
     for name, module in modules.items():
-        if "Attention" in type(module).__name__:  # checked by heads
+        if is_attention(module):  # checked by heads
             continue
         prefix = f"{name}." if name else ""
         linears = [

@@ -1,0 +1,92 @@
+"""Attention: whether a module is attention, of which kind, and how many heads it has.
+
+transformers' attention modules have no class in common: they are known by their class's name, their attributes and
+their configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .linears import features
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
+KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
+HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
+"""The attributes in which transformers' attention modules, or their configs, keep counts and sizes of heads."""
+LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""What configs of latent attention call the widths of the latent, and of its heads' keys and values."""
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is attention, or a layer around it, as T5's are; see `is_around_attention`."""
+    return "Attention" in type(module).__name__
+
+
+def is_around_attention(module: nn.Module) -> bool:
+    """Whether a module stands around the attention that does the work, as T5's layers do."""
+    return any(map(is_attention, list(module.modules())[1:]))
+
+
+def is_cross_attention(name: str) -> bool:
+    """Whether the attention of that name attends to an encoder: EncDecAttention, encoder_attn, crossattention."""
+    own = name.rpartition(".")[2].lower()
+    return "cross" in own or own.startswith("enc")
+
+
+def attention_config(module: nn.Module, model: PreTrainedModel) -> Any:
+    """The config that says how many heads an attention module has: its own, or that of the text."""
+    return getattr(module, "config", None) or model.config.get_text_config()
+
+
+def config_around(modules: Mapping[str, nn.Module], name: str) -> Any:
+    """The config of the module `name`, or of the nearest around it that has one; `modules` are all of the model's.
+
+    It is the one that a strategy is bound to.
+    """
+    while name and not hasattr(modules[name], "config"):
+        name = name.rpartition(".")[0]
+    return modules[name].config
+
+
+def head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
+    """(query heads, KV heads) by a module's attributes or its config; 0 where neither says."""
+    query = first_of(QUERY_COUNTS, module, config) or 0
+    return query, first_of(KV_COUNTS, module, config) or query
+
+
+def cached_widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
+    """(cached heads, features of a key, features of a value) of an attention module."""
+    query, kv = head_counts(module, config)
+    rank, nope, rope, value = (first_of((name,), module, config) or 0 for name in LATENT_WIDTHS)
+    if rank and hasattr(module, "expand_kv"):  # it keeps the latent and the rotary key, which all heads share
+        return 1, rank, rope
+    if rank and nope:  # it keeps the key and value of every query head, made from the latent
+        return query, nope + rope, value
+    width = first_of(HEAD_SIZES, module, config) or config.hidden_size // query
+    projection = getattr(module, "k_proj", None)
+    made = features(projection) if isinstance(projection, nn.Module) else None
+    if made is not None and made[1] % width == 0:
+        kv = made[1] // width
+    if getattr(module, "new_decoder_architecture", False):  # Falcon keeps a copy of its group's for every query head
+        kv = query
+    return kv, width, width
+
+
+def first_of(names: tuple[str, ...], *owners: Any) -> int | None:
+    """The first of `names` that is an integer in the first of `owners` that has one."""
+    values = (_get(owner, name) for owner in owners for name in names)
+    return next((value for value in values if isinstance(value, int) and value), None)
+
+
+def _get(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # a config whose layers differ refuses to speak for all of them, in its own way
+        return None
