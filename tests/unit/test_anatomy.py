@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
-from tp_transformers.anatomy import attention, linears, names
+from tp_transformers.anatomy import attention, linears, names, norms
 
 
 @cache
@@ -79,14 +79,14 @@ def test_names_of_layers() -> None:
 # -- linears
 
 
-def linears_of(name: str, question: Any) -> dict[str, Any]:
+def answers(name: str, question: Any) -> dict[str, Any]:
     """{folded name: the answer} of the modules of a model that have one."""
-    answers = ((names.fold_layers(path), question(module)) for path, module in outline(name).named_modules())
-    return {path: answer for path, answer in answers if answer}
+    found = ((names.fold_layers(path), question(module)) for path, module in outline(name).named_modules())
+    return {path: answer for path, answer in found if answer}
 
 
 def test_features_of_linears_and_embeddings() -> None:
-    found = linears_of("gpt2", linears.features)
+    found = answers("gpt2", linears.features)
     assert found == {
         "transformer.wte": (199, 64),
         "transformer.wpe": (16, 64),
@@ -96,8 +96,8 @@ def test_features_of_linears_and_embeddings() -> None:
         "transformer.h.*.mlp.c_proj": (96, 64),
         "lm_head": (64, 199),
     }
-    assert linears_of("gpt2", linears.is_transposed).keys() == {name for name in found if ".h." in name}
-    assert linears_of("gpt2", linears.has_inputs_first).keys() == found.keys() - {"lm_head"}
+    assert answers("gpt2", linears.is_transposed).keys() == {name for name in found if ".h." in name}
+    assert answers("gpt2", linears.has_inputs_first).keys() == found.keys() - {"lm_head"}
     norm = outline("gpt2").transformer.ln_f
     assert linears.features(norm) is None
     assert (linears.input_width(norm), linears.output_width(norm)) == (0, 0)
@@ -116,10 +116,10 @@ def test_features_of_linears_and_embeddings() -> None:
     ],
 )
 def test_experts(name: str, experts: set[str]) -> None:
-    found = linears_of(name, linears.holds_experts)
+    found = answers(name, linears.holds_experts)
     assert {path.rpartition(".")[2] for path in found} == experts
-    assert linears_of(name, linears.stacked_experts) == {}
-    transposed = linears_of(name, linears.has_inputs_first).keys() & found.keys()
+    assert answers(name, linears.stacked_experts) == {}
+    transposed = answers(name, linears.has_inputs_first).keys() & found.keys()
     assert bool(transposed) == (name == "gpt_oss")
 
 
@@ -217,3 +217,33 @@ def test_widths_of_what_is_cached(name: str, widths: tuple[int, int, int]) -> No
     model = outline(name)
     found = [module for module in model.modules() if attention.is_attention(module)]
     assert {attention.cached_widths(module, attention.attention_config(module, model)) for module in found} == {widths}
+
+
+# -- norms
+
+RMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"]
+LAYER = ["transformer.h.*.ln_1", "transformer.h.*.ln_2", "transformer.ln_f"]
+
+
+@pytest.mark.parametrize(("name", "found", "are_rms"), [("llama", RMS, True), ("gpt2", LAYER, False)])
+def test_norms(name: str, found: list[str], are_rms: bool) -> None:
+    assert list(answers(name, norms.is_norm)) == found
+    assert list(answers(name, norms.is_norm_of_tokens)) == found
+    assert list(answers(name, norms.is_norm_of_one_tensor)) == found
+    assert list(answers(name, lambda module: norms.is_norm(module) and norms.is_rms_norm(module, (8,)))) == (
+        found if are_rms else []
+    )
+    epsilons = {norms.epsilon(module) for module in outline(name).modules() if norms.is_norm(module)}
+    assert epsilons == {1e-6 if are_rms else 1e-5}
+    assert norms.epsilon(nn.Linear(1, 1)) is None
+
+
+def test_norms_that_not_every_question_is_about() -> None:
+    """Cohere's norm of heads has a number for every feature of every head, OLMo's has none."""
+    heads = {"model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm"}
+    known = answers("cohere with q/k norms", norms.is_norm).keys()
+    assert known - answers("cohere with q/k norms", norms.is_norm_of_tokens).keys() == heads
+    assert answers("cohere with q/k norms", norms.is_norm_of_one_tensor).keys() == known
+    assert list(answers("olmo", norms.is_norm_of_tokens)) == RMS
+    assert answers("olmo", norms.is_norm_of_one_tensor) == {}
+    assert not norms.is_rms_norm(outline("olmo").model.norm, ())

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..anatomy.norms import epsilon, is_rms_norm
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from .attach import forward_of
 from .base import Placements, TensorParallelLayer
@@ -26,12 +27,7 @@ class ShardedNormParallel(TensorParallelLayer):
 
     def check(self, module: nn.Module) -> None:
         """An RMS norm: with an epsilon, and without a bias or a mean."""
-        if (
-            not self.shape
-            or _epsilon(module) is None
-            or isinstance(module, nn.LayerNorm)
-            or "bias" in dict(module.named_parameters())
-        ):
+        if not is_rms_norm(module, self.shape):
             raise ValueError(f"a {type(module).__name__} is no RMS norm, whose mean square could be summed")
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
@@ -62,8 +58,8 @@ class ShardedNormParallel(TensorParallelLayer):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(LAST, keepdim=True)
         total = copy_to_region(reduce_from_region(squares / holders, group), group)
-        epsilon = _epsilon(mod) or 0.0
-        scale = torch.sqrt((squares / x.shape[LAST] + epsilon) / (total / layout.split.length + epsilon))
+        eps = epsilon(mod) or 0.0
+        scale = torch.sqrt((squares / x.shape[LAST] + eps) / (total / layout.split.length + eps))
         forward_of(mod).notes["norm"] = (scale, x.dtype)
         return (wide, *inputs[1:])
 
@@ -138,9 +134,3 @@ class AlibiParallel(TensorParallelLayer):
         if mask is not None and mask.ndim == 4 and mask.shape[1] == heads:
             local["attention_mask"] = mask[:, start:stop]
         return {**keywords, **local}
-
-
-def _epsilon(module: nn.Module) -> float | None:
-    """The epsilon of a norm, by the names that transformers and torch use."""
-    values = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
-    return next((value for value in values if value is not None), None)

@@ -6,7 +6,6 @@ ends at the linears that feed it directly: `Link.reaches` is exact, since what d
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from ...anatomy.linears import features, holds_experts, stacked_experts
 from ...anatomy.names import fold_lists
+from ...anatomy.norms import is_norm_of_one_tensor
 from .experts import Feeds, probe_experts
 
 CHUNK = 64
@@ -99,7 +99,7 @@ class _Seen:
                 self.handles.append(module.register_forward_hook(self._linear(folded), with_kwargs=True))
             elif holds_experts(module) or stacked_experts(module):
                 self.handles.append(module.register_forward_pre_hook(self._experts(folded), with_kwargs=True))
-            elif _is_norm(module):
+            elif is_norm_of_one_tensor(module):
                 self.handles.append(module.register_forward_hook(self._norm(folded)))
             elif name:
                 self.handles.append(module.register_forward_pre_hook(self._block(folded), with_kwargs=True))
@@ -266,18 +266,6 @@ def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
         for name, (_, _, proxies) in watched.items()
         if any(proxy.is_read for proxy in proxies.values())
     }
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """A module of its own whose weight has no more than a number a feature, or a head's."""
-    weight = module._parameters.get("weight")
-    return (
-        weight is not None
-        and weight.ndim <= 2
-        and not list(module.children())
-        and "norm" in type(module).__name__.lower()
-        and len(inspect.signature(type(module).forward).parameters) == 2
-    )
 
 
 def _is_any(gradient: Tensor | None) -> bool:

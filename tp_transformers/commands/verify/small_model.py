@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...anatomy.norms import is_of_norm_or_bias
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -70,7 +72,7 @@ def make(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedMode
     model: PreTrainedModel = cls(config).eval().float()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if param.ndim == 1 or "norm" in name or "bias" in name.rpartition(".")[2]:
+            if is_of_norm_or_bias(name, param.ndim):
                 param.add_(torch.randn_like(param) * 0.2)
             else:
                 width = min(param.shape[-2:]) if param.ndim < 4 else param[0].numel()

@@ -39,6 +39,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import base_prefix, fold_layers, folded
+from ...anatomy.norms import is_norm_of_tokens
 from ...errors import PlanError, describe, list_faults, nearest
 from ...strategies import BATCH_SHARDED, BatchGather, BatchStates, BatchWhole, TensorParallelLayer
 from ..rules import Pattern, Plan, Rule
@@ -220,8 +221,7 @@ class _Rewriter:
     def _is_norm(self, name: str, module: nn.Module) -> bool:
         """Whether a module computes token by token: only vectors, which no rule cuts."""
         own = [rule.strategy for path, rule in self.rules.items() if path == name or _inside(path, name)]
-        is_norm = "Norm" in type(module).__name__
-        return is_norm and all(param.ndim == 1 for param in module.parameters()) and set(own) <= set(_WHOLE)
+        return is_norm_of_tokens(module) and set(own) <= set(_WHOLE)
 
     def _set(self, name: str, strategy: str | TensorParallelLayer) -> None:
         if strategy in ("sequence_parallel", "sequence_parallel_rep"):  # for all that the norm has

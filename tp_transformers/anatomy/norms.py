@@ -1,0 +1,53 @@
+"""Norms: several questions, since a norm may be wanted for its function, its shape, or its arithmetic.
+
+is_norm                a norm of any kind, known by its class's name; computing it twice gives the same
+is_norm_of_tokens      one that computes token by token, so that a part of the sequence will do
+is_norm_of_one_tensor  one whose output is its input, scaled by its mean and its weight
+is_rms_norm            one whose mean square can be summed over features that are cut
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module's class is called a norm."""
+    return "Norm" in type(module).__name__
+
+
+def is_norm_of_tokens(module: nn.Module) -> bool:
+    """Whether a norm computes token by token: it has only vectors."""
+    return is_norm(module) and all(param.ndim == 1 for param in module.parameters())
+
+
+def is_norm_of_one_tensor(module: nn.Module) -> bool:
+    """Whether a norm takes one tensor, and its weight has no more than a number a feature, or a head's."""
+    weight = module._parameters.get("weight")
+    return (
+        is_norm(module)
+        and weight is not None
+        and weight.ndim <= 2
+        and not list(module.children())
+        and len(inspect.signature(type(module).forward).parameters) == 2
+    )
+
+
+def is_rms_norm(module: nn.Module, shape: Sequence[int]) -> bool:
+    """Whether a module with a weight of `shape` is an RMS norm: it has an epsilon, and neither a bias nor a mean."""
+    has_bias = "bias" in dict(module.named_parameters())
+    return bool(shape) and epsilon(module) is not None and not isinstance(module, nn.LayerNorm) and not has_bias
+
+
+def epsilon(module: nn.Module) -> float | None:
+    """The epsilon of a norm, by the names that transformers and torch use; None where it has none."""
+    values = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    return next((value for value in values if value is not None), None)
+
+
+def is_of_norm_or_bias(name: str, ndim: int) -> bool:
+    """Whether a parameter of that name is a norm's or a bias, whose values are all alike in a model that is new."""
+    return ndim == 1 or "norm" in name or "bias" in name.rpartition(".")[2]
