@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, Olmo2Config, Phi3Config, Qwen3Config, Qwen3NextConfig
+from transformers import LlamaConfig, LlamaModel, Olmo2Config, Phi3Config, Qwen3Config, Qwen3NextConfig
 
 from tests.support.pool import Pool
 from tp_transformers import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
+from tp_transformers.anatomy.classes import without_memory
 from tp_transformers.commands import cli
 from tp_transformers.commands.verify import verify
 from tp_transformers.commands.verify.verify import Verdict
@@ -144,6 +145,16 @@ def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.Cap
     assert told.pop("loss") < 1e-5
     assert told.pop("gradient")[1] < 1e-4
     assert told == {"size": 3, "ok": True, "faults": [], "tokens": True, "notes": []}
+
+
+@pytest.mark.slow
+def test_the_class_that_the_config_names_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    proven = []
+    monkeypatch.setattr(verify, "without_memory", lambda cls, config: proven.append(cls) or without_memory(cls, config))
+    (verdict,) = verify.verify(LlamaConfig(**SIZES, architectures=["LlamaModel"]))
+    assert verdict.ok
+    assert verdict.logits is not None, "the states of a model without a head"
+    assert set(proven) == {LlamaModel}
 
 
 # One process is enough for these: they are told before there are ranks.

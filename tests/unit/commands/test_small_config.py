@@ -10,8 +10,9 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 import tp_transformers
+from tp_transformers.anatomy.classes import generating_class
 from tp_transformers.commands.verify import small_model as probe
-from tp_transformers.commands.verify.small_config import generating_class, shrink, supported
+from tp_transformers.commands.verify.small_config import shrink, supported
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.rules import Plan, available_plans
 

@@ -14,13 +14,12 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-import transformers
 from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 
+from ...anatomy.classes import model_class
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
-from ...errors import CheckpointError, TensorParallelError, UnsupportedError, UsageError, describe
+from ...errors import CheckpointError, TensorParallelError, UsageError, describe
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.request import LoadRequest, express, open_checkpoint
@@ -99,7 +98,7 @@ def survey(
             kwargs["dtype"] = config.dtype or torch.float32 if dtype == "auto" else dtype
         try:
             with enable():
-                from_pretrained_with(_stop, _model_class(config), name if has_weights else None, **kwargs)
+                from_pretrained_with(_stop, model_class(config), name if has_weights else None, **kwargs)
         except _FoundError as found:
             model, plan, request = found.args
         policy = dtype_policy(request.dtype_plan)
@@ -139,19 +138,6 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
             read_whole=tuple(sorted(conversion.fallbacks)),
         )
     return stock, found
-
-
-def _model_class(config: Any) -> type[PreTrainedModel]:
-    """The class that the config names; where it names none of transformers', the one that generates, if any does."""
-    names = list(config.architectures or ())
-    for task in ("FOR_CAUSAL_LM_", "FOR_SEQ_TO_SEQ_CAUSAL_LM_", ""):
-        found = getattr(modeling_auto, f"MODEL_{task}MAPPING_NAMES").get(config.model_type, ())
-        names.extend((found,) if isinstance(found, str) else found)
-    for name in names:
-        cls = getattr(transformers, name, None)
-        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
-            return cls
-    raise UnsupportedError(f"{config.model_type} is a model type for which transformers has no model")
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
+from ...anatomy.classes import known_class
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
 from ...checkpoint.hub.fetch import fetch
@@ -275,14 +275,13 @@ def _refuse_missing(model: PreTrainedModel, values: Mapping[str, _Value], whole:
 
 
 def _class_of(name: str, arguments: Mapping[str, Any]) -> Any:
-    """The class that the config names, or the one for causal language models."""
+    """The class that the config means; of a repository's own code, the one for causal language models."""
     try:
         config = AutoConfig.from_pretrained(name, **{key: arguments[key] for key in _WHERE if key in arguments})
     except (OSError, ValueError) as error:
         fix = "See the name; a folder needs a config.json."
         raise UsageError(describe("model", got=name, expected=f"one that can be found ({error})", fix=fix)) from error
-    names = config.architectures or ()
-    return next((getattr(transformers, each) for each in names if hasattr(transformers, each)), AutoModelForCausalLM)
+    return known_class(config) or AutoModelForCausalLM
 
 
 def _copy_companions(name: str, folder: Path, arguments: Mapping[str, Any], commit: str | None) -> None:

@@ -5,7 +5,6 @@ What is not understood stays whole, and so does what `resolve` refuses or `verif
 
 from __future__ import annotations
 
-import copy
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,13 +15,14 @@ import transformers
 import yaml
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ...anatomy.classes import generating_class, without_memory
 from ...anatomy.names import base_prefix, fold_layers, fold_lists
 from ...errors import PlanError, TensorParallelError
 from ...plans.bind import Resolution, resolve
 from ...plans.heads import AttentionHeads
 from ...plans.rules import Plan
 from ..verify import small_model as probe
-from ..verify.small_config import generating_class, shrink, supported
+from ..verify.small_config import shrink, supported
 from ..verify.verify import Verdict, verify
 from .blocks import Block, find_blocks
 from .reach import Flow, flow_of
@@ -233,8 +233,8 @@ def _observe(config: PretrainedConfig) -> tuple[PreTrainedModel, Flow]:
 
 def _outline(config: PretrainedConfig) -> PreTrainedModel:
     """The whole model of a config, without values. Raises UnsupportedError where the config makes none."""
-    with supported(f"a {config.model_type} of this config"), torch.device("meta"):
-        return generating_class(config)._from_config(copy.deepcopy(config))
+    with supported(f"a {config.model_type} of this config"):
+        return without_memory(generating_class(config), config)
 
 
 def _comment(text: str, indent: int = 0) -> list[str]:

@@ -7,23 +7,20 @@ here knows an architecture by name; what configs of transformers call things is 
 
 from __future__ import annotations
 
-import copy
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
-import transformers
 from torch import nn
-from transformers.models.auto import modeling_auto
 
+from ...anatomy.classes import generating_class, without_memory
 from ...errors import TensorParallelError, UnsupportedError, describe
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 HIDDEN = ("embed_dim", "n_embd", "d_model", "hidden_size")
@@ -108,41 +105,10 @@ def supported(subject: str) -> Iterator[None]:
         ) from (None if isinstance(error, StopIteration) else error)  # contextlib would raise that cause itself
 
 
-def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that generates with a model of `config`: the one that the config names, or what the Auto classes know.
-
-    Where none generates it is the one that the config names, or the base model.
-    """
-    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
-    mappings: tuple[Mapping[Any, Any], ...] = (
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-        modeling_auto.MODEL_MAPPING,
-    )
-    known = [mapping.get(type(config), None) for mapping in mappings]
-    if config.is_encoder_decoder:
-        known.append(known.pop(1))
-    classes = [cls for found in (*named, *known) for cls in (found if isinstance(found, tuple) else (found,)) if cls]
-    if not classes:
-        raise UnsupportedError(
-            describe(
-                f"model_type {config.model_type}",
-                got="no class of that kind in transformers",
-                expected="an architecture that transformers has",
-                fix="Install a transformers that has it; code of a repository's own is not run.",
-            )
-        )
-    chosen: type[PreTrainedModel] = next((cls for cls in classes if cls.can_generate()), classes[0])
-    return chosen
-
-
 def outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """A model without values."""
-    with supported(f"a {config.model_type}"), torch.device("meta"):
-        model: PreTrainedModel = cls._from_config(config)
-    return model
+    with supported(f"a {config.model_type}"):
+        return without_memory(cls, config)
 
 
 def _levels(level: Level) -> Iterator[Level]:
@@ -260,8 +226,7 @@ def _first_layers(level: Level, count: int) -> Level:
 
 def _layers_needed(config: PretrainedConfig, levels: list[Level]) -> int:
     """After how many layers (2 at least) every kind of layer of a model has occurred, in every stack."""
-    with torch.device("meta"):
-        model = generating_class(config)._from_config(copy.deepcopy(config))
+    model = without_memory(generating_class(config), config)
     depths = {level[name] for level in levels for name in DEPTHS if level.get(name)}
     needed = 2
     for module in model.modules():

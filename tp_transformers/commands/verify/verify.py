@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, PretrainedConfig
 
+from ...anatomy.classes import model_class
 from ...errors import PlanError, UnsupportedError, UsageError, describe
 from ...loading.from_pretrained import auto_plan, read_plan
 from ...loading.hook import enable
@@ -34,7 +35,7 @@ from ...ranks.mesh import TP_AXIS
 from ...strategies import STRATEGIES, ParallelInterface, full_tensor
 from . import small_model as probe
 from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, gradient_errors, relative
-from .small_config import generating_class, outline, shrink, supported
+from .small_config import outline, shrink, supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,7 +90,7 @@ def verify(
     if not sizes or min(sizes) < 1:
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
     config = read_config(config)
-    cls, small = generating_class(config), shrink(config)
+    cls, small = model_class(config), shrink(config)
     true, model = outline(cls, config), outline(cls, small)
     given = read_plan("auto" if plan is None else plan)
     chosen = given if isinstance(given, Plan) else auto_plan(true, quietly=True)

@@ -1,0 +1,89 @@
+"""The class that a config means, and a model of it without memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from ..errors import UnsupportedError, describe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def known_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of a checkpoint with this config: the first that it names; else the one that generates, if any does.
+
+    None where transformers has none of them: a repository's own code may.
+    """
+    return next(_named(config), None) or _generating(_registered(config))
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The same, for what `plan`, `verify` and `shard` look at. Raises UnsupportedError where there is none."""
+    return _found(config, known_class(config))
+
+
+def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that generates with a model of this config, even if the config names another.
+
+    It has the parameters of all classes, a head among them, as a plan for the model type needs. Raises UnsupportedError
+    where transformers has no class for the config.
+    """
+    return _found(config, _generating((*_named(config), *_registered(config))))
+
+
+def without_memory(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """A model on the meta device; `config` is copied, since some classes change theirs."""
+    with torch.device("meta"):
+        model: PreTrainedModel = cls._from_config(copy.deepcopy(config))
+    return model
+
+
+def _named(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    """The classes of transformers that the config names."""
+    for name in getattr(config, "architectures", None) or ():
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+            yield cls
+
+
+def _registered(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    """The classes that the Auto classes know for the config; those first that take all that it can be given."""
+    mappings: list[Mapping[Any, Any]] = [
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+        modeling_auto.MODEL_MAPPING,
+    ]
+    if config.is_encoder_decoder:
+        mappings.append(mappings.pop(1))
+    for mapping in mappings:
+        found = mapping.get(type(config), None)
+        yield from found if isinstance(found, tuple) else filter(None, (found,))
+
+
+def _generating(classes: Any) -> type[PreTrainedModel] | None:
+    """The first of `classes` that generates, else the first."""
+    found = list(classes)
+    return next((cls for cls in found if cls.can_generate()), next(iter(found), None))
+
+
+def _found(config: PretrainedConfig, cls: type[PreTrainedModel] | None) -> type[PreTrainedModel]:
+    if cls is None:
+        raise UnsupportedError(
+            describe(
+                f"model_type {config.model_type}",
+                got="no class of that kind in transformers",
+                expected="an architecture that transformers has",
+                fix="Install a transformers that has it; code of a repository's own is not run.",
+            )
+        )
+    return cls
