@@ -22,7 +22,7 @@ from tests.support.models import Case, assert_same_files, headers, held, read_fo
 from tests.support.pool import Pool
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import outline
-from tp_transformers.plans.rules import available_plans
+from tp_transformers.plans.catalogue import available_plans
 
 pytestmark = pytest.mark.distributed
 

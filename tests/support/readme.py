@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_transformers.plans.catalogue import catalogue
+from tp_transformers.plans.listing import catalogue
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- architectures -->\n", "<!-- /architectures -->\n"

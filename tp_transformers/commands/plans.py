@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from ..plans.catalogue import PROVEN_WITH, catalogue
+from ..plans.catalogue import PROVEN_WITH
+from ..plans.listing import catalogue
 
 SUMMARY = "list the architectures that there are plans for"
 EXAMPLE = "tp-transformers plans --json"

@@ -36,7 +36,8 @@ from ..logs import get_logger
 from ..model.parallelize import parallelize
 from ..model.same_inputs import guard_if_asked
 from ..plans.bind import Resolution
-from ..plans.rules import Plan, available_plans
+from ..plans.catalogue import available_plans
+from ..plans.rules import Plan
 from ..ranks.mesh import TensorParallelGroup, check_size, join
 from .load import LoadResult, load, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, PlanError, UnsupportedError, describe, nearest
-from ..plans.rules import Plan, is_names
+from ..plans.parse import is_names
+from ..plans.rules import Plan
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""The plans that ship with the package: what they are for, and what they were proven with."""
+"""The plans that ship with the package: where they are, and what they were proven with."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
-from ..errors import PlanError, describe
-from .rules import Plan, available_plans
+from .parse import model_types_of
 
 PROVEN_WITH = ("5.6.2", "5.17.0", "5.23.0")
 """The releases of transformers with which CI holds every plan against one process, from the oldest to the newest.
@@ -15,31 +15,16 @@ PROVEN_WITH = ("5.6.2", "5.17.0", "5.23.0")
 A test holds this against what CI runs."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One plan."""
-
-    title: str
-    url: str
-    """A page about the architecture."""
-    path: Path
-    """The YAML file."""
-    model_types: tuple[str, ...]
-    strategies: tuple[str, ...]
-    """Names of the strategies that its rules use, sorted."""
+def available_plans() -> Mapping[str, Path]:
+    """The plans that ship with the package: {model_type: YAML file}."""
+    package = Path(__file__).parents[1]
+    wheel, checkout = package / "model_plans", package.parent / "model_plans"
+    return _plans_in(wheel if wheel.is_dir() else checkout)
 
 
-def catalogue() -> list[Entry]:
-    """Every plan, in the order of the files. Raises PlanError on one that does not begin with its title and its URL."""
-    return [_entry(path) for path in sorted(set(available_plans().values()))]
-
-
-def _entry(path: Path) -> Entry:
-    plan = Plan.from_yaml(path)
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    found = re.fullmatch(r"# (.+?): (https://\S+)", first)
-    if found is None:
-        fix = "Begin the file with its title and a page about it."
-        raise PlanError(describe(f"plan {path}", got=repr(first), expected="# Title: https://...", fix=fix))
-    strategies = tuple(sorted({rule.strategy_name for rule in plan.rules}))
-    return Entry(found[1], found[2], path, plan.model_types, strategies)
+@cache
+def _plans_in(folder: Path) -> Mapping[str, Path]:
+    plans: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.yaml")):
+        plans.update(dict.fromkeys(model_types_of(path), path))
+    return MappingProxyType(plans)

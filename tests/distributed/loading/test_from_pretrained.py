@@ -155,7 +155,7 @@ def bad_size(folder: str) -> None:
 
 def ways_in(folder: str, reference: str, plan_file: str) -> dict[str, float]:
     from tp_transformers import Plan
-    from tp_transformers.plans.rules import available_plans
+    from tp_transformers.plans.catalogue import available_plans
 
     errors = {}
     for name, auto, arguments in (

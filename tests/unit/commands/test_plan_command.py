@@ -26,8 +26,8 @@ from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import outline
 from tp_transformers.commands.plan.text import by_rank
 from tp_transformers.errors import UsageError
-from tp_transformers.plans.catalogue import PROVEN_WITH, catalogue
-from tp_transformers.plans.rules import available_plans
+from tp_transformers.plans.catalogue import PROVEN_WITH, available_plans
+from tp_transformers.plans.listing import catalogue
 from tp_transformers.text import size, spans
 
 ROOT = Path(__file__).parents[3]

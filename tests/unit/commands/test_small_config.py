@@ -14,7 +14,8 @@ from tp_transformers.anatomy.classes import generating_class
 from tp_transformers.commands.verify import small_model as probe
 from tp_transformers.commands.verify.small_config import shrink, supported
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.rules import Plan, available_plans
+from tp_transformers.plans.catalogue import available_plans
+from tp_transformers.plans.rules import Plan
 
 COUNTS = {
     *("num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_heads", "n_head", "encoder_attention_heads"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import UsageError, describe
-from ...plans.rules import available_plans
+from ...plans.catalogue import available_plans
 from ...text import size
 from .dry_load import Survey, survey
 from .memory import MOST_RANKS, Outline, outline, smallest_size

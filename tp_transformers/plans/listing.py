@@ -1,0 +1,41 @@
+"""Every plan that ships with the package, with its title: the table of the README and of `tp-transformers plans`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import PlanError, describe
+from .catalogue import available_plans
+from .rules import Plan
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One plan."""
+
+    title: str
+    url: str
+    """A page about the architecture."""
+    path: Path
+    """The YAML file."""
+    model_types: tuple[str, ...]
+    strategies: tuple[str, ...]
+    """Names of the strategies that its rules use, sorted."""
+
+
+def catalogue() -> list[Entry]:
+    """Every plan, in the order of the files. Raises PlanError on one that does not begin with its title and its URL."""
+    return [_entry(path) for path in sorted(set(available_plans().values()))]
+
+
+def _entry(path: Path) -> Entry:
+    plan = Plan.from_yaml(path)
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    found = re.fullmatch(r"# (.+?): (https://\S+)", first)
+    if found is None:
+        fix = "Begin the file with its title and a page about it."
+        raise PlanError(describe(f"plan {path}", got=repr(first), expected="# Title: https://...", fix=fix))
+    strategies = tuple(sorted({rule.strategy_name for rule in plan.rules}))
+    return Entry(found[1], found[2], path, plan.model_types, strategies)
