@@ -28,7 +28,9 @@ from ..strategies import (
 from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
 from .checks.widths import largest_share, misfits, whole_layers
 from .heads import AttentionCut, AttentionHeads, cut_attention
-from .rewrite.engine import cut_batch, cut_loss, cut_sequence
+from .rewrite.batch import cut_batch
+from .rewrite.loss import cut_loss
+from .rewrite.sequence import cut_sequence
 from .rules import Plan, Rule
 
 if TYPE_CHECKING:

@@ -1,0 +1,105 @@
+"""A plan -> the same plan for ranks that have batches of their own.
+
+Where ranks have batches of their own, only chosen modules are cut:
+
+    <chosen block>                                      -> gathers samples, around rules as in sequence parallelism
+    <chosen head or embedding>      colwise_rep, ...    -> the same on the samples of all ranks
+    everything else                 any                 -> replicate
+    the base model                                      -> agrees on the numbers of samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ...anatomy.linears import holds_experts
+from ...anatomy.names import fold_layers
+from ...errors import PlanError, describe, nearest
+from ...strategies import BATCH_SHARDED, BatchGather, BatchStates, BatchWhole
+from ..rules import Pattern, Plan, Rule
+from .engine import Rewriter, is_inside
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
+    """`plan` with modules that gather the samples of ranks, which have batches of their own; itself if it says of none.
+
+    Raises PlanError, naming everything that it cannot tell the meaning of, also beside another option.
+    """
+    if not (plan.batch_sharded or any(rule.batch_sharded for rule in plan.rules)):
+        return plan
+    if plan.batch_sharded is False:
+        return replace(plan, rules=tuple(replace(rule, batch_sharded=False) for rule in plan.rules))
+    others = [option for option in ("sequence_parallel", "loss_parallel") if getattr(plan, option)]
+    if others:
+        raise PlanError(
+            describe(
+                f"plan {plan.source}",
+                got=f"batch_sharded and {' and '.join(others)}",
+                expected="one of them",
+                fix=f"Leave out {' and '.join(others)}: norms and losses are of a rank's own samples already.",
+            )
+        )
+    return _BatchRewriter(plan, model).rewrite()
+
+
+class _BatchRewriter(Rewriter):
+    """The state of one `cut_batch`."""
+
+    form = "batch-sharded"
+    gather = BatchGather()
+    whole = BatchWhole()
+    unfit = f"no rules in it cut features and sum them, and its own is none of {', '.join(BATCH_SHARDED)}"
+
+    def rewrite_around(self, stack: str) -> None:
+        chosen = dict.fromkeys((*self._chosen(), *(self._all(stack) if self.plan.batch_sharded is True else ())))
+        inner = [name for name in chosen if any(is_inside(name, other) for other in chosen)]
+        for name in inner:
+            self.faults.append(f"{fold_layers(name)}: it stands in another module whose input is batch-sharded")
+        for name in (name for name in chosen if name not in inner):
+            rule = self.rules.get(name)
+            strategy = BATCH_SHARDED.get(rule.strategy_name) if rule is not None else None
+            if strategy is not None and rule is not None:
+                self.rules[name] = replace(rule, strategy=strategy)
+            else:
+                self.rewrite_block(name, self.modules[name])
+        for name in list(self.rules):
+            if not any(name == other or is_inside(name, other) for other in chosen):
+                self.rules[name] = Rule(name, "replicate")
+        self.rules = {name: replace(rule, batch_sharded=False) for name, rule in self.rules.items()}
+        self.rules[self.prefix] = Rule(self.prefix, _STATES)
+        if not (chosen or self.faults):
+            self.faults.append("it has no attention, MLP or experts that rules cut")
+
+    def _chosen(self) -> Iterator[str]:
+        """Modules that are named, or whose rules say so."""
+        named = self.plan.batch_sharded if isinstance(self.plan.batch_sharded, tuple) else ()
+        patterns = [Pattern(name) for name in named] + [rule for rule in self.plan.rules if rule.batch_sharded]
+        for pattern in patterns:
+            names = list(pattern.match(self.modules, self.prefix))
+            if not names and not (isinstance(pattern, Rule) and pattern.optional):
+                full = pattern.full(self.prefix)
+                known = {fold_layers(name) for name in self.modules if name}
+                self.faults.append(f"{full}: matches no module{nearest(full, known)}")
+            yield from names
+
+    def _all(self, stack: str) -> Iterator[str]:
+        """The blocks of every layer that rules cut."""
+        for name in self.modules:
+            if name.rpartition(".")[0].rpartition(".")[0] == stack:
+                inner = [rule.instance for path, rule in self.rules.items() if is_inside(path, name)]
+                if any(rule and rule.leaves_sharded_output for rule in inner):
+                    yield name
+
+    def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
+        """As ever, but not where a router's logits are a part of a rank's own loss."""
+        return super().is_local(name, block, inner) and not any(map(holds_experts, block.modules()))
+
+
+_STATES = BatchStates()

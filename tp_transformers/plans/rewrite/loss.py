@@ -1,0 +1,48 @@
+"""A plan -> the same plan with logits left cut along the vocabulary.
+
+Loss parallelism takes a language model with an output embedding that is cut along the vocabulary:
+
+    lm_head                         colwise_rep         -> colwise_loss
+    the model                                           -> loss_parallel
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from inspect import unwrap
+from typing import TYPE_CHECKING
+
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ...anatomy.names import base_prefix
+from ...errors import PlanError, describe
+from ..rules import Plan, Rule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def cut_loss(plan: Plan, model: PreTrainedModel) -> Plan:
+    """`plan` with the logits of `model` left cut where it is given labels.
+
+    Raises PlanError where the model has no output embedding that is cut, or no loss over its vocabulary.
+    """
+    heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+    rules = [rule for rule in plan.rules for _ in rule.match(heads, base_prefix(model))]
+    loss = model.loss_function if "loss_function" in unwrap(type(model).forward).__code__.co_names else None
+    if [rule.strategy for rule in rules] not in (
+        ["colwise_rep"],
+        ["colwise_gather_output"],
+    ) or loss is not ForCausalLMLoss:
+        found = [f"{rule.full(base_prefix(model))}: {rule.strategy_name}" for rule in rules] or ["no rule for one"]
+        raise PlanError(
+            describe(
+                f"plan {plan.source} with loss_parallel",
+                got=f"{type(model).__name__}, {found[0]}, {'another' if loss is not ForCausalLMLoss else 'its'} loss",
+                expected="a language model with an output embedding that is colwise_rep, and ForCausalLMLoss",
+                fix="Load it without tp_loss_parallel, or use vocab_parallel_cross_entropy.",
+            )
+        )
+    others = [rule for rule in plan.rules if rule is not rules[0]]
+    own = [replace(rules[0], strategy="colwise_loss"), Rule("", "loss_parallel")]
+    return replace(plan, rules=(*others, *own), loss_parallel=False)

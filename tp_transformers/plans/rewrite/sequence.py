@@ -1,0 +1,87 @@
+"""A plan -> the same plan with activations cut along the sequence between blocks.
+
+Sequence parallelism (Korthikanti et al. 2022) takes a decoder: a base model with one stack of layers and a norm after
+it, whose layers are made up of norms and of blocks that give back what they take, summed with it. Layers do not say so;
+their modules and rules do, or the plan is refused:
+
+    layers.0                        sequence_scatter
+    layers.*.<norm>                 replicate           -> sequence_parallel
+    layers.*.<block>                                    -> sequence_gather, around rules that compute locally
+      colwise, rowwise                                  -> local_colwise, local_rowwise
+    layers.*.<any other block>                          -> sequence_whole, around the same rules (mixtures of experts)
+    <norm after the layers>         replicate           -> sequence_parallel_rep
+    the base model                                      -> sequence_states
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ...anatomy.names import fold_layers
+from ...anatomy.norms import is_norm_of_tokens
+from ..rules import Plan
+from .engine import Rewriter, is_inside
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_WHOLE = ("replicate", "sequence_parallel")
+"""Rules of norms."""
+
+
+def cut_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
+    """`plan` with activations cut along the sequence between the blocks of `model`, whose names it is given in.
+
+    Raises PlanError, naming everything that it cannot tell the meaning of, where the model is no such decoder.
+    """
+    return _SequenceRewriter(plan, model).rewrite()
+
+
+class _SequenceRewriter(Rewriter):
+    """The state of one `cut_sequence`."""
+
+    form = "sequence-parallel"
+    gather = "sequence_gather"
+    whole = "sequence_whole"
+    unfit = "it is neither a norm nor a block that cuts and sums features"
+
+    def rewrite_around(self, stack: str) -> None:
+        """The layers of `stack`, and what is before and after them."""
+        for index, layer in self.modules[stack].named_children():
+            self._rewrite_layer(f"{stack}.{index}", layer)
+        self._rewrite_end(self.modules[self.prefix], stack)
+        self.set(f"{stack}.0", "sequence_scatter")
+        self.set(self.prefix, "sequence_states")
+
+    def _rewrite_layer(self, name: str, layer: nn.Module) -> None:
+        if any(True for _ in layer.parameters(recurse=False)):
+            self.faults.append(f"{fold_layers(name)}: it has parameters of its own")
+        for child, module in layer.named_children():
+            path = f"{name}.{child}"
+            if self._is_norm(path, module):
+                self._set_norm(path, "sequence_parallel")
+            elif any(True for _ in module.parameters()):
+                self.rewrite_block(path, module)
+
+    def _rewrite_end(self, base: nn.Module, stack: str) -> None:
+        """The norm after the layers gives back the whole."""
+        children = {f"{self.prefix}.{child}".lstrip("."): module for child, module in base.named_children()}
+        after = list(children)[list(children).index(stack) + 1 :]
+        norms = [name for name in after if self._is_norm(name, children[name])]
+        ends = norms + [name for name in after if name not in norms and any(True for _ in children[name].parameters())]
+        if norms and len(ends) == 1:
+            self._set_norm(ends[0], "sequence_parallel_rep")
+        else:
+            self.faults.append(f"it has {', '.join(ends) or 'nothing'} after {stack}, where one norm is")
+
+    def _is_norm(self, name: str, module: nn.Module) -> bool:
+        """Whether a module computes token by token: only vectors, which no rule cuts."""
+        own = [rule.strategy for path, rule in self.rules.items() if path == name or is_inside(path, name)]
+        return is_norm_of_tokens(module) and set(own) <= set(_WHOLE)
+
+    def _set_norm(self, name: str, strategy: str) -> None:
+        """Give a norm a rule, for all that it has."""
+        self.rules = {path: rule for path, rule in self.rules.items() if not is_inside(path, name)}
+        self.set(name, strategy)
