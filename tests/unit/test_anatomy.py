@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
-from tp_transformers.anatomy import attention, classes, linears, names, norms
+from tp_transformers.anatomy import attention, classes, layers, linears, names, norms
 from tp_transformers.errors import UnsupportedError
 
 
@@ -294,3 +294,42 @@ def test_a_model_without_memory_leaves_its_config_alone() -> None:
     assert {param.device.type for param in model.parameters()} == {"meta"}
     assert config.to_dict() == before
     assert model.config is not config
+
+
+# -- layers
+
+
+@pytest.mark.parametrize(
+    ("name", "stacks"),
+    [
+        ("llama", ["model.layers"]),
+        ("gpt2", ["transformer.h"]),
+        ("bart", ["model.encoder.layers", "model.decoder.layers"]),
+        ("t5", ["encoder.block", "decoder.block"]),  # whose layers are lists in them
+        ("gemma3", ["model.vision_tower.encoder.layers", "model.language_model.layers"]),
+    ],
+)
+def test_stacks_and_the_layers_in_them(name: str, stacks: list[str]) -> None:
+    model = outline(name)
+    found = dict(layers.stacks(model))
+    assert list(found) == stacks
+    members = [layer for stack in found.values() for layer in stack]
+    assert set(layers.layers_of(model)) >= set(members)  # a tower's embedding is not split either
+    for path, _ in model.named_parameters():
+        inside = [f"{stack}.{step}" for stack in found for step, _ in found[stack].named_children()]
+        around = [layer for layer in inside if path.startswith(f"{layer}.")]
+        assert [layer for layer in [layers.layer_around(model, path)] if layer] == around
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "firsts"),
+    [
+        ("llama", "model.layers", [0, 0]),
+        ("deepseek_v3", "model.layers", [0, 1, 1]),  # the first is dense
+        ("t5", "encoder.block", [0, 1]),  # the first has the position biases of all
+    ],
+)
+def test_layers_that_are_alike(name: str, stack: str, firsts: list[int]) -> None:
+    found = outline(name).get_submodule(stack)
+    kinds = {f"{stack}.{step}": layers.kind(layer) for step, layer in found.named_children()}
+    assert layers.first_alike(kinds) == {f"{stack}.{step}": f"{stack}.{first}" for step, first in enumerate(firsts)}

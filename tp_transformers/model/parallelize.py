@@ -18,8 +18,9 @@ from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
 from ..errors import UnsupportedError, describe
 from ..logs import get_logger
-from ..plans.bind import Resolution, check_layers_are_cut, resolve
+from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
+from ..plans.shares import check_layers_are_cut
 from ..ranks.mesh import TensorParallelGroup
 from ..strategies import (
     BatchWhole,

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..anatomy.attention import config_around
 from ..anatomy.names import base_prefix, fold_layers, tied_parameters
-from ..errors import PlanError, describe, list_faults, nearest
+from ..errors import PlanError, list_faults, nearest
 from ..ranks.mesh import TensorParallelGroup
 from ..slices.layout import Layout
 from ..strategies import (
@@ -26,7 +26,7 @@ from ..strategies import (
     style_hint,
 )
 from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
-from .checks.widths import largest_share, misfits, whole_layers
+from .checks.widths import misfits
 from .heads import AttentionCut, AttentionHeads, cut_attention
 from .rewrite.batch import cut_batch
 from .rewrite.loss import cut_loss
@@ -279,30 +279,6 @@ class _Resolver:
                     "cut both along the vocabulary (embedding_rowwise and colwise_rep) or neither"
                 )
         return layouts
-
-
-def check_layers_are_cut(model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int) -> str | None:
-    """What to warn of where a plan leaves some layers of a stack on every rank: the share that the largest one holds.
-
-    Raises PlanError where it leaves all layers of a stack.
-    """
-    whole = whole_layers(model, resolution.layouts) if size > 1 else {}
-    if not whole:
-        return None
-    share = f"{largest_share(model, resolution.layouts, size):.0%} of the model"
-    stacks = [stack for stack, (uncut, layers) in whole.items() if uncut == layers]
-    if stacks:
-        raise PlanError(
-            describe(
-                plan.source,
-                got=f"no rule that cuts a matrix of {', '.join(stacks)}, so that each of {size} ranks would hold "
-                f"{share}",
-                expected="a plan that cuts every layer",
-                fix="Pass allow_replicated=True to load it so, or a plan of your own: a dict or a YAML file.",
-            )
-        )
-    counts = ", ".join(f"{uncut} of {layers} {stack}" for stack, (uncut, layers) in whole.items())
-    return f"{plan.source} leaves {counts} whole on every rank; the largest of {size} ranks holds {share}"
 
 
 def _draw(layout: Layout | None) -> str:

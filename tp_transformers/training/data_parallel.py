@@ -14,7 +14,7 @@ these ranks, too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ..anatomy.layers import layers_of
 from ..errors import MeshError, UnsupportedError, describe
 from ..ranks.mesh import TP_AXIS, TensorParallelGroup, check_ranks
 from ..strategies import ParamShard, batch_sharded, local_tensor, shard_of
@@ -136,25 +137,6 @@ def ranks_of(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:
 def _both_axes(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """The mesh of `axis` and `tp` alone, in the order that they have in `mesh`."""
     return mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))]
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of which a model is a stack, inner ones first.
-
-    They are the modules that transformers would not spread over devices (`_no_split_modules`); where the class names
-    none, the members of its outermost lists.
-    """
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    named = [module for module in model.modules() if type(module).__name__ in kinds]
-    return (named or list(_listed(model)))[::-1]
-
-
-def _listed(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from _listed(child)
 
 
 def _check_mesh(group: TensorParallelGroup, mesh: DeviceMesh, axis: str) -> None:

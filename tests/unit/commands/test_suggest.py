@@ -16,8 +16,8 @@ from tp_transformers.commands import cli
 from tp_transformers.commands.suggest.suggestion import prove, suggest
 from tp_transformers.commands.verify.verify import Verdict
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.checks.widths import largest_share
 from tp_transformers.plans.rules import Plan
+from tp_transformers.plans.shares import largest_share
 
 
 def config_of(name: str) -> Any:

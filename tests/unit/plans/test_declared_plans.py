@@ -19,9 +19,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from tp_transformers import PlanError
-from tp_transformers.plans.bind import check_layers_are_cut, resolve
-from tp_transformers.plans.checks.widths import largest_share
+from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.rules import Plan
+from tp_transformers.plans.shares import check_layers_are_cut, largest_share
 
 LAYERS = 4
 

@@ -10,8 +10,8 @@ from transformers import LlamaForCausalLM
 
 from tests.support.models import llama_config
 from tp_transformers import Plan, PlanError
-from tp_transformers.plans.bind import check_layers_are_cut, resolve
-from tp_transformers.plans.checks.widths import largest_share
+from tp_transformers.plans.bind import resolve
+from tp_transformers.plans.shares import check_layers_are_cut, largest_share
 
 MLP = "model.layers.*.mlp."
 

@@ -13,9 +13,9 @@ from transformers import BartForConditionalGeneration, LlamaForCausalLM
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config
+from tp_transformers.anatomy.layers import layers_of
 from tp_transformers.model.dropout import OwnRandomness
 from tp_transformers.strategies import ColwiseParallel, RowwiseParallel, SequenceGatherParallel
-from tp_transformers.training.data_parallel import layers_of
 
 
 def test_layers_are_those_that_transformers_does_not_split() -> None:

@@ -14,10 +14,11 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from ...anatomy.attention import HEAD_SIZES, KV_COUNTS, QUERY_COUNTS
+from ...anatomy.layers import first_alike, kind, stacks
 from ...anatomy.names import base_prefix, names_around, tied_parameters
 from ...errors import PlanError
-from ...plans.bind import Resolution, check_layers_are_cut, resolve
+from ...plans.bind import Resolution, resolve
+from ...plans.shares import check_layers_are_cut
 from ...slices.layout import Layout
 from ...strategies import ReplicateParallel
 from .dry_load import Survey
@@ -268,14 +269,12 @@ def _one_of_each(survey: Survey) -> Iterator[Mapping[str, str]]:
     kept_apart = {*ties, *ties.values()}
     kinds = {"": ""}
     taken: list[tuple[nn.ModuleList, dict[str, nn.Module]]] = []
-    for path, stack in list(model.named_modules()):
-        if not isinstance(stack, nn.ModuleList) or _layer(path, kinds):
-            continue
-        first: dict[object, str] = {}
-        for step, layer in stack.named_children():
-            own = f"{path}.{step}"
-            kind = _kind(survey, own, layer, rules) if not any(n.startswith(f"{own}.") for n in kept_apart) else own
-            kinds[own] = first.setdefault(kind, own)
+    for path, stack in list(stacks(model)):
+        own = {f"{path}.{step}": layer for step, layer in stack.named_children()}
+        apart = {name for name in own if any(tied.startswith(f"{name}.") for tied in kept_apart)}
+        kinds |= first_alike(
+            {name: name if name in apart else _kind(survey, name, layer, rules) for name, layer in own.items()}
+        )
         taken.append((stack, stack._modules))
         stack._modules = {
             step: layer for step, layer in stack.named_children() if kinds[f"{path}.{step}"] == f"{path}.{step}"
@@ -289,17 +288,7 @@ def _one_of_each(survey: Survey) -> Iterator[Mapping[str, str]]:
 
 def _kind(survey: Survey, own: str, layer: nn.Module, rules: Mapping[str, list[int]]) -> object:
     """What layers have in common that are cut alike."""
-    parts = [
-        (
-            name,
-            type(module),
-            rules.get(f"{own}.{name}" if name else own, ()),
-            [getattr(module, count, None) for count in (*QUERY_COUNTS, *KV_COUNTS, *HEAD_SIZES)],
-        )
-        for name, module in layer.named_modules()
-    ]
-    params = [
-        (name, param.shape, survey.dtypes.get(f"{own}.{name}", param.dtype), rules.get(f"{own}.{name}", ()))
-        for name, param in layer.named_parameters(remove_duplicate=False)
-    ]
-    return repr((parts, params))
+    params = dict(layer.named_parameters(remove_duplicate=False))
+    names = [f"{own}.{name}".rstrip(".") for name in (*dict(layer.named_modules()), *params)]
+    dtypes = [survey.dtypes.get(f"{own}.{name}", param.dtype) for name, param in params.items()]
+    return kind(layer), repr([rules.get(name, ()) for name in names]), tuple(dtypes)

@@ -11,8 +11,8 @@ from transformers.utils import logging
 
 from ...errors import UsageError, describe
 from ...plans.catalogue import available_plans
-from ...plans.checks.widths import shares
 from ...plans.rules import Plan
+from ...plans.shares import shares
 from ..verify.command import told
 from ..verify.verify import Verdict, read_config
 from .suggestion import Suggestion, prove, suggest

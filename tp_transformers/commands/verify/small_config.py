@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...anatomy.classes import generating_class, without_memory
+from ...anatomy.layers import kind
 from ...errors import TensorParallelError, UnsupportedError, describe
 
 if TYPE_CHECKING:
@@ -231,23 +232,6 @@ def _layers_needed(config: PretrainedConfig, levels: list[Level]) -> int:
     needed = 2
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) in depths:
-            kinds = [_kind(layer) for layer in module]
-            needed = max([needed, *(kinds.index(kind) + 1 for kind in kinds)])
+            kinds = [kind(layer) for layer in module]
+            needed = max([needed, *(kinds.index(each) + 1 for each in kinds)])
     return needed
-
-
-def _kind(layer: nn.Module) -> Any:
-    """What tells a layer from others: its modules, the shapes of its parameters, and flags such as a window's."""
-    return tuple(
-        (
-            name,
-            type(module).__name__,
-            tuple((param, tuple(value.shape)) for param, value in module.named_parameters(recurse=False)),
-            tuple(
-                (key, value)
-                for key, value in vars(module).items()
-                if isinstance(value, bool | str | int | None) and not key.endswith(("idx", "index", "id"))
-            ),
-        )
-        for name, module in layer.named_modules()
-    )

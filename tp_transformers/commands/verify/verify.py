@@ -28,8 +28,9 @@ from ...anatomy.classes import model_class
 from ...errors import PlanError, UnsupportedError, UsageError, describe
 from ...loading.from_pretrained import auto_plan, read_plan
 from ...loading.hook import enable
-from ...plans.bind import Resolution, check_layers_are_cut, resolve
+from ...plans.bind import Resolution, resolve
 from ...plans.rules import Plan
+from ...plans.shares import check_layers_are_cut
 from ...ranks.launch import torchrun
 from ...ranks.mesh import TP_AXIS
 from ...strategies import STRATEGIES, ParallelInterface, full_tensor

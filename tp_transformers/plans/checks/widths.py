@@ -1,21 +1,20 @@
-"""Do the pieces of a plan fit together, and how much of a model do they leave on every rank?"""
+"""Widths: linears of a block that feed each other agree on how the features between them are cut."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from ...anatomy.attention import is_attention
 from ...anatomy.linears import features, input_width, output_width
 from ...anatomy.names import fold_layers
-from ...slices.layout import Layout, Split, even
+from ...slices.layout import Split, even
 from ...strategies import StyleParallel, TensorParallelLayer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
 def misfits(
@@ -83,46 +82,6 @@ def misfits(
                         "everything else colwise, and what follows rowwise; what ranks do not divide, torch's "
                         "styles cut in another way than strategies by name"
                     )
-
-
-def whole_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> dict[str, tuple[int, int]]:
-    """Stacks of layers of which every rank would hold some whole: {folded name: (such layers, all layers)}."""
-    is_whole: dict[str, bool] = {}
-    for name, param in model.named_parameters():
-        layer = _layer(model, name)
-        if layer is not None and param.ndim > 1:
-            is_whole[layer] = is_whole.get(layer, True) and layouts.get(name) is None
-    stacks: dict[str, list[bool]] = {}
-    for layer, whole in is_whole.items():
-        stacks.setdefault(fold_layers(layer), []).append(whole)
-    return {stack: (sum(whole), len(whole)) for stack, whole in sorted(stacks.items()) if any(whole)}
-
-
-def largest_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> float:
-    """The bytes of the largest rank's shard, as a fraction of the whole model."""
-    return max(shares(model, layouts, size))
-
-
-def shares(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> list[float]:
-    """The bytes of every rank's shard, as fractions of the whole model; a tied parameter counts once."""
-    total, held = 0, torch.zeros(size, dtype=torch.float64)
-    for name, param in model.named_parameters():
-        total += param.nbytes
-        layout = layouts.get(name)
-        widths = (1,) * size if layout is None else layout.split.widths
-        held += torch.tensor(widths) * (param.nbytes / (1 if layout is None else param.shape[layout.dim]))
-    return (held / total).tolist() if total else [1.0] * size
-
-
-def _layer(model: nn.Module, name: str) -> str | None:
-    """The outermost item of a module list that a parameter is in, if it has modules of its own."""
-    path = name.split(".")
-    owner = model
-    for depth, step in enumerate(path[:-2]):
-        if isinstance(owner, nn.ModuleList):
-            return ".".join(path[: depth + 1])
-        owner = owner.get_submodule(step)
-    return None
 
 
 def _makes(module: nn.Module, strategy: TensorParallelLayer | None, size: int) -> dict[int, Split]:

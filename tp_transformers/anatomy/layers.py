@@ -1,0 +1,70 @@
+"""Layers: the lists of them that a model is made up of, and which of them are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+
+def stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """The outermost lists of modules, by name: the layers that repeat in a model, in which experts may be lists too."""
+    return _stacks(model, "")
+
+
+def layer_around(model: nn.Module, name: str) -> str | None:
+    """The layer that a parameter is in: the member of an outermost list, if the parameter is in a module of it.
+
+    None where it is in none.
+    """
+    path = name.split(".")
+    owner = model
+    for depth, step in enumerate(path[:-2]):
+        if isinstance(owner, nn.ModuleList):
+            return ".".join(path[: depth + 1])
+        owner = owner.get_submodule(step)
+    return None
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of which a model is a stack, inner ones first: the units in which FSDP gathers parameters.
+
+    They are the modules that transformers would not spread over devices (`_no_split_modules`); where the class names
+    none, the members of its outermost lists.
+    """
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    named = [module for module in model.modules() if type(module).__name__ in kinds]
+    return (named or [layer for _, stack in stacks(model) for layer in stack])[::-1]
+
+
+def kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What tells a layer from others: its modules, the shapes of its parameters, and flags such as a window's."""
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple((param, tuple(value.shape)) for param, value in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, bool | str | int | None) and not key.endswith(("idx", "index", "id"))
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def first_alike(kinds: Mapping[str, object]) -> dict[str, str]:
+    """{layer: the first layer of its kind}, for {layer: kind}."""
+    first: dict[object, str] = {}
+    return {layer: first.setdefault(found, layer) for layer, found in kinds.items()}
+
+
+def _stacks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    for step, child in module.named_children():
+        path = f"{name}.{step}".lstrip(".")
+        if isinstance(child, nn.ModuleList):
+            yield path, child
+        else:
+            yield from _stacks(child, path)
