@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ...anatomy.layers import stacks
 from ...anatomy.linears import features
 from ...anatomy.names import base_prefix, fold_layers, folded
 from ...errors import PlanError, list_faults
@@ -77,12 +78,11 @@ class Rewriter(ABC):
 
     def _stack(self) -> str | None:
         """The one list of modules that rules cut; the one that there is, where they cut none."""
-        lists = [name for name, module in self.modules.items() if isinstance(module, nn.ModuleList)]
+        lists = [name for name, _ in stacks(self.model)]
         cut = [name for name in lists if any(is_inside(rule, name) for rule in self.rules)] or lists
-        outermost = [name for name in cut if not any(is_inside(name, other) for other in cut if other != name)]
-        if len(outermost) == 1 and outermost[0].rpartition(".")[0] == self.prefix:
-            return outermost[0]
-        self.faults.append(f"it has {', '.join(outermost) or 'nothing'} where the base model's one stack of layers is")
+        if len(cut) == 1 and cut[0].rpartition(".")[0] == self.prefix:
+            return cut[0]
+        self.faults.append(f"it has {', '.join(cut) or 'nothing'} where the base model's one stack of layers is")
         return None
 
     def rewrite_block(self, name: str, block: nn.Module) -> None:
