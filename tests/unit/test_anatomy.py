@@ -1,4 +1,4 @@
-"""What a model is made of, asked of models of transformers on the meta device."""
+"""The parts of a model, asked of models of transformers on the meta device."""
 
 from __future__ import annotations
 

@@ -21,21 +21,21 @@ KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
 HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
 """The attributes in which transformers' attention modules, or their configs, keep counts and sizes of heads."""
 LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""What configs of latent attention call the widths of the latent, and of its heads' keys and values."""
+"""Names, in configs of latent attention, of the widths of the latent and of its heads' keys and values."""
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is attention, or a layer around it, as T5's are; see `is_around_attention`."""
+    """True if a module is attention, or a layer around it, as T5's are; see `is_around_attention`."""
     return "Attention" in type(module).__name__
 
 
 def is_around_attention(module: nn.Module) -> bool:
-    """Whether a module stands around the attention that does the work, as T5's layers do."""
+    """True if a module holds the attention that does the work, as T5's layers do."""
     return any(map(is_attention, list(module.modules())[1:]))
 
 
 def is_cross_attention(name: str) -> bool:
-    """Whether the attention of that name attends to an encoder: EncDecAttention, encoder_attn, crossattention."""
+    """True if the attention of that name attends to an encoder: EncDecAttention, encoder_attn, crossattention."""
     own = name.rpartition(".")[2].lower()
     return "cross" in own or own.startswith("enc")
 

@@ -29,17 +29,17 @@ def output_width(module: nn.Module) -> int:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear's weight is (in, out), as that of GPT-2's Conv1D: strategies cut it along the other dim."""
+    """True if a linear's weight is (in, out), as GPT-2's Conv1D has it: strategies cut it along the other dim."""
     return isinstance(module, Conv1D)
 
 
 def has_inputs_first(module: nn.Module) -> bool:
-    """Whether the rows of matrices are input features, as drawn: of a Conv1D, an embedding, or transposed experts."""
+    """True if rows of the matrices are input features, for drawings: a Conv1D, an embedding, transposed experts."""
     return isinstance(module, nn.Embedding | Conv1D) or bool(getattr(module, "is_transposed", False))
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether the module's parameters are those of experts: (experts, ...), matrices and their biases."""
+    """True if the module's parameters are those of experts: (experts, ...), matrices and their biases."""
     shapes = [param.shape for param in module.parameters(recurse=False)]
     return (
         not isinstance(module, _ConvNd)

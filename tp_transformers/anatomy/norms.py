@@ -15,17 +15,17 @@ from torch import nn
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module's class is called a norm."""
+    """True if a module's class is called a norm."""
     return "Norm" in type(module).__name__
 
 
 def is_norm_of_tokens(module: nn.Module) -> bool:
-    """Whether a norm computes token by token: it has only vectors."""
+    """True for a norm that computes token by token: it has only vectors."""
     return is_norm(module) and all(param.ndim == 1 for param in module.parameters())
 
 
 def is_norm_of_one_tensor(module: nn.Module) -> bool:
-    """Whether a norm takes one tensor, and its weight has no more than a number a feature, or a head's."""
+    """True for a norm that takes one tensor, and whose weight has at most a number a feature of a head."""
     weight = module._parameters.get("weight")
     return (
         is_norm(module)
@@ -37,7 +37,7 @@ def is_norm_of_one_tensor(module: nn.Module) -> bool:
 
 
 def is_rms_norm(module: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether a module with a weight of `shape` is an RMS norm: it has an epsilon, and neither a bias nor a mean."""
+    """True if a module with a weight of `shape` is an RMS norm: it has an epsilon, and neither a bias nor a mean."""
     has_bias = "bias" in dict(module.named_parameters())
     return bool(shape) and epsilon(module) is not None and not isinstance(module, nn.LayerNorm) and not has_bias
 
@@ -49,5 +49,5 @@ def epsilon(module: nn.Module) -> float | None:
 
 
 def is_of_norm_or_bias(name: str, ndim: int) -> bool:
-    """Whether a parameter of that name is a norm's or a bias, whose values are all alike in a model that is new."""
+    """True if a parameter of that name is a norm's or a bias: a new model has equal values in it."""
     return ndim == 1 or "norm" in name or "bias" in name.rpartition(".")[2]

@@ -52,7 +52,7 @@ class Resolution:
     uncovered: tuple[str, ...] = ()
     """Parameters that no rule covers: every rank holds them whole."""
     notes: tuple[str, ...] = ()
-    """What the user should know, worth a warning each."""
+    """Warnings for the user."""
     rule_names: Mapping[str, str] = field(default_factory=dict)
     """Parameter name -> what the plan calls its strategy, where a rule says one."""
     whole_attention: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ class Resolution:
     """The plan itself, rewritten by its options."""
 
     def shard(self, name: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
-        """What this rank holds of the parameter `name` of `shape`."""
+        """This rank's shard of the parameter `name` of `shape`."""
         strategy = self.param_strategies.get(name)
         if strategy is None:
             return ParamShard(shape, None, group, use_dtensor=False)

@@ -43,10 +43,10 @@ from ..errors import PlanError, describe, nearest
 from ..strategies import TensorParallelLayer, as_strategy
 
 BATCH_SHARDED_INPUT = "batch-sharded"
-"""What a rule calls the layout of an input of which every rank has samples of its own."""
+"""Layout, in a rule, of an input of which every rank has samples of its own."""
 
 ATTENTION_ROLES = ("query", "key", "value", "key_value", "fused", "interleaved", "output", "with_query", "with_key")
-"""What the children of an attention module can be; see the module's docstring."""
+"""Roles of an attention module's children; see the module's docstring."""
 
 OPTIONS = ("sequence_parallel", "loss_parallel")
 SECTIONS = (
@@ -113,7 +113,7 @@ def mapping_of(data: Mapping[str, Any], section: str, faults: list[str]) -> Mapp
 
 
 def is_names(value: Any) -> bool:
-    """Whether it is a list of names."""
+    """True for a list of names."""
     return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
 
 

@@ -35,7 +35,7 @@ class Pattern:
 
     pattern: str
     in_base_model: bool = field(default=False, kw_only=True)
-    """Whether the name counts from the base model rather than from the full one."""
+    """True for a name that counts from the base model rather than from the full one."""
 
     def full(self, base_model_prefix: str) -> str:
         """The pattern, counted from the full model."""
@@ -55,22 +55,22 @@ class Rule(Pattern):
     strategy: str | ParallelStyle
     """A strategy's name, an object of one, or of a style of torch, which becomes a strategy."""
     parts: int | tuple[int | str, ...] | None = None
-    """Of a fused projection: how many equal parts, their lengths, or the heads that they hold."""
+    """Parts of a fused projection: their number, if they are equal, their lengths, or the heads that they hold."""
     unit: int | None = None
     """Indices that stay together on a rank."""
     widths: tuple[str, ...] = ()
     """Attributes of the module that are a width, and that are this rank's part of it in its forward."""
     batch_sharded: bool = False
-    """Whether every rank has samples of its own, which the module gathers."""
+    """True if every rank has samples of its own, which the module gathers."""
     optional: bool = False
-    """Whether it may match nothing."""
+    """True if it may match nothing."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", as_strategy(self.strategy))
 
     @property
     def strategy_name(self) -> str:
-        """What the plan calls the strategy."""
+        """The strategy's name in the plan."""
         return self.strategy if isinstance(self.strategy, str) else repr(self.strategy)
 
     @property
@@ -86,7 +86,7 @@ class Attention(Pattern):
     children: Mapping[str, tuple[str, ...]]
     """Role (one of ATTENTION_ROLES) -> names of child modules or parameters."""
     optional: bool = False
-    """Whether it may match nothing."""
+    """True if it may match nothing."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +94,21 @@ class Plan:
     """How an architecture is split: its rules, parsed and frozen."""
 
     source: str
-    """What error messages call it: a file, "tp_plan", ..."""
+    """Name in error messages: a file, "tp_plan", ..."""
     rules: tuple[Rule, ...]
     attention: tuple[Attention, ...] = ()
     """Empty: attention is recognised by the names of its projections."""
     model_types: tuple[str, ...] = ()
     """The values of `config.model_type` that it is for; empty for any."""
     sequence_parallel: bool = False
-    """Whether activations between blocks are cut along the sequence."""
+    """True if activations between blocks are cut along the sequence."""
     loss_parallel: bool = False
-    """Whether logits stay cut along the vocabulary where a model is given labels."""
+    """True if logits stay cut along the vocabulary where a model is given labels."""
     batch_sharded: bool | tuple[str, ...] | None = None
     """The modules, named in the full model, that gather the samples of ranks which have batches of their own, beside
     those whose rules say so; True for all attention, MLPs and experts; False for none, whatever rules say."""
     declared: bool = field(default=False, compare=False)
-    """Whether it is the plan that a transformers class declares, rather than one that was written for us."""
+    """True for the plan that a transformers class declares, rather than one that was written for us."""
 
     @classmethod
     def from_dict(cls, rules: Mapping[str, Any], *, source: str = "tp_plan") -> Plan:

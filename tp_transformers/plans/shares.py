@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_layers_are_cut(model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int) -> str | None:
-    """What to warn of where a plan leaves some layers of a stack on every rank: the share that the largest one holds.
+    """A warning if a plan leaves some layers of a stack on every rank, with the share that the largest one holds.
 
     Raises PlanError where it leaves all layers of a stack.
     """

@@ -268,7 +268,7 @@ class TensorParallelLayer(ParallelStyle):
 
     @property
     def is_built_in(self) -> bool:
-        """Whether the class is one of this package's, so that its attributes tell all that it communicates."""
+        """True for a class of this package, whose attributes tell all that it communicates."""
         return type(self).__module__.startswith(f"{__package__}.")
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:

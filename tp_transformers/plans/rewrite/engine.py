@@ -30,7 +30,7 @@ _LOCAL = {
     "packed_colwise": "local_packed_colwise",
     "packed_rowwise": "local_packed_rowwise",
 }
-"""What a rule becomes where the block around it communicates."""
+"""Strategy of a rule -> its strategy where the block around it communicates."""
 _LOCAL_ALREADY = {*_LOCAL.values(), "replicated_with_grad_allreduce", "sharded_norm"}
 """Rules that stay in such a block."""
 
@@ -107,7 +107,7 @@ class Rewriter(ABC):
             self.set(name, self.whole)
 
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
-        """Whether all that the block has of parameters can compute locally, and give a part of a sum.
+        """True if all parameters of the block can compute locally, and give a part of a sum.
 
         It may drop some of its output: all ranks drop the same of their parts of the sum.
         """
@@ -132,5 +132,5 @@ class Rewriter(ABC):
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Whether a name is that of something in a module."""
+    """True for the name of something in a module."""
     return name.startswith(f"{module}.")

@@ -77,7 +77,7 @@ class _SequenceRewriter(Rewriter):
             self.faults.append(f"it has {', '.join(ends) or 'nothing'} after {stack}, where one norm is")
 
     def _is_norm(self, name: str, module: nn.Module) -> bool:
-        """Whether a module computes token by token: only vectors, which no rule cuts."""
+        """True for a norm that computes token by token: only vectors, which no rule cuts."""
         own = [rule.strategy for path, rule in self.rules.items() if path == name or is_inside(path, name)]
         return is_norm_of_tokens(module) and set(own) <= set(_WHOLE)
 
