@@ -39,7 +39,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def kind(layer: nn.Module) -> tuple[Any, ...]:
-    """The description of a layer by which alike ones are found: its modules, the shapes of its parameters, and flags such as a window's."""
+    """A description by which alike layers are found: modules, shapes of parameters, and flags such as a window's."""
     return tuple(
         (
             name,
