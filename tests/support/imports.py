@@ -22,6 +22,7 @@ ORDER = (
     "text",
     "ranks",
     "slices",
+    "anatomy",
     "strategies",
     "plans",
     "checkpoint",

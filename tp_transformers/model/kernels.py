@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..anatomy.names import fold_layers
 from ..errors import UnsupportedError, describe
-from ..plans.rules import fold_layers
 from ..strategies import TensorParallelLayer
 
 if TYPE_CHECKING:

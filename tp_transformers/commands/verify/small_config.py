@@ -21,7 +21,7 @@ from ...anatomy.layers import kind
 from ...errors import TensorParallelError, UnsupportedError, describe
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 HIDDEN = ("embed_dim", "n_embd", "d_model", "hidden_size")
