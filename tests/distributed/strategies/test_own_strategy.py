@@ -1,4 +1,4 @@
-"""A strategy of a user's own, taken word for word from the README."""
+"""A strategy of a user's own, taken word for word from the page of the strategies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.models import headers, held, observe, relative
 from tests.support.pool import Pool
-from tests.support.readme import README
+from tests.support.readme import STRATEGIES_PAGE
 
 pytestmark = pytest.mark.distributed
 
@@ -20,8 +20,8 @@ TOLERANCE = 1e-4  # fp32 sums in another order
 
 
 def code() -> str:
-    """The README's first block of Python below `### A strategy of your own`."""
-    section = README.read_text().split("### A strategy of your own")[1]
+    """The page's first block of Python below `## A strategy of your own`."""
+    section = STRATEGIES_PAGE.read_text().split("\n## A strategy of your own")[1]
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert found is not None
     return found[1]
@@ -53,7 +53,7 @@ def compare(folder: str, reference_file: str, saved: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, [50, 50]), (3, [34, 34, 32])])
-def test_the_strategy_of_the_readme_works(pool: Pool, cases: Any, tmp_path: Any, size: int, rows: list[int]) -> None:
+def test_the_strategy_of_the_page_works(pool: Pool, cases: Any, tmp_path: Any, size: int, rows: list[int]) -> None:
     case = cases(8, 4)
     results = pool.run(size, compare, case.folder, case.reference, str(tmp_path / "saved"))
     assert [result["rows"] for result in results] == rows
