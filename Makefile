@@ -1,16 +1,19 @@
-# `make demo` and `make test` work on a fresh clone; they set up .venv themselves.
+# `make demo` and `make test` work on a fresh clone; they set up .venv themselves. `make test-all` runs slow tests too.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 RANKS ?= 2
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test matrix bench lint versions clean
+.PHONY: demo test test-all matrix bench lint versions clean
 
 demo: $(VENV)/ready
 	$(PY) -m benchmarks.demo --ranks $(RANKS)
 
 test: lint
+	$(PY) -m pytest -m "not slow"
+
+test-all: lint
 	$(PY) -m pytest
 
 # Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors: about 20 minutes.
