@@ -1,4 +1,4 @@
-"""Every block of code in the README, run as it stands there by 2 ranks or a shell; and what it prints, digits aside."""
+"""Every code block of every page, run as it stands by 2 ranks or a shell; printed text is compared, digits aside."""
 
 from __future__ import annotations
 
@@ -17,54 +17,69 @@ import pytest
 from transformers import GPTJConfig
 
 from tests.support.hub_server import HubServer
-from tests.support.readme import Block, blocks
+from tests.support.readme import PAGES, ROOT, Block, blocks, called
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 240
+SESSION_TIMEOUT = 900
+"""Seconds that all blocks of Python may take together."""
 HELPED: set[str] = set()
 """Benchmarks that have printed how they are called."""
 
-RUN_BLOCKS = """
-import contextlib, io, json, os, sys
+RUN_PAGES = """
+import contextlib, gc, io, json, os
 import tp_transformers
-from transformers import AutoModelForCausalLM
 
-tp_transformers.enable()
-names = {"tp_transformers": tp_transformers, "AutoModelForCausalLM": AutoModelForCausalLM}
-names["folder"] = "path/to/SmolLM2-135M-Instruct"
 printed = {}
-for line, code in json.load(open("blocks.json")):
-    with contextlib.redirect_stdout(io.StringIO()) as stdout:
-        exec(compile("\\n" * line + code, "README.md", "exec"), names)
-    printed[line] = stdout.getvalue()
+for page, folder, blocks in json.load(open("pages.json")):
+    os.chdir(folder)
+    names = {}
+    for line, code in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            exec(compile("\\n" * line + code, page, "exec"), names)
+        printed[f"{page}:{line}"] = stdout.getvalue()
+    tp_transformers.disable()
+    names.clear()
+    gc.collect()
 if os.environ["RANK"] == "0":
-    json.dump(printed, open("printed.json", "w"))
+    json.dump(printed, open(os.environ["PRINTED"], "w"))
 """
-"""Runs the blocks of Python in one session, since they speak of one model."""
+"""Runs page after page, each with names and a folder of its own; a traceback shows the page and its line."""
 
 
 @pytest.fixture(scope="module")
 def here(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the README assumes it: its scripts, the model under `path/to`."""
-    folder = tmp_path_factory.mktemp("readme")
-    (folder / "path" / "to").mkdir(parents=True)
-    (folder / "path" / "to" / "SmolLM2-135M-Instruct").symlink_to(smollm2)
-    GPTJConfig().save_pretrained(folder / "path" / "to" / "gpt-j-6b")
+    """A folder a page, as the page assumes it: its scripts, and models and a text under `path/to`."""
+    here = tmp_path_factory.mktemp("pages")
+    models = here / "path" / "to"
+    models.mkdir(parents=True)
+    (models / "SmolLM2-135M-Instruct").symlink_to(smollm2)
+    GPTJConfig().save_pretrained(models / "gpt-j-6b")
     book = (ROOT / "tests" / "data" / "alice.txt").read_text()
-    (folder / "path" / "to" / "text.txt").write_text(book[:2000])
-    for block in blocks():
-        if block.file:
-            (folder / block.file).write_text(block.code)
-    unedited = (folder / "generate.py").read_text().replace("tp_transformers.enable()\n", "")
-    (folder / "script.py").write_text(unedited)
-    return folder
+    (models / "text.txt").write_text(book[:2000])
+    program = here / "bin" / "tp-transformers"  # of this checkout, whatever is installed
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tp_transformers "$@"\n')
+    program.chmod(0o755)
+    for page in PAGES:
+        folder = folder_of(page, here)
+        folder.mkdir()
+        (folder / "path").symlink_to(here / "path")
+        for block in blocks(page):
+            if block.file:
+                (folder / block.file).write_text(block.code)
+    return here
+
+
+def folder_of(page: Path, here: Path) -> Path:
+    """The folder in which the blocks of a page run."""
+    return here / called(page).removesuffix(".md").replace("/", "-")
 
 
 @pytest.fixture(scope="module")
 def environment(here: Path, smollm2: Path) -> Iterator[dict[str, str]]:
-    """Where `org/model` is, on a Hub of its own."""
+    """The variables of the commands, for which `org/model` is on a Hub of their own."""
     with HubServer() as hub:
         hub.add("org/model", smollm2)
         yield {
@@ -73,21 +88,21 @@ def environment(here: Path, smollm2: Path) -> Iterator[dict[str, str]]:
             "HF_HOME": str(here / "home"),
             "HF_HUB_DISABLE_XET": "1",
             "OMP_NUM_THREADS": "1",
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join((str(here / "bin"), str(Path(sys.executable).parent), os.environ["PATH"])),
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
 
 
-def run(command: str | list[str], here: Path, environment: dict[str, str]) -> str:
-    """What a command prints. Fails with all that it said unless it succeeds."""
+def run(command: str | list[str], folder: Path, environment: dict[str, str], timeout: float = TIMEOUT) -> str:
+    """The output of a command; fails with all that it printed unless it succeeds."""
     done = subprocess.run(
         command,
         shell=isinstance(command, str),
-        cwd=here,
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -100,57 +115,67 @@ def assert_printed(expected: Block, printed: str) -> None:
         " ".join(re.sub(r"\d[\d.]*(e[+-]\d+)?", "0", text).split()) for text in (expected.code, printed)
     )
     pattern = ".*".join(map(re.escape, re.split(r" ?\[\.\.\.\]", expected_text)))
-    assert re.search(pattern, text), f"README.md line {expected.line}:\n{expected_text}\nprinted:\n{text}"
+    assert re.search(pattern, text), f"{expected.place}:\n{expected_text}\nprinted:\n{text}"
 
 
-def test_every_block_has_a_language() -> None:
-    assert {block.language for block in blocks()} <= {"python", "sh", "yaml", "text"}
-
-
-def test_every_script_is_run() -> None:
-    shell = "".join(block.code for block in blocks() if block.language == "sh")
-    assert all(block.file in shell for block in blocks() if block.file)
+@pytest.mark.parametrize("page", PAGES, ids=called)
+def test_blocks_have_a_language_and_scripts_are_run(page: Path) -> None:
+    found = blocks(page)
+    assert {block.language for block in found} <= {"python", "sh", "yaml", "text", ""}
+    shell = "".join(block.code for block in found if block.language == "sh")
+    assert all(block.file in shell for block in found if block.file)
 
 
 def test_the_python(here: Path, environment: dict[str, str]) -> None:
-    found = blocks()
-    python = [(block.line, block.code) for block in found if block.language == "python" and not block.file]
-    (here / "blocks.json").write_text(json.dumps(python))
-    (here / "run_blocks.py").write_text(RUN_BLOCKS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "run_blocks.py"]
-    run(torchrun, here, environment)
+    """One start of torchrun for all pages."""
+    session = [
+        (
+            str(page),
+            str(folder_of(page, here)),
+            [(block.line, block.code) for block in blocks(page) if block.language == "python" and not block.file],
+        )
+        for page in PAGES
+    ]
+    (here / "pages.json").write_text(json.dumps(session))
+    (here / "run_pages.py").write_text(RUN_PAGES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "run_pages.py"]
+    run(torchrun, here, {**environment, "PRINTED": str(here / "printed.json")}, SESSION_TIMEOUT)
     printed = json.loads((here / "printed.json").read_text())
-    assert len(printed) == len(python) > 3
-    for block, text in pairwise(found):
-        if str(block.line) in printed and text.language == "text":
-            assert_printed(text, printed[str(block.line)])
+    assert len(printed) == sum(len(python) for _, _, python in session) > 10
+    for page in PAGES:
+        for block, text in pairwise(blocks(page)):
+            if f"{page}:{block.line}" in printed and text.language == "text":
+                assert_printed(text, printed[f"{page}:{block.line}"])
 
 
 def commands() -> list[tuple[Block, Block | None]]:
     """The blocks of shell, each with the text that follows it."""
-    found = [*blocks(), None]
     return [
         (block, text if text and text.language == "text" else None)
-        for block, text in pairwise(found)
+        for page in PAGES
+        for block, text in pairwise([*blocks(page), None])
         if block and block.language == "sh"
     ]
 
 
-@pytest.mark.parametrize(("block", "text"), commands(), ids=lambda block: f"line {block.line}" if block else "")
+@pytest.mark.parametrize(("block", "text"), commands(), ids=lambda block: block.place if block else "")
 def test_the_shell(block: Block, text: Block | None, here: Path, environment: dict[str, str]) -> None:
-    printed = ""
+    printed, folder = "", folder_of(block.page, here)
     for line in block.code.splitlines():
         command = line.split("    #")[0].strip()
         if command.startswith("#") or not command:
             continue
         if "--nnodes 2" in command:
-            run(two_nodes(command), here, environment)
+            printed += run(two_nodes(command), folder, environment)
         elif command.startswith("make "):
-            target = shlex.split(command)[1]
-            run(["make", "-n", target], ROOT, environment)  # a Makefile's own environment takes minutes to make
-            if target == "demo":
-                demo = "python -m benchmarks.demo --ranks 2 --folder path/to/SmolLM2-135M-Instruct"
-                printed += run(demo, here, environment)
+            targets = [word for word in shlex.split(command)[1:] if "=" not in word]
+            run(["make", "-n", *targets], ROOT, environment)  # a Makefile's own environment takes minutes to make
+            if "demo" in targets:
+                model = here / "path" / "to" / "SmolLM2-135M-Instruct"
+                printed += run(f"python -m benchmarks.demo --ranks 2 --folder {model}", ROOT, environment)
+        elif "-m pytest" in command:
+            collect = f"{command.replace('.venv/bin/python', 'python')} --collect-only -q"
+            run(collect, ROOT, environment)
         elif command.startswith("pip install "):
             install = f"{sys.executable} -m {command} --dry-run --no-deps --no-build-isolation --no-index"
             run(install, ROOT, environment)
@@ -159,7 +184,7 @@ def test_the_shell(block: Block, text: Block | None, here: Path, environment: di
                 run(f"python -m {benchmark[1]} --help", ROOT, environment)
                 HELPED.add(benchmark[1])
         else:
-            printed += run(command, here, environment)
+            printed += run(command, folder, environment)
     if text is not None:
         assert_printed(text, printed)
 

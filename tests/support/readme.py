@@ -1,18 +1,36 @@
-"""What tests know of the README: its blocks of code, and its table of architectures, which is made from `model_plans/`.
+"""The pages of the project, as tests know them: code blocks, links, and tables that are generated from the code.
 
-`python -m tests.support.readme` writes the table into the README.
+`python -m tests.support.readme` writes the generated parts into the pages, between the markers `<!-- NAME -->` and
+`<!-- /NAME -->`: the table of architectures, the table of public names, and tables of contents.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from tp_transformers.plans.listing import catalogue
+import tp_transformers
+from tp_transformers.plans.catalogue import catalogue
 
-README = Path(__file__).parents[2] / "README.md"
-BEGIN, END = "<!-- architectures -->\n", "<!-- /architectures -->\n"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+STRATEGIES_PAGE = ROOT / "tp_transformers" / "strategies" / "README.md"
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *(
+        page
+        for folder in ("model_plans", "tp_transformers", "benchmarks", "tests")
+        for page in sorted((ROOT / folder).rglob("README.md"))
+    ),
+]
+"""Every page, README first."""
 
 COMMON = {"colwise", "colwise_rep", "rowwise", "replicate", "embedding_rowwise"}
 """Strategies that nearly every plan uses, and that say nothing about one."""
@@ -22,47 +40,124 @@ COMMON = {"colwise", "colwise_rep", "rowwise", "replicate", "embedding_rowwise"}
 class Block:
     """A fenced block of code."""
 
+    page: Path
     line: int
-    """Where it begins."""
+    """Line of its opening fence, counted from 1."""
     language: str
-    """"python", "sh", "yaml", or "text" for what the block before it prints."""
+    """"python", "sh", "yaml", "text" for the output of the block before it, or "" for a drawing."""
     code: str
 
     @property
     def file(self) -> str:
-        """The name of a script, which its first line says; else ""."""
+        """The name of a script, given by its first line; else ""."""
         named = re.match(r"# (\w+\.\w+)\n", self.code)
         return named[1] if named else ""
 
+    @property
+    def place(self) -> str:
+        """The page and the line, for messages."""
+        return f"{called(self.page)} line {self.line}"
 
-def blocks() -> list[Block]:
-    """All of them, in order."""
-    text = README.read_text()
+
+def called(page: Path) -> str:
+    """The path of a page within the project."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> list[Block]:
+    """The code blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
     return [
-        Block(text.count("\n", 0, found.start()) + 1, found[1], found[2])
+        Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2])
         for found in re.finditer(r"^```(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
     ]
 
 
-def table() -> str:
-    """One row a plan: its title (the first comment of its file), the model types it is for, what is special in it."""
+def prose(page: Path) -> str:
+    """The text of a page, with code blocks left out."""
+    return re.sub(r"^```.*\n(?:.*\n)*?```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def links(page: Path) -> Iterator[str]:
+    """The targets of a page's links and pictures."""
+    for found in re.finditer(r"\]\(([^()\s]+(?:\([^()]*\))?)\)", prose(page)):
+        yield found[1]
+
+
+def anchors(page: Path) -> list[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    return [_anchor(title) for title in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)]
+
+
+def _anchor(title: str) -> str:
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
+    return re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+
+
+def architectures(page: Path) -> str:
+    """One row a plan: its title (the first comment of its file), its model types, its strategies beside the common."""
     rows = [
-        "| architecture | `model_type` | plan | beside columns, rows and whole norms |",
+        "| architecture | `model_type` | plan | strategies beside columns, rows and replicated norms |",
         "| --- | --- | --- | --- |",
     ]
     for entry in catalogue():
         types = ", ".join(f"`{model_type}`" for model_type in entry.model_types)
         marks = ", ".join(f"`{name}`" for name in entry.strategies if name not in COMMON) or "-"
-        plan = f"[{entry.path.name}](model_plans/{entry.path.name})"
-        rows.append(f"| [{entry.title}]({entry.url}) | {types} | {plan} | {marks} |")
-    return "\n".join(rows) + "\n"
+        rows.append(f"| [{entry.title}]({entry.url}) | {types} | [{entry.path.name}]({entry.path.name}) | {marks} |")
+    return "\n".join(rows)
 
 
-def with_table(text: str) -> str:
-    """The README with the table as it should be."""
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + table() + END + rest.split(END)[1]
+def public_names(page: Path) -> str:
+    """One row a public name: its module, and the first sentence of its docstring."""
+    rows = ["| name | meaning |", "| --- | --- |"]
+    for name in tp_transformers.__all__:
+        value = getattr(tp_transformers, name)
+        is_defined = inspect.isclass(value) or inspect.isroutine(value)
+        module = sys.modules[(value if is_defined else type(value)).__module__]
+        doc = inspect.getdoc(value) if is_defined else _doc_of_value(name, inspect.getsource(module))
+        first = re.match(r"(.+?\.)(?:\s|$)", f"{doc}", re.DOTALL)
+        assert first is not None, f"{name} has no docstring"
+        file = Path(inspect.getsourcefile(module) or "").relative_to(page.parent).as_posix()
+        meaning = " ".join(first[1].split()).replace("|", "\\|")
+        rows.append(f"| [`{name}`]({file}) | {meaning} |")
+    return "\n".join(rows)
+
+
+def _doc_of_value(name: str, source: str) -> str | None:
+    """The string that follows the assignment of a value."""
+    body = ast.parse(source).body
+    for statement, after in pairwise(body):
+        is_named = isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name
+        if is_named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            return str(after.value.value)
+    return None
+
+
+def contents(page: Path) -> str:
+    """Links to the sections of a page, in one line."""
+    titles = re.findall(r"^## (.+)$", prose(page), re.MULTILINE)
+    return " · ".join(f"[{title}](#{_anchor(title)})" for title in titles)
+
+
+GENERATED: dict[str, Callable[[Path], str]] = {
+    "architectures": architectures,
+    "public names": public_names,
+    "contents": contents,
+}
+"""Marker -> the text between it and its end, for a page."""
+
+
+def generated(page: Path) -> str:
+    """The page, with its generated parts as they should be."""
+    text = page.read_text(encoding="utf-8")
+    for name, make in GENERATED.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+        if begin in text:
+            head, rest = text.split(begin)
+            text = f"{head}{begin}{make(page)}\n{end}{rest.split(end)[1]}"
+    return text
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    for each in PAGES:
+        each.write_text(generated(each), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import ast
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +17,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 import tp_transformers
 from tests.support.imports import ORDER, Imports
 from tests.support.models import Case
+from tests.support.readme import PAGES, blocks
 from tp_transformers.checkpoint.reading.report import LoadReport
 from tp_transformers.loading import hook
 
@@ -185,11 +186,11 @@ def test_the_runner_explains_itself(argument: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_plan_in_the_readme_is_one(tmp_path: Path) -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT.parent / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        (tmp_path / "plan.yaml").write_text(block)
+def test_the_yaml_of_the_pages_is_plans(tmp_path: Path) -> None:
+    found = [block.code for page in PAGES for block in blocks(page) if block.language == "yaml"]
+    assert found
+    for code in found:
+        (tmp_path / "plan.yaml").write_text(code)
         plan = tp_transformers.Plan.from_yaml(tmp_path / "plan.yaml")
         assert plan.rules
         assert all(rule.instance is not None for rule in plan.rules)

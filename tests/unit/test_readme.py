@@ -1,18 +1,109 @@
-"""What the README says is so."""
+"""The pages are true: generated parts are up to date, links lead somewhere, every strategy and result is named."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from tests.support.readme import README, with_table
-from tp_transformers.strategies import STRATEGIES
+import pytest
+
+import tp_transformers
+from tests.support.readme import (
+    GENERATED,
+    PAGES,
+    README,
+    ROOT,
+    STRATEGIES_PAGE,
+    anchors,
+    called,
+    generated,
+    links,
+    prose,
+)
+from tp_transformers import STRATEGIES, TensorParallelError, errors
+
+THREE_SCREENS = 120
+"""Lines from which on a page has a table of contents."""
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=called)
 
 
-def test_the_table_of_architectures_is_made_from_the_plans() -> None:
-    text = README.read_text()
-    assert with_table(text) == text, "run `python -m tests.support.readme`"
+@each_page
+def test_generated_parts_are_up_to_date(page: Path) -> None:
+    assert generated(page) == page.read_text(encoding="utf-8"), "run `python -m tests.support.readme`"
+
+
+def test_every_generated_part_is_on_a_page() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert all(f"<!-- {name} -->" in text for name in GENERATED)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=called)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        if anchor:
+            assert target.suffix == ".md", link
+            assert anchor in anchors(target), f"{link}: there are {anchors(target)}"
+
+
+@each_page
+def test_pages_are_short_or_have_contents_and_begin_with_a_drawing_or_a_table(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= THREE_SCREENS or "<!-- contents -->" in text
+    if page.parent not in (ROOT,):
+        first = next(line for line in lines[1:] if line)
+        assert first.startswith(("```", "|", "![")), first
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@each_page
+def test_lines_are_of_one_width_and_sentences_are_plain(page: Path) -> None:
+    text = re.sub(r"<!-- public names -->.*<!-- /public names -->", "", prose(page), flags=re.DOTALL)  # docstrings
+    for line in text.splitlines():
+        assert len(line) <= 120 or line.startswith(("|", "[")), line
+    begins = re.findall(r"(?:^|[.!?:] |\| |^- |^#+ )(?:What|Which|Whether|Of|Where)\b.{,40}", text, re.MULTILINE)
+    assert not begins
+
+
+@each_page
+def test_every_page_is_found_from_another(page: Path) -> None:
+    found = {
+        (other.parent / link.partition("#")[0]).resolve()
+        for other in PAGES
+        if other != page
+        for link in links(other)
+        if "//" not in link
+    }
+    assert page == README or page in found
 
 
 def test_every_strategy_is_named() -> None:
-    named = set(re.findall(r"`(\w+)`", README.read_text()))
+    named = set(re.findall(r"`(\w+)`", STRATEGIES_PAGE.read_text(encoding="utf-8")))
     assert set(STRATEGIES) <= named
+
+
+def test_every_error_is_named() -> None:
+    kinds = [
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, TensorParallelError)
+    ]
+    page = (Path(tp_transformers.__file__).parent / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in kinds)
+
+
+def test_every_result_is_named() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    results = [path.name for path in (ROOT / "benchmarks" / "results").iterdir() if path.suffix in (".md", ".png")]
+    assert results
+    assert all(f"results/{name}" in page for name in results)
