@@ -115,7 +115,7 @@ def public_names(page: Path) -> str:
         is_defined = inspect.isclass(value) or inspect.isroutine(value)
         module = sys.modules[(value if is_defined else type(value)).__module__]
         doc = inspect.getdoc(value) if is_defined else _doc_of_value(name, inspect.getsource(module))
-        first = re.match(r"(.+?\.)(?:\s|$)", f"{doc}", re.DOTALL)
+        first = re.match(r"(.+?(?<!et al)\.)(?:\s|$)", f"{doc}", re.DOTALL)
         assert first is not None, f"{name} has no docstring"
         file = Path(inspect.getsourcefile(module) or "").relative_to(page.parent).as_posix()
         meaning = " ".join(first[1].split()).replace("|", "\\|")

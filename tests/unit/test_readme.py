@@ -87,6 +87,17 @@ def test_every_page_is_found_from_another(page: Path) -> None:
     assert page == README or page in found
 
 
+def test_tests_that_pages_name_are_there() -> None:
+    files = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    functions = re.findall(r"^def (test_\w+)", "".join(files.values()), re.MULTILINE)
+    for page in PAGES:
+        for name, end in re.findall(r"`(?:\w+/)*(test_\w+)(\.py|\.\.\.)?`", prose(page)):
+            if end == ".py":
+                assert f"{name}.py" in files, f"{called(page)}: {name}"
+            else:
+                assert any(each.startswith(name) for each in functions), f"{called(page)}: {name}"
+
+
 def test_every_strategy_is_named() -> None:
     named = set(re.findall(r"`(\w+)`", STRATEGIES_PAGE.read_text(encoding="utf-8")))
     assert set(STRATEGIES) <= named
