@@ -173,9 +173,6 @@ def test_the_shell(block: Block, text: Block | None, here: Path, environment: di
             if "demo" in targets:
                 model = here / "path" / "to" / "SmolLM2-135M-Instruct"
                 printed += run(f"python -m benchmarks.demo --ranks 2 --folder {model}", ROOT, environment)
-        elif "-m pytest" in command:
-            collect = f"{command.replace('.venv/bin/python', 'python')} --collect-only -q"
-            run(collect, ROOT, environment)
         elif command.startswith("pip install "):
             install = f"{sys.executable} -m {command} --dry-run --no-deps --no-build-isolation --no-index"
             run(install, ROOT, environment)
