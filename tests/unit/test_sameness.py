@@ -1,0 +1,67 @@
+"""Files on the Hub, and in its cache, as two ranks see them: no contents are read, names of contents are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tp_transformers import CheckpointError
+from tp_transformers.checkpoint.http import RemoteFile
+from tp_transformers.checkpoint.sameness import check_same_files
+from tp_transformers.checkpoint.source import LocalFile, Source
+from tp_transformers.mesh import TensorParallelGroup
+
+ETAG, COMMIT = "e" * 64, "c" * 40
+
+
+def remote(*, etag: str = ETAG, commit: str = COMMIT, size: int = 8) -> RemoteFile:
+    url = f"http://hub/org/model/resolve/{commit}/model.safetensors"
+    return RemoteFile(url, name=f"org/model@{commit[:8]}/model.safetensors", size=size, etag=etag, location=url)
+
+
+def cached(folder: Path, *, etag: str = ETAG, commit: str = COMMIT) -> LocalFile:
+    """A file as the Hub's cache holds it: a link by its name to one that the ETag names."""
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "blobs" / etag).write_bytes(bytes(8))
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    link = folder / "snapshots" / commit / "model.safetensors"
+    link.symlink_to(folder / "blobs" / etag)
+    return LocalFile(link)
+
+
+def check(monkeypatch: pytest.MonkeyPatch, own: Source, other: Source) -> int:
+    """What the rank with `own` finds, beside one with `other`."""
+    told: list[Any] = []
+    monkeypatch.setattr(TensorParallelGroup, "gather", lambda self, value: told.append(value) or [value, value])
+    group = TensorParallelGroup(None, 0, 2, torch.device("cpu"))
+    given = [SimpleNamespace(opened=[source], signature=["model.safetensors"]) for source in (other, own)]
+    check_same_files(group, given[0])  # type: ignore[arg-type]
+    theirs = next(value for value in told if isinstance(value, tuple))
+    monkeypatch.setattr(
+        TensorParallelGroup, "gather", lambda self, value: [value, theirs if isinstance(value, tuple) else value]
+    )
+    return check_same_files(group, given[1])  # type: ignore[arg-type]
+
+
+def test_the_same_of_one_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert check(monkeypatch, remote(), remote()) == 0
+    with cached(tmp_path) as here:
+        assert check(monkeypatch, here, remote()) == 0
+        assert check(monkeypatch, remote(), here) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "trait"), [({"etag": "f" * 64}, "etag"), ({"commit": "d" * 40}, "commit"), ({"size": 9}, "size")]
+)
+def test_others_are_refused(
+    changes: dict[str, Any], trait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    says = f"got another {trait} on rank 1 .*than on rank 0"
+    with pytest.raises(CheckpointError, match=f"^checkpoint file org/model@cccccccc/model.safetensors: {says}"):
+        check(monkeypatch, remote(), remote(**changes))
+    with cached(tmp_path) as here, pytest.raises(CheckpointError, match=says):
+        check(monkeypatch, here, remote(**changes))
