@@ -30,6 +30,7 @@ ROOMS = [
     "stored",
     "expressions",
     "scaled",
+    "environment",
     "mesh",
     "report",
     "checkpoint.mapping",
