@@ -1,4 +1,4 @@
-"""Process group, device and DeviceMesh: the only reader of RANK, WORLD_SIZE, LOCAL_RANK, ..."""
+"""Process group and DeviceMesh of the ranks that share a model, and votes that make them fail together."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import MeshError, RemoteRankError, TensorParallelError, describe
+from .environment import launcher, local_device, local_size, node_name, rendezvous
 
 TP_AXIS = "tp"
 """Name of the DeviceMesh axis over which tensors are split."""
@@ -62,13 +63,6 @@ class TensorParallelGroup:
         """The world rank of every rank of the axis."""
         return self.device_mesh.mesh.tolist() if self.device_mesh is not None else [0]
 
-    @property
-    def is_first_on_node(self) -> bool:
-        """Whether no lower rank of the axis is on this node."""
-        rank = self.global_ranks[self.rank]
-        node_start = rank - int(os.environ.get("LOCAL_RANK", rank))
-        return rank == min(other for other in self.global_ranks if other >= node_start)
-
     def check_same(self, subject: str, value: Any) -> None:
         """Raise MeshError on all ranks where they do not have the same `value`, which is pickled and compared."""
         values = self.gather(value)
@@ -103,7 +97,7 @@ class TensorParallelGroup:
     def threads(self) -> int:
         """Threads that this rank may keep busy: its share of the cores that it can see, at most 8."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        ranks = local_size() or self.size
         return max(1, min(8, cores // ranks))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
@@ -142,7 +136,8 @@ class TensorParallelGroup:
 
         Where it fails on one rank, all fail.
         """
-        first = self.is_first_on_node
+        nodes = self.gather(node_name())
+        first = nodes.index(nodes[self.rank]) == self.rank
         result = self.together(lambda: function(True) if first else None)
         with self.agree():
             return function(False) if result is None else result
@@ -243,24 +238,25 @@ def check_ranks(device_mesh: DeviceMesh) -> None:
 
 
 def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
-    """Join the tensor-parallel group: from `device_mesh`, from a running process group, or from torchrun's environment.
+    """Join the tensor-parallel group: from `device_mesh`, a running process group, or a launcher's environment.
 
-    Starts the process group if there is none and torchrun's environment is set: gloo on CPU, with nccl beside it on
-    CUDA, the device bound before the group starts. Without torchrun it is one process, with no group at all.
+    Starts the process group if there is none and a launcher (torchrun, srun, mpirun) has started ranks: gloo on CPU,
+    with nccl beside it on CUDA, the device bound before the group starts. Without one it is one process, with no group
+    at all.
 
-    Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D) or is none of `check_ranks`, or where a node
-    has more ranks than GPUs.
+    Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D) or is none of `check_ranks`, where a node has
+    more ranks than GPUs, or where ranks do not know where to meet.
     """
     given = device_mesh
-    if device_mesh is None and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
+    if device_mesh is None and (dist.is_initialized() or launcher() is not None):
         device_type = _start_process_group()
         device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
     elif device_mesh is not None:
         device_mesh = _tp_axis(device_mesh)
     if device_mesh is None:
-        return TensorParallelGroup(None, 0, 1, _local_device(_default_device_type()))
+        return TensorParallelGroup(None, 0, 1, local_device(_default_device_type()))
     is_first = given is None or _is_first_replica(given)
-    device = _local_device(device_mesh.device_type)
+    device = local_device(device_mesh.device_type)
     bind_thread(device)
     ranks = tuple((device_mesh if given is None else given).mesh.flatten().tolist())
     return TensorParallelGroup(
@@ -324,12 +320,12 @@ def _start_process_group() -> str:
         return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
     device_type = _default_device_type()
     if device_type == "cuda":
-        device = _local_device(device_type)
+        device = local_device(device_type)
         torch.cuda.set_device(device)
         # Gloo beside it: FSDP2 with CPU offload has parameters on the CPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **rendezvous())
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **rendezvous())
     atexit.register(_stop_process_group)
     return device_type
 
@@ -338,22 +334,3 @@ def _stop_process_group() -> None:
     """At exit, end the group that we started: torch warns of one that is left, and NCCL may hang on it."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _local_device(device_type: str) -> torch.device:
-    """The device of this rank: GPU LOCAL_RANK, or the only one that it can see; without torchrun, the current one."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    module = torch.get_device_module(device_type)
-    count = module.device_count()
-    local_rank = int(os.environ.get("LOCAL_RANK", module.current_device()))
-    if local_rank >= count > 1:
-        raise MeshError(
-            describe(
-                "tensor-parallel ranks",
-                got=f"local rank {local_rank} on a node with {count} {device_type} devices",
-                expected="at most one rank a device",
-                fix=f"Launch with torchrun --nproc-per-node {count}.",
-            )
-        )
-    return torch.device(device_type, local_rank if local_rank < count else 0)

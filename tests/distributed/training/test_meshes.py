@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.models import PROMPTS, relative
-from tests.support.pool import Pool
+from tests.support.pool import Pool, WorkerError
 
 pytestmark = pytest.mark.distributed
 
@@ -101,3 +102,30 @@ def test_meshes_that_do_not_fit_are_one_error_on_all_ranks(pool: Pool, cases: An
             assert text in said[name], (rank, said[name])
         own = f"device_mesh: got one of ranks [0, 1] on rank {rank}, expected one that this rank is in"
         assert few == "2" if rank < 2 else few.startswith(own)
+
+
+def ranks_of_srun(folder: str, address: bool) -> tuple[int, int]:
+    """As srun starts a rank, which knows nothing of torchrun."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    saved = {name: os.environ.pop(name) for name in names}
+    theirs = {"SLURM_PROCID": "RANK", "SLURM_STEP_NUM_TASKS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK"}
+    os.environ.update({name: saved[ours] for name, ours in theirs.items()})
+    try:
+        if address:
+            os.environ.update({name: saved[name] for name in ("MASTER_ADDR", "MASTER_PORT")})
+        model = load(folder)
+        return model.tp_group.rank, model.tp_size
+    finally:
+        for name in theirs:
+            del os.environ[name]
+        os.environ.update(saved)
+
+
+def test_ranks_that_srun_started(pool: Pool, cases: Any) -> None:
+    folder = cases(9, 3).folder
+    assert pool.run(2, ranks_of_srun, folder, True) == [(0, 2), (1, 2)]
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, ranks_of_srun, folder, False)
+    assert len(caught.value.errors) == 2
+    for error in caught.value.errors.values():
+        assert error.startswith("MeshError: ranks of srun: got no MASTER_ADDR and no MASTER_PORT in the environment")

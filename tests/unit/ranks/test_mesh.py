@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from tp_transformers.ranks import mesh
 from tp_transformers.ranks.mesh import TensorParallelGroup
 
 
+@dataclass(frozen=True)
+class OnNodes(TensorParallelGroup):
+    """One rank of several, without the others, each on a node of a name."""
+
+    nodes: ClassVar[list[str]] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        """The names of all ranks' nodes, and nothing else."""
+        return self.nodes if value == self.nodes[self.rank] else [value] * self.size
+
+    def together(self, function: Any) -> Any:
+        """Run by this rank alone."""
+        return function()
+
+
 @pytest.mark.parametrize(
-    ("ranks", "ranks_a_node", "first"),
-    [
-        ([0], 1, [0]),
-        ([0, 1, 2, 3], 4, [0]),
-        ([0, 1, 2, 3], 2, [0, 2]),
-        ([4, 5, 6, 7], 8, [4]),
-        ([1, 3, 5, 7], 4, [1, 5]),
-        ([1, 3, 5], 2, [1, 3, 5]),
-    ],
+    ("nodes", "first"), [("a", [0]), ("aaaa", [0]), ("aabb", [0, 2]), ("abab", [0, 1]), ("bbaac", [0, 2, 4])]
 )
-def test_the_first_rank_of_every_node(
-    ranks: list[int], ranks_a_node: int, first: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_rank_of_every_node(nodes: str, first: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OnNodes, "nodes", list(nodes))
     found = []
-    mesh: Any = SimpleNamespace(mesh=torch.tensor(ranks))
-    for number, rank in enumerate(ranks):
-        monkeypatch.setenv("LOCAL_RANK", str(rank % ranks_a_node))
-        if TensorParallelGroup(mesh, number, len(ranks), torch.device("cpu")).is_first_on_node:
+    for rank, node in enumerate(nodes):
+        monkeypatch.setattr(mesh, "node_name", lambda node=node: node)
+        group = OnNodes(None, rank, len(nodes), torch.device("cpu"))
+        if group.first_on_node(lambda is_first: is_first):
             found.append(rank)
     assert found == first
-
-
-def test_without_torchrun_all_ranks_are_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    mesh: Any = SimpleNamespace(mesh=torch.tensor([0, 1]))
-    groups = [TensorParallelGroup(mesh, rank, 2, torch.device("cpu")) for rank in range(2)]
-    assert [group.is_first_on_node for group in groups] == [True, False]

@@ -217,15 +217,25 @@ def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, sender: int, 
 
 @contextmanager
 def _gloo(group: TensorParallelGroup) -> Iterator[dist.ProcessGroup | None]:
-    """A process group that sends between CPUs: the axis' own, or one beside it."""
-    if group.size == 1 or group.device.type == "cpu":
+    """A process group that sends between CPUs: the axis' own, or one beside it where that has no gloo.
+
+    torch names a group of some ranks by how many groups its process knows. Where ranks know different numbers, as with
+    groups of the user's own, those that know less first make groups of themselves alone.
+    """
+    if group.size == 1 or "gloo" in dist.get_backend_config(group.process_group):
         yield group.process_group
         return
-    channel = dist.new_group(group.global_ranks, backend="gloo", use_local_synchronization=True)
+    known = group.gather(len(dist.distributed_c10d._world.pg_names))
+    made = [
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        for _ in range(max(known) - known[group.rank])
+    ]
+    made.append(dist.new_group(group.global_ranks, backend="gloo", use_local_synchronization=True))
     try:
-        yield channel
+        yield made[-1]
     finally:
-        dist.destroy_process_group(channel)
+        for each in made:
+            dist.destroy_process_group(each)
 
 
 @contextmanager
