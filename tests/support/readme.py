@@ -16,9 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import tp_transformers
-from tp_transformers.plans.catalogue import catalogue
+from tp_transformers.plans.listing import catalogue
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 STRATEGIES_PAGE = ROOT / "tp_transformers" / "strategies" / "README.md"
 PAGES = [
