@@ -30,7 +30,7 @@ from .strategies import (
     get_tensor_shard,
     local_tensor,
 )
-from .strategies.cross_entropy import vocab_parallel_cross_entropy
+from .strategies.loss.cross_entropy import vocab_parallel_cross_entropy
 from .training.clip import clip_grad_norm_, parameter_groups
 from .training.data_parallel import data_parallel
 from .training.partition import Partition, partition

@@ -26,7 +26,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..ranks.collectives import Group, all_gather_uneven
 from ..ranks.mesh import TensorParallelGroup, random_state, set_random_state
-from ..strategies import SequenceBlock, TensorParallelLayer
+from ..strategies import TensorParallelLayer
 from ..strategies.regions.sequence import is_cut
 
 _STEP = 0x9E3779B97F4A7C15
@@ -68,17 +68,17 @@ class OwnRandomness:
         self.draws = module.training and _drops(module)
         children = list(module.children()) if self.draws else []
         self.children = WeakSet(children)
-        on_parts = any(isinstance(_strategy(child), SequenceBlock) for child in children)
+        on_parts = any(strategy is not None and strategy.joins_sequence for strategy in map(_strategy, children))
         for child in children:
             strategy = _strategy(child)
             if child in self.hooked or (strategy is None and not on_parts):
                 continue
             self.hooked.add(child)
-            if isinstance(strategy, SequenceBlock):
+            if strategy is None:
+                child.register_forward_pre_hook(self.enter_part)
+            elif strategy.joins_sequence:
                 child.register_forward_pre_hook(self.leave)
                 child.register_forward_hook(self.enter_part)
-            elif strategy is None:
-                child.register_forward_pre_hook(self.enter_part)
             elif strategy.takes_sharded_input:
                 child.register_forward_pre_hook(self.leave)
             elif strategy.leaves_sharded_output:

@@ -23,13 +23,10 @@ from ..plans.rules import Plan
 from ..plans.shares import check_layers_are_cut
 from ..ranks.mesh import TensorParallelGroup
 from ..strategies import (
-    BatchWhole,
     LocalConfig,
     ParamShard,
-    SequenceBlock,
     TensorParallelLayer,
     attach,
-    passes_dtensors,
 )
 from ..training.clip import split_steps
 from .adapters.files import load_adapter, save_adapter
@@ -232,7 +229,7 @@ def parallelize(
 
     # 4. Communication.
     if group.device_mesh is not None:
-        takes_dtensors = any(map(passes_dtensors, resolution.module_strategies.values()))
+        takes_dtensors = any(strategy.passes_dtensors for strategy in resolution.module_strategies.values())
         for name, strategy in _owners(resolution).items():
             module = model.get_submodule(name)
             own = {param: shards[f"{name}.{param}".lstrip(".")] for param, _ in module.named_parameters(recurse=False)}
@@ -244,11 +241,11 @@ def parallelize(
         for name in dict.fromkeys(
             name.rpartition(".")[0]
             for name, strategy in resolution.module_strategies.items()
-            if strategy.leaves_sharded_output or isinstance(strategy, SequenceBlock)
+            if strategy.leaves_sharded_output or strategy.joins_sequence
         ):
             OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
         for name, strategy in resolution.module_strategies.items():
-            if isinstance(strategy, BatchWhole):  # after what is inside: its own states begin in the shared one
+            if strategy.draws_alike:  # after what is inside: its own states begin in the shared one
                 SharedRandomness(group).attach(model.get_submodule(name))
 
     # 5. The model knows what it is, and so does what is put around it.

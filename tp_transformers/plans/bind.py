@@ -18,10 +18,8 @@ from ..strategies import (
     STRATEGIES,
     MoEExpertsParallel,
     ParamShard,
-    RegionBlock,
     ReplicateParallel,
     ReplicateSumGradParallel,
-    StyleParallel,
     TensorParallelLayer,
     style_hint,
 )
@@ -211,14 +209,14 @@ class _Resolver:
         """A copy of the rule's strategy for the module `owner`, or for the parameter `name` of it."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
         if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in set(cut.whole.values())):
-            if isinstance(strategy, StyleParallel):
+            if strategy is not None and strategy.cuts_as_torch:
                 self.faults.append(
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
                     "cannot cut then; use strategies by name there, or leave the attention out"
                 )
             # Its heads are whole, but the sequence or the batch is cut.
-            around = strategy.around_whole if isinstance(strategy, RegionBlock) else ReplicateParallel()
-            return around.bind(module, self.size, name=name)
+            around = strategy.around_whole if strategy is not None else None
+            return (around or ReplicateParallel()).bind(module, self.size, name=name)
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
         absent = [width for width in rule.widths if not isinstance(vars(module).get(width), int)]
@@ -260,7 +258,8 @@ class _Resolver:
                 )
         for name, rule in param_rules.items():
             owner = name.rpartition(".")[0]
-            if isinstance(self.modules[owner], nn.Linear | nn.Embedding) or isinstance(rule.instance, StyleParallel):
+            is_style = rule.instance is not None and rule.instance.cuts_as_torch
+            if isinstance(self.modules[owner], nn.Linear | nn.Embedding) or is_style:
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
 
     def _lay_out(self, param_strategies: Mapping[str, TensorParallelLayer]) -> dict[str, Layout | None]:

@@ -1,56 +1,26 @@
-"""Strategies: how one module is split, and what its forward communicates. `ParallelInterface` maps names to them.
+"""Strategies: how one module is cut over the ranks, and the communication of its forward. See README.md."""
 
-A new strategy is one class in one file of this folder, and one line in `_BUILT_IN`.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Iterator, MutableMapping
-
-from torch.distributed.tensor import Replicate
-
-from ..errors import PlanError, describe
-from .attach import LocalConfig, attach, begun_forward, cut_module
-from .base import TensorParallelLayer
-from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
+from .attach import LocalConfig, attach, begun_forward
+from .base import TensorParallelLayer, cut_module
+from .experts import IsolatedParallel, MoEExpertsParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
-from .local import (
-    AllReduceParallel,
-    GatherParallel,
-    LocalColwiseParallel,
-    LocalPackedColwiseParallel,
-    LocalPackedRowwiseParallel,
-    LocalRowwiseParallel,
-)
-from .loss_head import LossColwiseParallel, LossParallel
+from .local import GatherParallel
 from .regions.batch import BatchStates, batch_sharded, same_inputs
 from .regions.batch_blocks import BATCH_SHARDED, BatchGather, BatchWhole
-from .regions.region import RegionBlock
-from .regions.sequence import (
-    SequenceBlock,
-    SequenceGatherParallel,
-    SequenceParallel,
-    SequenceParallelRep,
-    SequenceScatterParallel,
-    SequenceStatesParallel,
-    SequenceWholeParallel,
-)
-from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
-from .shard import (
+from .regions.sequence import SequenceParallel
+from .registry import STRATEGIES, ParallelInterface
+from .replicate import ReplicateParallel, ReplicateSumGradParallel
+from .shards.shard import (
     ParamShard,
     full_tensor,
-    get_packed_weights,
-    get_tensor_shard,
     layout_of,
     local_tensor,
     settle_gradient,
     shard_of,
-    take,
-    undo_partition,
     whole_like,
 )
-from .sharded_norm import AlibiParallel, MlaKvAProjParallel, ShardedNormParallel
-from .torch_style import StyleParallel, as_strategy, passes_dtensors, style_hint
+from .shards.slicing import get_packed_weights, get_tensor_shard, take, undo_partition
+from .torch_style import as_strategy, style_hint
 
 __all__ = [
     "BATCH_SHARDED",
@@ -62,21 +32,15 @@ __all__ = [
     "GatherParallel",
     "IsolatedParallel",
     "LocalConfig",
-    "LossColwiseParallel",
-    "MlaKvAProjParallel",
     "MoEExpertsParallel",
     "PackedColwiseParallel",
     "PackedRowwiseParallel",
     "ParallelInterface",
     "ParamShard",
-    "RegionBlock",
     "ReplicateParallel",
     "ReplicateSumGradParallel",
     "RowwiseParallel",
-    "SequenceBlock",
     "SequenceParallel",
-    "ShardedNormParallel",
-    "StyleParallel",
     "TensorParallelLayer",
     "as_strategy",
     "attach",
@@ -88,90 +52,11 @@ __all__ = [
     "get_tensor_shard",
     "layout_of",
     "local_tensor",
-    "passes_dtensors",
+    "same_inputs",
     "settle_gradient",
     "shard_of",
     "style_hint",
-    "same_inputs",
     "take",
     "undo_partition",
     "whole_like",
 ]
-
-_BUILT_IN: dict[str, TensorParallelLayer] = {
-    "colwise": ColwiseParallel(),
-    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
-    "rowwise": RowwiseParallel(),
-    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    "packed_colwise": PackedColwiseParallel(),
-    "packed_rowwise": PackedRowwiseParallel(),
-    "embedding_rowwise": RowwiseParallel(),
-    "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
-    "local": IsolatedParallel(),
-    "local_colwise": LocalColwiseParallel(use_dtensor=False),
-    "local_rowwise": LocalRowwiseParallel(use_dtensor=False),
-    "local_packed_colwise": LocalPackedColwiseParallel(use_dtensor=False),
-    "local_packed_rowwise": LocalPackedRowwiseParallel(use_dtensor=False),
-    "gather": GatherParallel(),
-    "colwise_loss": LossColwiseParallel(),
-    "loss_parallel": LossParallel(),
-    "sequence_scatter": SequenceScatterParallel(),
-    "sequence_parallel": SequenceParallel(),
-    "sequence_parallel_rep": SequenceParallelRep(),
-    "sequence_gather": SequenceGatherParallel(),
-    "sequence_whole": SequenceWholeParallel(),
-    "sequence_states": SequenceStatesParallel(),
-    "sharded_norm": ShardedNormParallel(),
-    "alibi": AlibiParallel(),
-    "replicate": ReplicateParallel(),
-    "replicate_once": ReplicateOnceParallel(),
-    # The names that transformers 5 uses in the plans that its classes declare.
-    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
-    "replicated_with_grad_allreduce": ReplicateSumGradParallel(),
-    "all_reduce": AllReduceParallel(),
-    "moe_tp_experts": MoEExpertsParallel(),
-    "moe_identity_expert": IdentityExpertParallel(),
-    "mla_kv_a_proj": MlaKvAProjParallel(),
-    "local_params": TensorParallelLayer(),
-}
-
-
-class ParallelInterface(MutableMapping[str, TensorParallelLayer]):
-    """Names to strategies: the built-in ones, and what `register_strategy` adds."""
-
-    def __init__(self) -> None:
-        self._strategies = dict(_BUILT_IN)
-
-    def register_strategy(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
-        """Make `strategy` (a class or an instance) available to plans as `name`; replaces one of that name."""
-        self[name] = strategy  # type: ignore[assignment]
-
-    def __getitem__(self, name: str) -> TensorParallelLayer:
-        return self._strategies[name]
-
-    def __setitem__(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
-        instance = as_strategy(strategy() if isinstance(strategy, type) else strategy)
-        if not isinstance(instance, TensorParallelLayer):
-            raise PlanError(
-                describe(
-                    f"strategy {name!r}",
-                    got=repr(strategy),
-                    expected="a TensorParallelLayer class or instance, or a style of torch",
-                    fix="Inherit from tp_transformers.TensorParallelLayer.",
-                )
-            )
-        self._strategies[name] = instance
-
-    def __delitem__(self, name: str) -> None:
-        del self._strategies[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._strategies)
-
-    def __len__(self) -> int:
-        return len(self._strategies)
-
-
-STRATEGIES = ParallelInterface()
-"""The strategies that plans can name."""

@@ -6,47 +6,21 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import dropwhile, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..ranks.mesh import TensorParallelGroup
 from ..slices.layout import even
-from .scaler import share_found_inf
-from .shard import ParamShard, local_tensor, whole_like
-
-if TYPE_CHECKING:
-    from .base import TensorParallelLayer
-
-
-def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
-    """Cut the whole parameters of `module` as the bound `strategy` says, and let it communicate.
-
-    All ranks take the values of rank 0, and have to call it. Parameters on the meta device stay there.
-    """
-    mesh, shards = group.device_mesh, {}
-    assert mesh is not None
-    for name, param in list(module.named_parameters(recurse=False)):
-        if hasattr(param, "tp_part"):  # of another module that it is tied to
-            module._parameters[name] = param.tp_part
-        elif not hasattr(param, "tp_shard"):
-            whole = param.data if param.is_meta else param.data.to(group.device)
-            if not param.is_meta:
-                dist.broadcast(whole, group=group.process_group, group_src=0)
-            shard = strategy.shard(name, param.shape, group)
-            part = strategy.partition_tensor(whole, whole_like(param), name, None, True, group.rank, mesh)
-            own = local_tensor(part).clone()  # type: ignore[arg-type]
-            param.tp_part = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]
-        shards[name] = module._parameters[name].tp_shard  # type: ignore[union-attr]
-    attach(module, strategy, shards, mesh)
+from .communication import Communication
+from .shards.scaler import share_found_inf
+from .shards.shard import ParamShard
 
 
 def attach(
     module: nn.Module,
-    strategy: TensorParallelLayer,
+    strategy: Communication,
     shards: Mapping[str, ParamShard],
     mesh: DeviceMesh,
     *,
@@ -73,8 +47,8 @@ def attach(
         return
     rank = mesh.get_local_rank()
 
-    def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        strategy: TensorParallelLayer = mod.tp_strategy  # type: ignore[assignment]
+    def begin(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        strategy: Communication = mod.tp_strategy  # type: ignore[assignment]
         forward = Forward({**dict(zip(strategy.arguments, args, strict=False)), **kwargs})
         outer: list[Forward] = mod.tp_forwards  # type: ignore[assignment]
         is_local = any(other.replaced is not None for other in outer)
@@ -83,7 +57,7 @@ def attach(
         names = _input_names(strategy.arguments, args, kwargs)
         inputs = (*args, *(kwargs[name] for name in names))
         given = len(inputs)
-        inputs = strategy._prepare_input_fn(strategy.input_layouts, strategy.desired_input_layouts, mod, inputs, mesh)
+        inputs = strategy.before(mod, inputs, mesh)
         if not is_local:
             is_dtensor = any(isinstance(value, DTensor) for value in inputs)
             forward.replaced = (
@@ -96,8 +70,8 @@ def attach(
         forward.given = {}
         return args, kwargs
 
-    def after(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        strategy: TensorParallelLayer = mod.tp_strategy  # type: ignore[assignment]
+    def end(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        strategy: Communication = mod.tp_strategy  # type: ignore[assignment]
         forwards: list[Forward] = mod.tp_forwards  # type: ignore[assignment]
         if not forwards:  # another hook raised before this forward began
             return None
@@ -108,12 +82,12 @@ def attach(
             if output is None:  # the forward raised
                 strategy.interrupted(mod)
                 return None
-            return strategy._prepare_output_fn(strategy.output_layouts, strategy.use_local_output, mod, output, mesh)
+            return strategy.after(mod, output, mesh)
         finally:
             forwards.pop()
 
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
+    module.register_forward_pre_hook(begin, with_kwargs=True)
+    module.register_forward_hook(end, always_call=True)
 
 
 class Forward:
@@ -183,7 +157,7 @@ def _enter_dtensor_view(
 
 
 def _enter_local_view(
-    module: nn.Module, strategy: TensorParallelLayer, views: Mapping[str, ParamShard], rank: int
+    module: nn.Module, strategy: Communication, views: Mapping[str, ParamShard], rank: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Let the module see local tensors in place of its parameters; returns what was there."""
     parameters = module._parameters

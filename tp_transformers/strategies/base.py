@@ -3,66 +3,55 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..anatomy.linears import holds_experts
 from ..errors import PlanError
 from ..ranks.mesh import TensorParallelGroup, join
-from ..slices.layout import Layout, Split, even, packed
+from ..slices.layout import Layout, Split
 from ..slices.lazy import LazyTensor
-from .attach import cut_module
-from .shard import ParamShard, shard_of, take, undo_partition
-from .trace import traced_layout
-
-Placements = Sequence[Placement] | Placement | None
+from .attach import attach
+from .communication import Communication, Placements, only
+from .shards.shard import ParamShard, local_tensor, shard_of, whole_like
+from .shards.slicing import split_of, take, undo_partition
+from .shards.trace import traced_layout
 
 EXPERT_UNIT = 8
 """Features of an expert that stay together: torch's grouped matmul wants row strides that are multiples of 16 bytes,
 which 8 features are in every floating-point dtype of 2 bytes or more."""
 
 
-class TensorParallelLayer(ParallelStyle):
-    """How one module (or parameter) is split, and what its forward has to communicate.
+class TensorParallelLayer(Communication, ParallelStyle):
+    """Strategy: how one module (or parameter) is cut over the ranks, and the communication of its forward.
 
     A strategy of your own is a subclass. To cut parameters, implement `split_dim` (cut along a dim, evenly or by heads)
-    or `partition_tensor` (cut in your own way). To communicate, implement `_prepare_input_fn` and `_prepare_output_fn`,
-    which run before and after the module's forward; in between, the module computes with this rank's local tensors (or
-    with DTensor parameters, if `_prepare_input_fn` returned a DTensor).
+    or `partition_tensor` (cut in your own way). To communicate, implement `before` and `after` the module's forward (or
+    their static forms); in between, the module computes with this rank's local tensors (or with DTensor parameters, if
+    `before` returned a DTensor). Plans, checks and commands ask a strategy for nothing but the attributes below and
+    those of `Communication`.
 
-    One instance serves as a template; every module that a rule matches gets its own copy, bound to it.
-
-    It is a style of torch too, so that `torch.distributed.tensor.parallel.parallelize_module` can apply it to a part of
-    any model whose parameters are whole.
+    One instance serves as a template; every module that a rule matches gets its own copy, bound to it. It is a style of
+    torch too, which `torch.distributed.tensor.parallel.parallelize_module` applies to unsharded modules of any model.
     """
 
-    hidden: tuple[str, ...] = ()
-    """Parameters that the local forward must not see (a bias that may be added only once)."""
     added_once: tuple[str, ...] = ()
-    """Parameters that every rank holds whole, and that only rank 0 adds to outputs that are summed over the ranks."""
+    """Replicated parameters that only rank 0 adds to outputs that are summed over the ranks."""
     sums_gradients: bool = False
-    """Whether every rank has only a part of the gradient of parameters that it holds whole (backward: all-reduce)."""
-    sums_output: bool = False
-    """Whether outputs are summed over the ranks, so that a parameter that all of them hold whole would count twice."""
-    leaves_partial_output: bool = False
-    """Whether outputs are parts of a sum over the ranks, which something around the module has to add up."""
-    cuts_sequence = False
-    """Whether what follows computes on this rank's part of the sequence."""
-    splits_batch = False
-    """Whether the module takes samples of each rank's own, and computes on those of all ranks."""
+    """True if every rank has only a part of the gradient of replicated parameters (backward: all-reduce)."""
+    cuts_as_torch = False
+    """True for a style of torch: it cuts modules only, in torch.chunk's pieces, without heads."""
     wraps_whole = False
-    """Whether a parameter that every rank holds whole is a replicated DTensor, for a module that is given DTensors."""
+    """True if a replicated parameter is a replicated DTensor, for a module that is given DTensors."""
     parts: int | Sequence[int | str] | None = None
-    """Of a fused projection: how many equal parts, or their lengths; each is cut by itself."""
-
-    arguments: tuple[str, ...] = ()
-    """Names of the arguments of the module's forward that can be given by position, once it is attached."""
+    """Number of equal parts of a fused projection, or their lengths; each is cut by itself."""
 
     def __init__(
         self,
@@ -182,22 +171,7 @@ class TensorParallelLayer(ParallelStyle):
         return self._splits[length, size, unit]
 
     def _cut(self, length: int, size: int, unit: int) -> Split:
-        if self.split is not None:
-            if not self.split.length or length % self.split.length:
-                raise ValueError(f"its {length} features are not {self.split.length} whole heads")
-            return self.split.scaled(length // self.split.length)
-        if self.parts is None:
-            return even(length, size, unit=unit)
-        if isinstance(self.parts, int):
-            if self.parts < 1 or length % self.parts:
-                raise ValueError(f"{length} features are not {self.parts} equal parts")
-            return packed([even(length // self.parts, size, unit=unit)] * self.parts)
-        lengths = [part for part in self.parts if isinstance(part, int) and part > 0]
-        if not lengths or len(lengths) < len(self.parts):
-            raise ValueError(f"parts {list(self.parts)} are not lengths, and no attention gives their heads")
-        if sum(lengths) != length:
-            raise ValueError(f"it has length {length}, its parts add up to {sum(lengths)}")
-        return packed([even(part, size, unit=unit) for part in lengths])
+        return split_of(length, size, unit, self.split, self.parts)
 
     def partition_tensor(
         self,
@@ -256,97 +230,59 @@ class TensorParallelLayer(ParallelStyle):
         cut_module(module, bound, group)
         return module
 
-    @property
-    def takes_sharded_input(self) -> bool:
-        """Whether the module's features may arrive sharded over the ranks."""
-        return isinstance(only(self.input_layouts), Shard)
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """Strategies of the matrices A and B of a LoRA adapter on the module: A's input is the module's, B's output is
+        added to the module's. Raises NotImplementedError where no adapter can follow the cut.
+        """
+        raise NotImplementedError
 
     @property
-    def leaves_sharded_output(self) -> bool:
-        """Whether the module's features leave sharded over the ranks."""
-        return isinstance(only(self.output_layouts), Shard)
+    def around_whole(self) -> TensorParallelLayer | None:
+        """Strategy of the module where its attention is replicated after all; None for `replicate`."""
+        return None
+
+    @property
+    def passes_dtensors(self) -> bool:
+        """True if modules inside or after this one may be given DTensors."""
+        return self.cuts_as_torch or not self.use_local_output
+
+    @property
+    def replicates(self) -> bool:
+        """True if every rank holds complete parameters, whatever the module."""
+        own, base = type(self), TensorParallelLayer
+        return own.split_dim is base.split_dim and own.partition_tensor is base.partition_tensor
 
     @property
     def is_built_in(self) -> bool:
         """True for a class of this package, whose attributes tell all that it communicates."""
         return type(self).__module__.startswith(f"{__package__}.")
 
-    def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Called once the parameters of `module` are cut: `shards` is what this rank holds, by name in the module."""
-
-    @property
-    def acts(self) -> bool:
-        """Whether the forward of the module needs more than its parameters as they are."""
-        own, base = type(self), TensorParallelLayer
-        return bool(self.hidden or self.widths) or any(getattr(own, name) is not getattr(base, name) for name in _ACTS)
-
-    def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """Attributes of the module that have another value while it computes with this rank's tensors."""
-        return {}
-
-    def interrupted(self, module: nn.Module) -> None:
-        """Called in place of `_prepare_output_fn` where the module's forward raised."""
-
-    def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
-        """What the local forward sees in place of the hidden parameter `name`."""
-        return None
-
-    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
-        """Turn keyword arguments of the module's forward into what its local forward needs."""
-        return keywords
-
-    def prepare_beside(
-        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turn all arguments into what the local forward needs, once `_prepare_input_fn` has turned the first."""
-        return args, keywords
-
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        """Turn the module's inputs into what its local forward needs. The bound strategy is `mod.tp_strategy`.
-
-        `inputs` are the module's arguments in the order of its forward's signature, also where they came by keyword,
-        up to the first that is left out.
-        """
-        return inputs
-
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements,
-        use_local_output: bool,
-        mod: nn.Module,
-        outputs: Any,
-        device_mesh: DeviceMesh,
-    ) -> Any:
-        """Turn what the local forward returned into the module's output. The bound strategy is `mod.tp_strategy`."""
-        return outputs
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(input={only(self.input_layouts)}, output={only(self.output_layouts)})"
 
 
-_ACTS: tuple[str, ...] = ("_prepare_input_fn", "_prepare_output_fn", "prepare_keywords", "prepare_beside")
-_ACTS += ("local_attributes", "interrupted")
+def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
+    """Cut the whole parameters of `module` as the bound `strategy` says, and let it communicate.
+
+    All ranks take the values of rank 0, and have to call it. Parameters on the meta device stay there.
+    """
+    mesh, shards = group.device_mesh, {}
+    assert mesh is not None
+    for name, param in list(module.named_parameters(recurse=False)):
+        if hasattr(param, "tp_part"):  # of another module that it is tied to
+            module._parameters[name] = param.tp_part
+        elif not hasattr(param, "tp_shard"):
+            whole = param.data if param.is_meta else param.data.to(group.device)
+            if not param.is_meta:
+                dist.broadcast(whole, group=group.process_group, group_src=0)
+            shard = strategy.shard(name, param.shape, group)
+            part = strategy.partition_tensor(whole, whole_like(param), name, None, True, group.rank, mesh)
+            own = local_tensor(part).clone()  # type: ignore[arg-type]
+            param.tp_part = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]
+        shards[name] = module._parameters[name].tp_shard  # type: ignore[union-attr]
+    attach(module, strategy, shards, mesh)
 
 
 def _is_distributed(param: Tensor) -> bool:
     shard = shard_of(param)
     return isinstance(param, DTensor) or (shard is not None and shard.layout is not None)
-
-
-def only(layouts: Placements) -> Placement | None:
-    """The one placement of a 1-D mesh."""
-    return layouts[0] if isinstance(layouts, Sequence) else layouts
-
-
-def as_sharded(x: Tensor, dim: int, length: int, mesh: DeviceMesh) -> DTensor:
-    """The DTensor of `length` along `dim` of which this rank holds `x`; what it holds is what torch.chunk gives it."""
-    shape = torch.Size((*x.shape[:dim], length, *x.shape[dim + 1 :]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)

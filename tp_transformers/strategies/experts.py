@@ -22,9 +22,9 @@ from torch.nn.functional import pad
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from ..slices.layout import Split
 from .attach import LocalConfig
-from .base import Placements, TensorParallelLayer
+from .base import TensorParallelLayer
 from .local import to_local
-from .shard import ParamShard
+from .shards.shard import ParamShard
 
 
 class IsolatedParallel(TensorParallelLayer):
@@ -48,7 +48,7 @@ class IsolatedParallel(TensorParallelLayer):
         return 0 if self.holds_experts else None
 
     def _cut(self, length: int, size: int, unit: int) -> Split:
-        if length < size:
+        if self.holds_experts and length < size:
             raise ValueError(
                 f"{length} experts cannot be spread over {size} ranks, each of which needs one; cut every expert "
                 f"(packed_colwise, rowwise), or use at most {length} ranks"
@@ -70,34 +70,26 @@ class IsolatedParallel(TensorParallelLayer):
         local = {"num_experts": self.experts.widths[rank], "_is_expert_parallel": True}
         return {name: value for name, value in local.items() if name in module.__dict__}
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        inputs, experts = to_local(inputs), mod.tp_strategy.experts  # type: ignore[union-attr]
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
+        inputs, experts = to_local(inputs), self.experts
         if not isinstance(experts, Split):
             return inputs
-        start, stop = experts.ranges[device_mesh.get_local_rank()][0]
+        start, stop = experts.ranges[mesh.get_local_rank()][0]
         if len(inputs) == 1:  # tokens come sorted by expert: (experts * tokens, hidden)
             by_expert = inputs[0].view(experts.length, -1, inputs[0].shape[-1])
             return (by_expert[start:stop].reshape(-1, inputs[0].shape[-1]),)
         states, ids, weights, *others = inputs
         here = (ids >= start) & (ids < stop)
-        elsewhere = stop - start if _skips_unknown_experts(mod) else 0
+        elsewhere = stop - start if _skips_unknown_experts(module) else 0
         return (states, torch.where(here, ids - start, elsewhere), weights.masked_fill(~here, 0), *others)
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        experts = mod.tp_strategy.experts  # type: ignore[union-attr]
-        if not isinstance(experts, Split) or _is_routed(mod):
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        experts = self.experts
+        if not isinstance(experts, Split) or _is_routed(module):
             return outputs
-        start, stop = experts.ranges[device_mesh.get_local_rank()][0]
+        start, stop = experts.ranges[mesh.get_local_rank()][0]
         by_expert = outputs.view(stop - start, -1, outputs.shape[-1])
         return pad(by_expert, (0, 0, 0, 0, start, experts.length - stop)).flatten(0, 1)
 
@@ -114,41 +106,27 @@ class MoEExpertsParallel(IsolatedParallel):
         """Nothing: the parameters have rules of their own."""
         return None
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
         # Every rank routes alike, but has only a part of the gradient of what it routes, and of the weights.
         inputs = tuple(
-            copy_to_region(value, device_mesh.get_group()) if isinstance(value, Tensor) else value
+            copy_to_region(value, mesh.get_group()) if isinstance(value, Tensor) else value
             for value in to_local(inputs)
         )
-        return IsolatedParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        return super().before(module, inputs, mesh)
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        outputs = IsolatedParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
-        return reduce_from_region(outputs, device_mesh.get_group())
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        outputs = super().after(module, outputs, mesh)
+        return reduce_from_region(outputs, mesh.get_group())
 
 
 class IdentityExpertParallel(TensorParallelLayer):
     """An expert that returns its input, on every rank: their outputs are summed, so it is divided by their number."""
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        return (inputs[0] / device_mesh.size(), *inputs[1:])
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
+        return (inputs[0] / mesh.size(), *inputs[1:])
 
 
 def _is_routed(module: nn.Module) -> bool:

@@ -14,8 +14,10 @@ from ..errors import PlanError, describe
 from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..slices.layout import Layout, Split, even
 from .attach import forward_of
-from .base import Placements, TensorParallelLayer, as_sharded, only
-from .shard import take
+from .base import TensorParallelLayer
+from .communication import as_sharded, only
+from .replicate import ReplicateParallel
+from .shards.slicing import take
 
 LAST = -1
 """The feature dim of activations: (..., features)."""
@@ -27,9 +29,9 @@ class _WeightParallel(TensorParallelLayer):
     is_transposed = False
     """Whether the weight is (in, out), as that of GPT-2's Conv1D."""
     in_features = 0
-    """Input features of the module, whole: the rows of an embedding."""
+    """Input features of the unsharded module: the rows of an embedding."""
     out_features = 0
-    """Output features of the module, whole."""
+    """Output features of the unsharded module."""
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
         """See `TensorParallelLayer.bind`; the module's features are read here, once."""
@@ -95,42 +97,52 @@ class ColwiseParallel(_WeightParallel):
 
     @property
     def output_split(self) -> Split:
-        """Which output features each rank computes."""
+        """Split of the output features over the ranks."""
         return self.cut(self.out_features, self.size)
+
+    @property
+    def sharded_output(self) -> Split | None:
+        """See `Communication.sharded_output`."""
+        return self.output_split if self.leaves_sharded_output else None
+
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: A is replicated, B cut as the layer is."""
+        if self.takes_sharded_input or not self.use_local_output:
+            raise NotImplementedError
+        return ReplicateParallel(), ColwiseParallel(output_layouts=only(self.output_layouts))
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The width that a Conv1D gives its output."""
         return {"nf": self.output_split.widths[rank]} if self.is_transposed else {}
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        x, strategy = inputs[0], mod.tp_strategy
-        assert isinstance(strategy, ColwiseParallel)
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
+        x = inputs[0]
         if isinstance(x, DTensor):
-            x = x.redistribute(device_mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+            x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         else:
-            if isinstance(only(input_layouts), Shard):
-                widths = even(strategy.in_features, strategy.size).widths
-                x = gather_from_region(x, widths, device_mesh.get_group())
-            elif not strategy.is_embedding:
-                strategy.check_width(x, strategy.in_features)
-            x = copy_to_region(x, device_mesh.get_group())
+            if isinstance(only(self.input_layouts), Shard):
+                widths = even(self.in_features, self.size).widths
+                x = gather_from_region(x, widths, mesh.get_group())
+            elif not self.is_embedding:
+                self.check_width(x, self.in_features)
+            x = copy_to_region(x, mesh.get_group())
         return (x, *inputs[1:])
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        strategy: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
-        if isinstance(only(output_layouts), Replicate):
-            outputs = gather_from_region(outputs, strategy.output_split.widths, device_mesh.get_group())
-        return outputs if use_local_output else _as_dtensor(outputs, only(output_layouts), mod, device_mesh)
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        if isinstance(only(self.output_layouts), Replicate):
+            outputs = gather_from_region(outputs, self.output_split.widths, mesh.get_group())
+        if self.use_local_output:
+            return outputs
+        if not isinstance(only(self.output_layouts), Shard):
+            return _as_replicated(outputs, mesh)
+        split = self.output_split
+        if not split.is_chunked:
+            raise ValueError(
+                f"no DTensor placement describes features cut into {split.widths}; use use_local_output=True"
+            )
+        return as_sharded(outputs, outputs.ndim - 1, split.length, mesh)
 
 
 class RowwiseParallel(_WeightParallel):
@@ -145,6 +157,7 @@ class RowwiseParallel(_WeightParallel):
     """
 
     hidden: tuple[str, ...] = ("bias",)
+    sums_own_output = True
 
     def __init__(
         self,
@@ -172,8 +185,19 @@ class RowwiseParallel(_WeightParallel):
 
     @property
     def input_split(self) -> Split:
-        """Which input features, or rows of an embedding, each rank holds."""
+        """Split of the input features, or the rows of an embedding, over the ranks."""
         return self.cut(self.in_features, self.size)
+
+    @property
+    def sharded_input(self) -> Split | None:
+        """See `Communication.sharded_input`."""
+        return self.input_split if self.takes_sharded_input else None
+
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: A is cut as the layer is, B replicated."""
+        if not self.use_local_output:
+            raise NotImplementedError
+        return RowwiseParallel(input_layouts=only(self.input_layouts)), ReplicateParallel()
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """An embedding's `padding_idx`, counted in the local rows."""
@@ -187,49 +211,40 @@ class RowwiseParallel(_WeightParallel):
         """No bias; a Conv1D cannot do without, and gets a zero."""
         return module.weight.new_zeros(1) if self.is_transposed else None  # type: ignore[union-attr,operator]
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        x, strategy = inputs[0], mod.tp_strategy
-        assert isinstance(strategy, RowwiseParallel)
-        if strategy.is_embedding:
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
+        x = inputs[0]
+        if self.is_embedding:
             # Ids of other ranks' rows look up any row here; the output hook zeroes what they found.
-            start, stop = strategy.input_split.ranges[device_mesh.get_local_rank()][0]
+            start, stop = self.input_split.ranges[mesh.get_local_rank()][0]
             # Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
-            outside = ((x >= 0) & (x < start)) | ((x >= stop) & (x < strategy.in_features))
-            forward_of(mod).notes["outside"] = outside
+            outside = ((x >= 0) & (x < start)) | ((x >= stop) & (x < self.in_features))
+            forward_of(module).notes["outside"] = outside
             x = (x - start).masked_fill(outside, 0)
         elif isinstance(x, DTensor):
-            strategy.check_width(x, strategy.in_features)
-            if strategy.input_split.is_chunked:
-                x = x.redistribute(device_mesh, [Shard(x.ndim - 1)]).to_local()
+            self.check_width(x, self.in_features)
+            if self.input_split.is_chunked:
+                x = x.redistribute(mesh, [Shard(x.ndim - 1)]).to_local()
             else:  # no placement describes the cut
-                x = x.redistribute(device_mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-                x = take(x, Layout(x.ndim - 1, strategy.input_split), device_mesh.get_local_rank())
-        elif isinstance(only(input_layouts), Replicate):
-            strategy.check_width(x, strategy.in_features)
-            x = scatter_to_region(x, strategy.input_split.widths, device_mesh.get_group())
+                x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+                x = take(x, Layout(x.ndim - 1, self.input_split), mesh.get_local_rank())
+        elif isinstance(only(self.input_layouts), Replicate):
+            self.check_width(x, self.in_features)
+            x = scatter_to_region(x, self.input_split.widths, mesh.get_group())
         else:
-            strategy.check_width(x, strategy.input_split.widths[device_mesh.get_local_rank()])
+            self.check_width(x, self.input_split.widths[mesh.get_local_rank()])
         return (x, *inputs[1:])
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        outside = forward_of(mod).notes.get("outside")
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        outside = forward_of(module).notes.get("outside")
         if outside is not None:
             outputs = outputs.masked_fill(outside.unsqueeze(LAST), 0)
-        outputs = reduce_from_region(outputs, device_mesh.get_group())
-        bias = mod._parameters.get("bias")
+        outputs = reduce_from_region(outputs, mesh.get_group())
+        bias = module._parameters.get("bias")
         if bias is not None:
             outputs = outputs + (bias.to_local() if isinstance(bias, DTensor) else bias)
-        return outputs if use_local_output else _as_dtensor(outputs, Replicate(), mod, device_mesh)
+        return outputs if self.use_local_output else _as_replicated(outputs, mesh)
 
 
 class PackedColwiseParallel(ColwiseParallel):
@@ -250,12 +265,5 @@ class PackedRowwiseParallel(RowwiseParallel):
         self.parts = parts
 
 
-def _as_dtensor(x: Tensor, layout: Placement | None, mod: nn.Module, mesh: DeviceMesh) -> DTensor:
-    """`x` as a DTensor; raises ValueError where its width is cut in a way that no placement describes."""
-    if not isinstance(layout, Shard):
-        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    strategy: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
-    split = strategy.output_split
-    if not split.is_chunked:
-        raise ValueError(f"no DTensor placement describes features cut into {split.widths}; use use_local_output=True")
-    return as_sharded(x, x.ndim - 1, split.length, mesh)
+def _as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False)

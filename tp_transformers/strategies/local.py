@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..ranks.collectives import copy_to_region, reduce_from_region
-from .base import Placements, TensorParallelLayer
+from .base import TensorParallelLayer
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
+from .replicate import ReplicateSumGradParallel
 
 
 def to_local(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -31,26 +32,21 @@ class _LocalMixin(TensorParallelLayer):
     def check(self, module: nn.Module) -> None:
         """Anything that has parameters along the cut, such as a norm over heads."""
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
         return to_local(inputs)
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
         return outputs
 
 
-def computes_locally(strategy: TensorParallelLayer) -> bool:
-    """Whether it is one of the `local_*` strategies."""
-    return isinstance(strategy, _LocalMixin)
+class _LocalColwiseMixin(_LocalMixin):
+    """The outputs are this rank's features."""
+
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: what B computes with this rank's features sums A's gradient."""
+        return ReplicateSumGradParallel(), LocalColwiseParallel()
 
 
 class _LocalRowwiseMixin(_LocalMixin):
@@ -59,18 +55,25 @@ class _LocalRowwiseMixin(_LocalMixin):
     hidden: tuple[str, ...] = ()
     added_once: tuple[str, ...] = ("bias",)
     leaves_partial_output = True
+    sums_own_output = False
 
     def check(self, module: nn.Module) -> None:
         """An embedding that is cut by rows has to communicate."""
         if self.is_embedding:
             raise ValueError("the rows of an embedding are looked up on all ranks and summed; use embedding_rowwise")
 
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: B computes with parts of a sum, and adds its bias once."""
+        of_b = ReplicateSumGradParallel()
+        of_b.added_once = ("bias",)
+        return LocalRowwiseParallel(), of_b
 
-class LocalColwiseParallel(_LocalMixin, ColwiseParallel):
+
+class LocalColwiseParallel(_LocalColwiseMixin, ColwiseParallel):
     """Cut the output features; nothing is communicated: `x ── [A | B] ── [xA | xB]`."""
 
 
-class LocalPackedColwiseParallel(_LocalMixin, PackedColwiseParallel):
+class LocalPackedColwiseParallel(_LocalColwiseMixin, PackedColwiseParallel):
     """Cut each part of the output features; nothing is communicated."""
 
 
@@ -87,25 +90,17 @@ class AllReduceParallel(TensorParallelLayer):
 
     sums_output = True
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
         if isinstance(outputs, Tensor):
-            return reduce_from_region(outputs, device_mesh.get_group())
-        return (reduce_from_region(outputs[0], device_mesh.get_group()), *outputs[1:])
+            return reduce_from_region(outputs, mesh.get_group())
+        return (reduce_from_region(outputs[0], mesh.get_group()), *outputs[1:])
 
 
 class GatherParallel(AllReduceParallel):
     """Around a block that computes locally: copy the input (backward: all-reduce), sum the output (all-reduce)."""
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
         first, *others = to_local(inputs)
-        return (copy_to_region(first, device_mesh.get_group()), *others)
+        return (copy_to_region(first, mesh.get_group()), *others)

@@ -15,6 +15,10 @@ class ReplicateParallel(TensorParallelLayer):
     x ── A ── xA
     """
 
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: both matrices are replicated."""
+        return ReplicateParallel(), ReplicateParallel()
+
 
 class ReplicateSumGradParallel(ReplicateParallel):
     """Every rank holds the whole parameter, but applies it to its own shard of the activations, such as a norm within
@@ -25,6 +29,11 @@ class ReplicateSumGradParallel(ReplicateParallel):
     """
 
     sums_gradients = True
+    takes_sharded_activations = True
+
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: both matrices compute on this rank's activations."""
+        return ReplicateSumGradParallel(), ReplicateSumGradParallel()
 
 
 class ReplicateOnceParallel(ReplicateParallel):
@@ -34,6 +43,10 @@ class ReplicateOnceParallel(ReplicateParallel):
         xA + b
         xB
     """
+
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: none."""
+        raise NotImplementedError
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
         """See `TensorParallelLayer.bind`."""

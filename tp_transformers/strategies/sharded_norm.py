@@ -1,4 +1,4 @@
-"""What attention needs beside its projections: norms across heads, biases a head, latents that all heads share."""
+"""RMS norms over features that are cut over the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..anatomy.norms import epsilon, is_rms_norm
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from .attach import forward_of
-from .base import Placements, TensorParallelLayer
+from .base import TensorParallelLayer
 from .linear import LAST
 
 
@@ -24,6 +24,8 @@ class ShardedNormParallel(TensorParallelLayer):
 
         [x | y] ── norm by mean(x² + y²) ── [x' | y']
     """
+
+    takes_sharded_activations = True
 
     def check(self, module: nn.Module) -> None:
         """An RMS norm: with an epsilon, and without a bias or a mean."""
@@ -41,33 +43,24 @@ class ShardedNormParallel(TensorParallelLayer):
             return {}
         return {"normalized_shape": layout.local_shape(self.shape, rank)}
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        x, strategy, group = inputs[0], mod.tp_strategy, device_mesh.get_group()
-        assert isinstance(strategy, ShardedNormParallel)
-        layout = strategy.layout("weight", strategy.shape, strategy.size)
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
+        x, group = inputs[0], mesh.get_group()
+        layout = self.layout("weight", self.shape, self.size)
         assert layout is not None
-        shared = layout.split.shared(device_mesh.get_local_rank())
+        shared = layout.split.shared(mesh.get_local_rank())
         holders = len(shared[0].ranks) if shared else 1
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = wide.square().sum(LAST, keepdim=True)
         total = copy_to_region(reduce_from_region(squares / holders, group), group)
-        eps = epsilon(mod) or 0.0
+        eps = epsilon(module) or 0.0
         scale = torch.sqrt((squares / x.shape[LAST] + eps) / (total / layout.split.length + eps))
-        forward_of(mod).notes["norm"] = (scale, x.dtype)
+        forward_of(module).notes["norm"] = (scale, x.dtype)
         return (wide, *inputs[1:])
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        scale, dtype = forward_of(mod).notes["norm"]
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        scale, dtype = forward_of(module).notes["norm"]
         return (outputs * scale).to(dtype)
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
@@ -79,58 +72,3 @@ class ShardedNormParallel(TensorParallelLayer):
 
     shape: tuple[int, ...] = ()
     """Shape of the whole weight; () where there is none."""
-
-
-class MlaKvAProjParallel(TensorParallelLayer):
-    """The projection of multi-head latent attention to (latent, rotary key), whole on every rank.
-
-    The latent goes on to a column-parallel layer, which sums its gradient; the rotary key goes to this rank's heads
-    directly, so its gradient is summed here (backward: all-reduce).
-    """
-
-    def check(self, module: nn.Module) -> None:
-        """The config says how wide the rotary key is."""
-        if not isinstance(getattr(self.config, "qk_rope_head_dim", None), int):
-            raise ValueError(
-                f"the config has no qk_rope_head_dim, the width of the rotary key that {self.name} ends with"
-            )
-
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        if not torch.is_grad_enabled():
-            return outputs
-        rope = mod.tp_strategy.config.qk_rope_head_dim  # type: ignore[union-attr]
-        latent, key = outputs.split([outputs.shape[LAST] - rope, rope], LAST)
-        return torch.cat([latent, copy_to_region(key, device_mesh.get_group())], LAST)
-
-
-class AlibiParallel(TensorParallelLayer):
-    """Attention that is given biases of all heads (ALiBi): each rank takes those of its own.
-
-    The keyword arguments `alibi` and `position_bias`, (batch * heads, 1, keys) or (batch, heads, 1, keys), and
-    `attention_mask`, (batch, heads, queries, keys) where biases are in it already, are cut. MPT's have no batch.
-    """
-
-    def check(self, module: nn.Module) -> None:
-        """Attention that calls its output projection, rather than slice its weight."""
-        if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
-            raise ValueError("slow_but_exact multiplies by slices of the whole weight; set it to False in the config")
-
-    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
-        """The biases and `attention_mask` of this rank's heads."""
-        if self.split is None:
-            return keywords
-        (start, stop), heads = self.split.ranges[rank][0], self.split.length
-        mask = keywords.get("attention_mask")
-        local = {}
-        for name in ("alibi", "position_bias"):
-            biases = keywords.get(name)
-            if biases is not None and biases.ndim == 3:
-                local[name] = biases.unflatten(0, (-1, heads))[:, start:stop].flatten(0, 1)
-            elif biases is not None:
-                local[name] = biases[:, start:stop]
-        if mask is not None and mask.ndim == 4 and mask.shape[1] == heads:
-            local["attention_mask"] = mask[:, start:stop]
-        return {**keywords, **local}

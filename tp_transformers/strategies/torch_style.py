@@ -22,8 +22,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ..slices.layout import Split, chunked
-from .base import TensorParallelLayer, only
-from .shard import ParamShard
+from .base import TensorParallelLayer
+from .communication import only
+from .shards.shard import ParamShard
 
 _Linears = torch_parallel.ColwiseParallel | torch_parallel.RowwiseParallel
 
@@ -48,6 +49,7 @@ class StyleParallel(TensorParallelLayer):
     """
 
     wraps_whole = True
+    cuts_as_torch = True
 
     def __init__(self, style: ParallelStyle) -> None:
         """`style`: copied, since a style may keep to itself what it was applied to."""
@@ -58,9 +60,10 @@ class StyleParallel(TensorParallelLayer):
             use_local_output=_output_style(style).use_local_output if _makes_output(style) else True,
             use_dtensor=isinstance(style, _Linears | torch_parallel.SequenceParallel),
         )
-        self.is_sequence = isinstance(style, torch_parallel.SequenceParallel)
-        self.sums_gradients = self.is_sequence
-        self.cuts_sequence = not self.is_sequence and any(map(_is_other_dim, _placements(style)))
+        self.takes_sequence_part = isinstance(style, torch_parallel.SequenceParallel)
+        self.sums_own_output = isinstance(style, torch_parallel.RowwiseParallel)
+        self.sums_gradients = self.takes_sequence_part
+        self.cuts_sequence = not self.takes_sequence_part and any(map(_is_other_dim, _placements(style)))
 
     def check(self, module: nn.Module) -> None:
         """Colwise and rowwise are for `nn.Linear` and `nn.Embedding`, the sequence's for what has no children."""
@@ -77,17 +80,12 @@ class StyleParallel(TensorParallelLayer):
                 f"torch's {style} is for nn.Linear and nn.Embedding, not for a {kind}; use a strategy's name, such as "
                 f"{_OWN_NAMES[_known_base(type(self.style)).__name__]!r}"
             )
-        if self.is_sequence and any(module.children()):
+        if self.takes_sequence_part and any(module.children()):
             raise ValueError(f"torch's {style} is for a norm or a dropout, not for a {kind} with modules of its own")
-        if self.is_rowwise and self.is_embedding and self.input_layouts == (Shard(-1),):
+        if self.sums_own_output and self.is_embedding and self.input_layouts == (Shard(-1),):
             raise ValueError(
                 f"torch's {style} takes ids that are cut over the ranks; give it input_layouts=Replicate()"
             )
-
-    @property
-    def is_rowwise(self) -> bool:
-        """Whether it cuts what a module takes, and sums what it makes."""
-        return isinstance(self.style, torch_parallel.RowwiseParallel)
 
     @property
     def takes_sharded_input(self) -> bool:
@@ -99,11 +97,16 @@ class StyleParallel(TensorParallelLayer):
         """See `TensorParallelLayer.leaves_sharded_output`."""
         return isinstance(self.style, _Linears) and _is_features(only(self.output_layouts))
 
+    @property
+    def leaves_replicated_output(self) -> bool:
+        """False: a style may say how an output arrives, and leave it otherwise."""
+        return False
+
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The dim along which torch cuts a linear or an embedding."""
         if isinstance(self.style, torch_parallel.ColwiseParallel):
             return 1 if self.is_embedding else 0
-        if self.is_rowwise:
+        if self.sums_own_output:
             return 0 if self.is_embedding else 1 if ndim == 2 else None
         return None
 
@@ -122,7 +125,7 @@ class StyleParallel(TensorParallelLayer):
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Let torch apply the style: the parameters, which are cut already, stay what they are."""
         own = dict(module._parameters)
-        if self.is_sequence:  # torch would take them for plain tensors
+        if self.takes_sequence_part:  # torch would take them for plain tensors
             module._parameters.clear()
         try:
             copy.copy(self.style)._apply(module, mesh)
@@ -143,11 +146,6 @@ def as_strategy(value: Any) -> Any:
     """A style of torch as a strategy; a strategy, or anything else, as it is."""
     is_style = isinstance(value, ParallelStyle) and not isinstance(value, TensorParallelLayer)
     return StyleParallel(value) if is_style else value
-
-
-def passes_dtensors(strategy: TensorParallelLayer) -> bool:
-    """Whether modules inside or behind that of the strategy may be given DTensors."""
-    return isinstance(strategy, StyleParallel) or not strategy.use_local_output
 
 
 def style_hint(name: str) -> str:

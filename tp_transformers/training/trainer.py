@@ -33,7 +33,7 @@ from ..logs import get_logger
 from ..model.parallelize import is_tensor_parallel
 from ..ranks.mesh import random_state, set_random_state
 from ..strategies import batch_sharded
-from ..strategies.loss_head import whole_logits
+from ..strategies.loss.head import whole_logits
 from .clip import clip_grad_norm_, parameter_groups
 from .replicas import check_replicas
 

@@ -19,7 +19,7 @@ from tp_transformers.commands import cli
 from tp_transformers.commands.verify import verify
 from tp_transformers.commands.verify.verify import Verdict
 from tp_transformers.ranks.collectives import reduce_from_region
-from tp_transformers.strategies.loss_head import LossParallel
+from tp_transformers.strategies.loss.head import LossParallel
 
 pytestmark = pytest.mark.distributed
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from tests.support.pool import Pool
 from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import Layout, Split, chunked, even, packed
-from tp_transformers.strategies import whole
-from tp_transformers.strategies.shard import ParamShard, take
+from tp_transformers.strategies import ParamShard, take
+from tp_transformers.strategies.shards import gather
 
 pytestmark = pytest.mark.distributed
 
@@ -74,7 +74,7 @@ def gather_and_count(copies: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
     group, data_parallel = join(mesh), mesh["dp"].get_group() if copies > 1 else None
     found: dict[str, Any] = {}
-    with mock.patch.object(whole, "CHUNK_BYTES", CHUNK):
+    with mock.patch.object(gather, "CHUNK_BYTES", CHUNK):
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool):
             value = values_of(SHAPE, dtype)
             for name, layout in layouts(group.size).items():

@@ -29,7 +29,7 @@ from tp_transformers.checkpoint.saving.sharded import ShardedCheckpoint
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
 from tp_transformers.slices.layout import Layout, Split, even, packed
 from tp_transformers.slices.stored import Stored
-from tp_transformers.strategies.shard import take
+from tp_transformers.strategies import take
 
 SAVE = "0123abcd"
 

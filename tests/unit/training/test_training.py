@@ -15,7 +15,8 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config
 from tp_transformers.anatomy.layers import layers_of
 from tp_transformers.model.dropout import OwnRandomness
-from tp_transformers.strategies import ColwiseParallel, RowwiseParallel, SequenceGatherParallel
+from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
+from tp_transformers.strategies.regions.sequence import SequenceGatherParallel
 
 
 def test_layers_are_those_that_transformers_does_not_split() -> None:

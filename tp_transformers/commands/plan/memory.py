@@ -20,7 +20,6 @@ from ...errors import PlanError
 from ...plans.bind import Resolution, resolve
 from ...plans.shares import check_layers_are_cut
 from ...slices.layout import Layout
-from ...strategies import ReplicateParallel
 from .dry_load import Survey
 from .kv_cache import CachedAttention, cached_attention
 
@@ -235,7 +234,7 @@ def _whole_because(name: str, resolution: Resolution, size: int) -> str:
         return "no rule covers it"
     if any(f"{name}.".startswith(f"{attention}.") for attention in resolution.whole_attention):
         return "there are more ranks than query heads"
-    if isinstance(strategy, ReplicateParallel):
+    if strategy.replicates:
         return f"the strategy is {rule or type(strategy).__name__}"
     return f"{rule or type(strategy).__name__} does not cut a {name.rpartition('.')[2]}"
 

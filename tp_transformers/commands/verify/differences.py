@@ -16,7 +16,7 @@ from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
 from ...plans.rules import Rule
 from ...slices.layout import Layout, Split, even
-from ...strategies import ColwiseParallel, RowwiseParallel, take
+from ...strategies import take
 from .small_model import Call, Trace
 
 if TYPE_CHECKING:
@@ -90,8 +90,9 @@ class Differences:
         """What to say of the first module whose output differs; its input may differ already."""
         what, hint = "output", self._hint(name, whole.returned[index], {r: c.returned[index] for r, c in seen.items()})
         strategy = self.resolution.module_strategies.get(name)
-        if isinstance(strategy, RowwiseParallel) and strategy.takes_sharded_input and whole.given is not None:
-            expected = {rank: self._slice(whole.given, strategy.input_split, rank) for rank in seen}
+        split = strategy.sharded_input if strategy is not None else None
+        if split is not None and whole.given is not None:
+            expected = {rank: self._slice(whole.given, split, rank) for rank in seen}
             given = [(relative(call.given, expected[r]), r) for r, call in seen.items() if call.given is not None]
             if max(given, default=(0.0, 0))[0] > OUTPUT_TOLERANCE:
                 (error, rank), what, hint = max(given), "input", ""
@@ -186,15 +187,16 @@ class Differences:
         """How far one rank's output is from what it may be; 0 where it is not known what that is."""
         strategy = self.resolution.module_strategies.get(name)
         inside = any(block in self.sums for block in names_around(name.rpartition(".")[0]))
-        if isinstance(strategy, ColwiseParallel) and strategy.leaves_sharded_output:
-            return relative(output, self._slice(whole, strategy.output_split, rank))
+        split = strategy.sharded_output if strategy is not None else None
+        if split is not None:
+            return relative(output, self._slice(whole, split, rank))
         if inside or (strategy is not None and strategy.leaves_partial_output):
             parts = list(outputs.values())
             if len(parts) == self.size and all(part.shape == whole.shape for part in parts):
                 summed = sum(parts[1:], parts[0])
                 return min(relative(summed, whole), relative(output, whole))
             return 0.0 if output.shape == whole.shape else self._sliced_error(whole, output, rank)
-        if output.shape == whole.shape or isinstance(strategy, ColwiseParallel | RowwiseParallel):
+        if output.shape == whole.shape or (strategy is not None and strategy.leaves_replicated_output):
             return relative(output, whole)
         return self._sliced_error(whole, output, rank)
 

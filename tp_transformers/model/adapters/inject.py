@@ -25,20 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ...errors import MeshError, UnsupportedError, describe
 from ...ranks.mesh import TensorParallelGroup, agreed, random_state
 from ...slices.layout import Layout
-from ...strategies import (
-    ColwiseParallel,
-    LossColwiseParallel,
-    MlaKvAProjParallel,
-    ParamShard,
-    ReplicateParallel,
-    ReplicateSumGradParallel,
-    RowwiseParallel,
-    TensorParallelLayer,
-    batch_sharded,
-    local_tensor,
-    take,
-)
-from ...strategies.local import LocalColwiseParallel, LocalRowwiseParallel, computes_locally
+from ...strategies import ParamShard, ReplicateParallel, TensorParallelLayer, batch_sharded, local_tensor, take
 from ..state_dict import keep_shards, keep_state, split_module
 from .files import push_peft_model, save_peft_model
 from .layers import SlicedDropout, adapted_class
@@ -217,10 +204,11 @@ def _split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGro
     base = layer.get_base_layer()
     of_a, of_b = _strategies(base)
     shard: ParamShard | None = getattr(base.weight, "tp_shard", None)
-    split = shard.layout.split if shard is not None and shard.layout is not None else None
+    layout = shard.layout if shard is not None else None
+    split = layout.split if layout is not None else None
     layer.__class__ = adapted_class(type(layer))  # type: ignore[arg-type]
     if adapter in layer.lora_embedding_A:
-        rows = Layout(1, split) if split is not None and isinstance(of_a, RowwiseParallel) else None
+        rows = Layout(1, layout.split) if layout is not None and layout.dim == 0 else None
         _split_parameter(layer.lora_embedding_A, adapter, rows, group)
         _split_parameter(layer.lora_embedding_B, adapter, None, group)
         return
@@ -238,32 +226,15 @@ def _strategies(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLay
     strategy: TensorParallelLayer | None = getattr(base, "tp_strategy", None)
     if strategy is None and isinstance(getattr(base, "weight", None), DTensor):
         raise _unsupported(type(base).__name__, "an adapter on a layer that torch's parallelize_module has cut")
-    of_a: TensorParallelLayer = ReplicateParallel()
-    of_b: TensorParallelLayer = ReplicateParallel()
-    if strategy is None or type(strategy) is ReplicateParallel:
-        return of_a, of_b
-    local = computes_locally(strategy)
+    if strategy is None:
+        return ReplicateParallel(), ReplicateParallel()
+    refused = _unsupported(strategy.name, f"an adapter on a layer with the strategy {strategy}")
     if strategy.splits_batch:
-        raise _unsupported(strategy.name, f"an adapter on a layer with the strategy {strategy}")
-    if isinstance(strategy, ReplicateSumGradParallel):
-        of_a, of_b = ReplicateSumGradParallel(), ReplicateSumGradParallel()
-    elif isinstance(strategy, MlaKvAProjParallel):
-        of_b = copy.copy(strategy)
-    elif isinstance(strategy, LossColwiseParallel):
-        of_b = LossColwiseParallel()
-    elif isinstance(strategy, ColwiseParallel) and local:
-        of_a, of_b = ReplicateSumGradParallel(), LocalColwiseParallel()
-    elif isinstance(strategy, ColwiseParallel) and not strategy.takes_sharded_input and strategy.use_local_output:
-        of_b = ColwiseParallel(output_layouts=strategy.output_layouts)  # type: ignore[arg-type]
-    elif isinstance(strategy, RowwiseParallel) and local:
-        of_a, of_b = LocalRowwiseParallel(), ReplicateSumGradParallel()
-        of_b.added_once = ("bias",)
-    elif isinstance(strategy, RowwiseParallel) and strategy.use_local_output:
-        inputs = strategy.input_layouts
-        of_a = RowwiseParallel(input_layouts=inputs[0])  # type: ignore[index,arg-type]
-    else:
-        raise _unsupported(strategy.name, f"an adapter on a layer with the strategy {strategy}")
-    return of_a, of_b
+        raise refused
+    try:
+        return strategy.adapter()
+    except NotImplementedError:
+        raise refused from None
 
 
 def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: TensorParallelGroup) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from ...slices.layout import Layout, Split
-from ...strategies import RowwiseParallel, begun_forward, local_tensor, take
+from ...strategies import begun_forward, local_tensor, take
 
 
 class _Adapted:
@@ -54,12 +54,11 @@ class _Adapted:
         """Look up rows of an adapter that this rank has, and sum over the ranks; weight: (vocab/size, r)."""
         base = self.get_base_layer()  # type: ignore[attr-defined]
         strategy = getattr(base, "tp_strategy", None)
-        if not isinstance(strategy, RowwiseParallel):
+        if strategy is None or strategy.split_dim("weight", 2) != 0:  # the rows are not cut
             return super()._embed(ids, weight, *functions, **named)  # type: ignore[misc,no-any-return]
         mesh = next(iter(self.lora_embedding_A.tp_shards.values())).group.device_mesh  # type: ignore[attr-defined]
         with begun_forward(base):
-            layouts = strategy.input_layouts, strategy.desired_input_layouts
-            (ids,) = strategy._prepare_input_fn(*layouts, base, (ids,), mesh)
+            (ids,) = strategy.before(base, (ids,), mesh)
             local = strategy.local_attributes(base, mesh.get_local_rank())
             saved = {name: getattr(base, name) for name in local}
             base.__dict__.update(local)
@@ -67,7 +66,7 @@ class _Adapted:
                 found = super()._embed(ids, weight)  # type: ignore[misc]
             finally:
                 base.__dict__.update(saved)
-            return strategy._prepare_output_fn(strategy.output_layouts, True, base, found, mesh)  # type: ignore[no-any-return]
+            return strategy.after(base, found, mesh)  # type: ignore[no-any-return]
 
 
 @cache

@@ -11,16 +11,7 @@ from ...anatomy.attention import is_attention
 from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
-from ...strategies import (
-    MlaKvAProjParallel,
-    ReplicateSumGradParallel,
-    RowwiseParallel,
-    SequenceBlock,
-    SequenceParallel,
-    ShardedNormParallel,
-    StyleParallel,
-    TensorParallelLayer,
-)
+from ...strategies import TensorParallelLayer
 from ..heads import AttentionCut
 
 
@@ -123,9 +114,7 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
             continue
         for name in inside:
             strategy = plan.module_strategies.get(name)
-            reduces = isinstance(strategy, RowwiseParallel) and not strategy.leaves_partial_output
-            reduces = reduces or (isinstance(strategy, StyleParallel) and strategy.is_rowwise)
-            if strategy is not None and name != block and (reduces or strategy.sums_output):
+            if strategy is not None and name != block and (strategy.sums_own_output or strategy.sums_output):
                 yield f"{fold_layers(name)}: it sums its output, and {fold_layers(block)} sums again; use local_rowwise"
         for name in plan.parameters:
             if not name.startswith(f"{block}."):
@@ -179,7 +168,7 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
         if strategy is not None and strategy.sums_gradients:
             continue
         # Latents are whole, and column-parallel layers sum their gradients; but not that of the rotary key.
-        rotary_key = owner.endswith("kv_a_proj_with_mqa") and not isinstance(strategy, MlaKvAProjParallel)
+        rotary_key = owner.endswith("kv_a_proj_with_mqa") and not (strategy and strategy.sums_rotary_gradient)
         if cut.heads[attention].is_latent and not rotary_key:
             continue
         heads = cut.heads[attention]
@@ -216,12 +205,14 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
                 f"{fold_layers(child)}: {rule}"
             )
     for name, strategy in plan.module_strategies.items():
-        if isinstance(strategy, ShardedNormParallel) and name not in between and name not in plan.cut.splits:
+        if not strategy.takes_sharded_activations or name in between:
+            continue
+        if not strategy.sums_gradients and name not in plan.cut.splits:
             yield (
                 f"{fold_layers(name)}: its input is whole on every rank; use replicate, or name it under with_query or "
                 "with_key in a YAML plan's attention section"
             )
-        if not isinstance(strategy, ReplicateSumGradParallel) or name in between:
+        if not strategy.sums_gradients:
             continue
         blocks = list(names_around(name.rpartition(".")[0]))
         summed = any(plan.module_strategies[block].sums_output for block in blocks if block in plan.module_strategies)
@@ -236,7 +227,7 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
 def _sequences(plan: BoundPlan) -> Iterator[str]:
     """What computes on parts of the sequence is given parts; a strategy of a user's own may cut, or return DTensors."""
     strategies = plan.module_strategies
-    styles = {name for name, each in strategies.items() if isinstance(each, StyleParallel) and each.is_sequence}
+    styles = {name for name, each in strategies.items() if each.cuts_as_torch and each.takes_sequence_part}
     others = [each for name, each in strategies.items() if name not in styles]
     if any(each.cuts_sequence or not each.use_local_output or not each.is_built_in for each in others):
         return
@@ -246,7 +237,7 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
                 "rule cuts before it; use replicate, or let what comes before it leave Shard(1)"
             )
-        if isinstance(strategy, SequenceParallel | SequenceBlock):
+        if strategy.takes_sequence_part and name not in styles:
             yield (
                 f"{fold_layers(name)}: its input is whole on every rank, since no rule cuts the sequence before it; "
                 "use replicate, or load with tp_sequence_parallel=True"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -11,10 +10,7 @@ from ...anatomy.attention import is_attention
 from ...anatomy.linears import features, input_width, output_width
 from ...anatomy.names import fold_layers
 from ...slices.layout import Split, even
-from ...strategies import StyleParallel, TensorParallelLayer
-
-if TYPE_CHECKING:
-    pass
+from ...strategies import TensorParallelLayer
 
 
 def misfits(
@@ -70,7 +66,7 @@ def misfits(
                     )
                 elif not strategies[linear].use_local_output:
                     pass  # a DTensor says how it is cut
-                elif isinstance(strategies[other], StyleParallel) and input_width(modules[other]) % size:
+                elif strategies[other].cuts_as_torch and input_width(modules[other]) % size:
                     yield (
                         f"{mine} and {theirs}: {input_width(modules[other])} features do not divide by {size} ranks, "
                         "and torch takes every rank's part to be as wide as its own; make what comes before it "
@@ -89,7 +85,7 @@ def _makes(module: nn.Module, strategy: TensorParallelLayer | None, size: int) -
     width = output_width(module)
     parts = strategy.parts if strategy is not None else None
     if parts is None:
-        return {width: strategy.cut(width, size) if isinstance(strategy, StyleParallel) else even(width, size)}
+        return {width: even(width, size) if strategy is None else strategy.cut(width, size)}
     lengths = [width // parts] if isinstance(parts, int) else [part for part in parts if isinstance(part, int)]
     assert strategy is not None
     return {width: strategy.cut(width, size), **{length: even(length, size) for length in lengths}}

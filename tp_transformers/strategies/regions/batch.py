@@ -29,7 +29,7 @@ from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
 from ...ranks.collectives import Group, all_gather_uneven, scale_gradient, scatter_to_region
 from ...ranks.mesh import agreed
 from ..attach import forward_of
-from ..base import Placements, TensorParallelLayer
+from ..base import TensorParallelLayer
 from .region import Widths, in_backward
 
 BATCH = 0
@@ -165,11 +165,9 @@ class BatchStates(TensorParallelLayer):
             _alike[group] = None
         return args, {**keywords, "use_cache": False} if "use_cache" in names[len(args) :] else keywords
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        batch, group = _current.pop(device_mesh.get_group(), None), device_mesh.get_group()
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        batch, group = _current.pop(mesh.get_group(), None), mesh.get_group()
         if batch is None:
             return outputs
         tokens = sum(batch.widths) * batch.length

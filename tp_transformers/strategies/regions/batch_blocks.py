@@ -22,7 +22,7 @@ from ...ranks.collectives import (
     scale_gradient,
 )
 from ..attach import Forward, forward_of
-from ..base import Placements, TensorParallelLayer
+from ..base import TensorParallelLayer
 from ..linear import LAST, ColwiseParallel, RowwiseParallel
 from ..local import to_local
 from .batch import BATCH, Batch, batch_of
@@ -37,6 +37,11 @@ class BatchBlock(RegionBlock):
 
     dim = BATCH
     splits_batch = True
+
+    @property
+    def around_whole(self) -> BatchWhole:
+        """See `TensorParallelLayer.around_whole`: the batch stays cut."""
+        return BatchWhole()
 
     def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
         """See `RegionBlock.parts_of`."""
@@ -151,16 +156,13 @@ class BatchGather(BatchBlock, GatherMixin):
     reduce-scatter), sum the output and keep this rank's own (reduce-scatter; backward: all-gather).
     """
 
-    @property
-    def around_whole(self) -> BatchWhole:
-        """See `RegionBlock.around_whole`."""
-        return BatchWhole()
-
 
 class BatchWhole(BatchBlock, WholeMixin):
     """Around a block that makes a whole output of a whole input: join the samples of all ranks (all-gather; backward:
     own slice), keep this rank's own of the output (backward: all-gather).
     """
+
+    draws_alike = True
 
 
 class BatchColwise(ColwiseParallel):
@@ -177,34 +179,23 @@ class BatchColwise(ColwiseParallel):
         super().__init__(output_layouts=Replicate())
         self.plain = name
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        strategy, x = mod.tp_strategy, to_local(inputs)[0]
-        assert isinstance(strategy, BatchColwise)
-        batch = forward_of(mod).notes["batch"] = batch_of(x, device_mesh)
-        if not strategy.is_embedding:
-            strategy.check_width(x, strategy.in_features)
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
+        x = to_local(inputs)[0]
+        batch = forward_of(module).notes["batch"] = batch_of(x, mesh)
+        if not self.is_embedding:
+            self.check_width(x, self.in_features)
         if batch is None:
-            return ColwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
-        return (_joined(x, batch, device_mesh), *inputs[1:])
+            return super().before(module, inputs, mesh)
+        return (_joined(x, batch, mesh), *inputs[1:])
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        strategy = mod.tp_strategy
-        assert isinstance(strategy, BatchColwise)
-        batch = forward_of(mod).notes["batch"]
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        batch = forward_of(module).notes["batch"]
         if batch is None:
-            return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
-        own = exchange_regions(outputs, strategy.output_split.widths, batch.widths, device_mesh.get_group())
-        return scale_gradient(own, 1 / device_mesh.size())
+            return super().after(module, outputs, mesh)
+        own = exchange_regions(outputs, self.output_split.widths, batch.widths, mesh.get_group())
+        return scale_gradient(own, 1 / mesh.size())
 
     def __repr__(self) -> str:
         return f"{self.plain}, input: batch-sharded"
@@ -217,32 +208,22 @@ class BatchVocabulary(RowwiseParallel):
 
     splits_batch = True
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
         ids = to_local(inputs)[0]
-        batch = forward_of(mod).notes["batch"] = batch_of(ids, device_mesh)
+        batch = forward_of(module).notes["batch"] = batch_of(ids, mesh)
         if batch is not None:
-            ids = _joined(ids, batch, device_mesh)
-        return RowwiseParallel._prepare_input_fn(
-            input_layouts, desired_input_layouts, mod, (ids, *inputs[1:]), device_mesh
-        )
+            ids = _joined(ids, batch, mesh)
+        return super().before(module, (ids, *inputs[1:]), mesh)
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        batch = forward_of(mod).notes["batch"]
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        batch = forward_of(module).notes["batch"]
         if batch is None:
-            return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
-        outputs = outputs.masked_fill(forward_of(mod).notes["outside"].unsqueeze(LAST), 0)
-        own = reduce_scatter_from_region(outputs, batch.widths, device_mesh.get_group(), dim=BATCH)
-        return scale_gradient(own, 1 / device_mesh.size())
+            return super().after(module, outputs, mesh)
+        outputs = outputs.masked_fill(forward_of(module).notes["outside"].unsqueeze(LAST), 0)
+        own = reduce_scatter_from_region(outputs, batch.widths, mesh.get_group(), dim=BATCH)
+        return scale_gradient(own, 1 / mesh.size())
 
     def __repr__(self) -> str:
         return "embedding_rowwise, input: batch-sharded"

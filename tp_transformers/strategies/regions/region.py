@@ -25,7 +25,7 @@ from ...ranks.collectives import (
 )
 from ...ranks.mesh import agreed
 from ..attach import Forward, forward_of
-from ..base import Placements, TensorParallelLayer
+from ..base import TensorParallelLayer
 from ..local import to_local
 from .regather import saving_part
 
@@ -108,40 +108,25 @@ class RegionBlock(TensorParallelLayer):
         """See `TensorParallelLayer.interrupted`."""
         self.stop(forward_of(module))
 
-    @property
-    def around_whole(self) -> RegionBlock:
-        """What stands around the block where nothing in it is cut after all."""
-        return self
-
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        (x, *others), strategy, forward = to_local(inputs), mod.tp_strategy, forward_of(mod)
-        assert isinstance(strategy, RegionBlock)
-        forward.notes["widths"] = widths = strategy.parts_of(x, device_mesh, forward)
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
+        (x, *others), forward = to_local(inputs), forward_of(module)
+        forward.notes["widths"] = widths = self.parts_of(x, mesh, forward)
         if widths is not None:
-            strategy.check_fit("an input", x.shape[strategy.dim], widths, device_mesh)
-        return (strategy.enter(x, widths, device_mesh.get_group(), forward), *others)
+            self.check_fit("an input", x.shape[self.dim], widths, mesh)
+        return (self.enter(x, widths, mesh.get_group(), forward), *others)
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        strategy, forward = mod.tp_strategy, forward_of(mod)
-        assert isinstance(strategy, RegionBlock)
-        strategy.stop(forward)
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        forward = forward_of(module)
+        self.stop(forward)
         widths = forward.notes["widths"]
         x, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
         if widths is not None and x.ndim == 2:
-            x = strategy.rows_of(x, widths)
-        if widths is not None and (x.ndim <= 2 or x.shape[strategy.dim] != sum(widths)):  # whole, so on all ranks
-            raise strategy.misfit(f"an output of shape {tuple(x.shape)}", f"length {sum(widths)}")
-        x = strategy.leave(x, widths, device_mesh.get_group())
+            x = self.rows_of(x, widths)
+        if widths is not None and (x.ndim <= 2 or x.shape[self.dim] != sum(widths)):  # whole, so on all ranks
+            raise self.misfit(f"an output of shape {tuple(x.shape)}", f"length {sum(widths)}")
+        x = self.leave(x, widths, mesh.get_group())
         return x if isinstance(outputs, Tensor) else (x, *others)
 
 

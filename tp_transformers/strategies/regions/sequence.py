@@ -24,7 +24,8 @@ from ...errors import PlanError, describe
 from ...ranks.collectives import Group, all_gather_uneven, gather_from_region, scatter_to_region
 from ...slices.layout import chunked, even
 from ..attach import Forward, forward_of
-from ..base import Placements, TensorParallelLayer, as_sharded
+from ..base import TensorParallelLayer
+from ..communication import as_sharded
 from .regather import remember
 from .region import GatherMixin, RegionBlock, WholeMixin, Widths, all_lengths, in_backward
 
@@ -62,6 +63,7 @@ class SequenceParallel(TensorParallelLayer):
     """
 
     sums_gradients = True
+    takes_sequence_part = True
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True, use_dtensor: bool = True) -> None:
         """`sequence_dim`: of the activations, which are (batch, sequence, hidden) by default."""
@@ -84,41 +86,31 @@ class SequenceParallel(TensorParallelLayer):
         """Its features are whole; the sequence is cut."""
         return False
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        x, length, strategy = inputs[0], None, mod.tp_strategy
-        assert isinstance(strategy, SequenceParallel)
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
+        x, length = inputs[0], None
         if isinstance(x, DTensor):
-            length = x.shape[strategy.sequence_dim]
-            x = x.redistribute(device_mesh, desired_input_layouts).to_local()  # type: ignore[arg-type]
-        forward_of(mod).notes["sequence"] = (length, x)
+            length = x.shape[self.sequence_dim]
+            x = x.redistribute(mesh, self.desired_input_layouts).to_local()  # type: ignore[arg-type]
+        forward_of(module).notes["sequence"] = (length, x)
         return (x, *inputs[1:])
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        (length, x), strategy = forward_of(mod).notes["sequence"], mod.tp_strategy
-        assert isinstance(strategy, SequenceParallel)
-        if use_local_output:
-            remember(outputs, mod, x)
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        length, x = forward_of(module).notes["sequence"]
+        if self.use_local_output:
+            remember(outputs, module, x)
             return outputs
-        dim = strategy.sequence_dim % outputs.ndim
+        dim = self.sequence_dim % outputs.ndim
         if length is None:
             own = torch.tensor([outputs.shape[dim]], device=outputs.device)
-            parts = all_gather_uneven(own, [1] * device_mesh.size(), device_mesh.get_group()).tolist()
+            parts = all_gather_uneven(own, [1] * mesh.size(), mesh.get_group()).tolist()
             length = sum(parts)
             if tuple(parts) != chunked(length, len(parts)).widths:
                 raise ValueError(
                     f"no DTensor placement describes a sequence cut into {parts}; use use_local_output=True"
                 )
-        return as_sharded(outputs, dim, length, device_mesh)
+        return as_sharded(outputs, dim, length, mesh)
 
 
 class SequenceParallelRep(SequenceParallel):
@@ -127,14 +119,10 @@ class SequenceParallelRep(SequenceParallel):
     [x / y] ── n ── [n(x) / n(y)] ── whole
     """
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        strategy, group = mod.tp_strategy, device_mesh.get_group()
-        assert isinstance(strategy, SequenceParallelRep)
-        widths = _widths(strategy.name, outputs, device_mesh)
-        return outputs if widths is None else gather_from_region(outputs, widths, group, dim=SEQUENCE)
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        widths = _widths(self.name, outputs, mesh)
+        return outputs if widths is None else gather_from_region(outputs, widths, mesh.get_group(), dim=SEQUENCE)
 
 
 class SequenceScatterParallel(TensorParallelLayer):
@@ -149,28 +137,28 @@ class SequenceScatterParallel(TensorParallelLayer):
 
     cuts_sequence = True
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
         x, *others = inputs
         length = x.shape[SEQUENCE]
         # Re-entrant checkpointing runs forwards that are trained without gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
-        widths = even(length, device_mesh.size()).widths if trains or length >= device_mesh.size() else None
-        name = mod.tp_strategy.name  # type: ignore[union-attr]
-        _current[device_mesh.get_group()] = _Cut(widths, in_backward(), f"{name}.")
-        return (x if widths is None else scatter_to_region(x, widths, device_mesh.get_group(), dim=SEQUENCE), *others)
+        widths = even(length, mesh.size()).widths if trains or length >= mesh.size() else None
+        _current[mesh.get_group()] = _Cut(widths, in_backward(), f"{self.name}.")
+        return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE), *others)
 
 
 class SequenceBlock(RegionBlock):
     """A block that computes on the whole sequence, between modules that compute on parts."""
 
     dim = SEQUENCE
+    takes_sequence_part = True
+    joins_sequence = True
+
+    @property
+    def around_whole(self) -> SequenceWholeParallel:
+        """See `TensorParallelLayer.around_whole`: the sequence stays cut."""
+        return SequenceWholeParallel()
 
     def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
         """See `RegionBlock.parts_of`.
@@ -212,11 +200,6 @@ class SequenceGatherParallel(GatherMixin, SequenceBlock):
         [x / y] ── whole ── [ local_colwise ── local_rowwise ] ── [x' / y']
     """
 
-    @property
-    def around_whole(self) -> SequenceWholeParallel:
-        """See `RegionBlock.around_whole`."""
-        return SequenceWholeParallel()
-
 
 class SequenceWholeParallel(WholeMixin, SequenceBlock):
     """Around a block that makes a whole output of a whole input: join the parts of the input (all-gather; backward: own
@@ -233,23 +216,15 @@ class SequenceStatesParallel(TensorParallelLayer):
     A forward begins and ends here: what is called outside of one is given whole sequences.
     """
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        forward_of(mod).notes["group"] = device_mesh.get_group()
-        _current.pop(device_mesh.get_group(), None)
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
+        forward_of(module).notes["group"] = mesh.get_group()
+        _current.pop(mesh.get_group(), None)
         return inputs
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        group = device_mesh.get_group()
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        group = mesh.get_group()
         cut = _current.pop(group, None)
         widths = cut.widths if cut is not None else None
         if widths is None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..slices.layout import Layout, Range, Split
-from ..slices.lazy import LazyTensor
-from ..slices.stored import Stored
+from ...slices.layout import Layout, Range, Split
+from ...slices.lazy import LazyTensor
+from ...slices.stored import Stored
 
 
 def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequence[int], size: int) -> Layout | None:

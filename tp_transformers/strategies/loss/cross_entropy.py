@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from ..errors import PlanError, describe
-from ..ranks.collectives import Group, all_gather_uneven, copy_to_region
-from ..ranks.mesh import TensorParallelGroup
+from ...errors import PlanError, describe
+from ...ranks.collectives import Group, all_gather_uneven, copy_to_region
+from ...ranks.mesh import TensorParallelGroup
 
 REDUCTIONS = ("mean", "sum", "none")
 

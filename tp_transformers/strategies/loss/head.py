@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from ..ranks.collectives import gather_from_region
-from ..ranks.mesh import TensorParallelGroup
-from .attach import forward_of
-from .base import Placements, TensorParallelLayer
+from ...ranks.collectives import gather_from_region
+from ...ranks.mesh import TensorParallelGroup
+from ..attach import forward_of
+from ..base import TensorParallelLayer
+from ..linear import ColwiseParallel
+from ..replicate import ReplicateParallel
 from .cross_entropy import CausalLMLoss
-from .linear import ColwiseParallel
 
 
 class LossColwiseParallel(ColwiseParallel):
@@ -30,15 +31,15 @@ class LossColwiseParallel(ColwiseParallel):
         """`use_dtensor`: whether shards become DTensors where a placement describes them."""
         super().__init__(output_layouts=Replicate(), use_dtensor=use_dtensor)
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        strategy = mod.tp_strategy
-        assert isinstance(strategy, LossColwiseParallel)
-        if strategy.keeps_part:
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: B keeps this rank's part where the head does."""
+        return ReplicateParallel(), LossColwiseParallel()
+
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        if self.keeps_part:
             return outputs
-        return ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        return super().after(module, outputs, mesh)
 
 
 class LossParallel(TensorParallelLayer):
@@ -47,27 +48,19 @@ class LossParallel(TensorParallelLayer):
     A loss function that a user sets on the model gets whole logits.
     """
 
-    @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Placements,
-        desired_input_layouts: Placements,
-        mod: nn.Module,
-        inputs: tuple[Any, ...],
-        device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        heads, labels = _heads(mod), forward_of(mod).given.get("labels")
-        if labels is not None and isinstance(mod.__dict__.get("_loss_function"), CausalLMLoss | None):
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """See `Communication.before`."""
+        heads, labels = _heads(module), forward_of(module).given.get("labels")
+        if labels is not None and isinstance(module.__dict__.get("_loss_function"), CausalLMLoss | None):
             # Anew, since embeddings may have been resized.
-            mod.loss_function = CausalLMLoss(device_mesh, heads[0].output_split.widths)  # type: ignore[assignment]
+            module.loss_function = CausalLMLoss(mesh, heads[0].output_split.widths)  # type: ignore[assignment]
             for head in heads:
                 head.keeps_part = True
         return inputs
 
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
-    ) -> Any:
-        mod.tp_strategy.interrupted(mod)  # type: ignore[operator,union-attr]
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        self.interrupted(module)
         return outputs
 
     def interrupted(self, module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
@@ -12,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..ranks.collectives import copy_shared, copy_to_region
-from ..ranks.mesh import TP_AXIS, TensorParallelGroup
-from ..slices.layout import Layout, Range, Shared, chunked, even, packed
-from ..slices.lazy import LazyTensor, Resident
-from .whole import on_all, on_first
+from ...ranks.collectives import copy_shared, copy_to_region
+from ...ranks.mesh import TP_AXIS, TensorParallelGroup
+from ...slices.layout import Layout, Range, Shared, chunked
+from .gather import on_all, on_first
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,61 +225,3 @@ def layout_of(tensor: Tensor) -> Layout | None:
     """Who holds what of a parameter or buffer; None where every rank holds it whole."""
     shard = shard_of(tensor)
     return shard.layout if shard is not None else None
-
-
-def take(param: Tensor | LazyTensor, layout: Layout | None, rank: int) -> Tensor | LazyTensor:
-    """The shard of `rank`: a lazy slice of a lazy tensor, a view (one range) or a copy of a tensor."""
-    if layout is None:
-        return param
-    ranges = layout.split.ranges[rank]
-    if isinstance(param, LazyTensor):
-        return param.select(layout.dim, ranges)
-    return Resident(param).select(layout.dim, ranges).tensor
-
-
-def get_tensor_shard(
-    param: Tensor | LazyTensor, empty_param: Tensor, device_mesh: Any, rank: int, dim: int
-) -> Tensor | LazyTensor:
-    """The slice of `rank` of a parameter that is cut along `dim` as DTensor's `Shard(dim)` cuts it: by `torch.chunk`.
-
-    Args:
-        param: the whole parameter; a slice of a lazy tensor is lazy.
-        empty_param: a tensor of its shape.
-        device_mesh: the 1-D mesh of the `tp` axis.
-        rank: this process on the axis.
-        dim: the dim to cut; the last ranks hold less, or nothing, where it does not divide.
-    """
-    dim %= empty_param.ndim
-    return take(param, Layout(dim, chunked(empty_param.shape[dim], device_mesh.size())), rank)
-
-
-def get_packed_weights(
-    param: Tensor | LazyTensor, empty_param: Tensor, device_mesh: Any, rank: int, dim: int, *, parts: int = 2
-) -> Tensor | LazyTensor:
-    """The slice of `rank` of a fused parameter, each of whose equal `parts` is cut along `dim`: `AABB -> [AB, AB]`.
-
-    The other arguments are those of `get_tensor_shard`. Raises ValueError where the length is not `parts` equal parts.
-    """
-    dim %= empty_param.ndim
-    length, rest = divmod(empty_param.shape[dim], parts)
-    if rest:
-        raise ValueError(f"{empty_param.shape[dim]} features along dim {dim} are not {parts} equal parts")
-    return take(param, Layout(dim, packed([even(length, device_mesh.size())] * parts)), rank)
-
-
-def undo_partition(shards: Sequence[Tensor], layout: Layout | None, shape: Sequence[int]) -> Tensor:
-    """The inverse of `take` on all ranks: the whole tensor of `shape` from every rank's shard."""
-    if layout is None:
-        return shards[0].clone()
-    whole = shards[0].new_empty(tuple(shape))
-    for rank, shard in enumerate(shards):
-        _put(whole, shard, layout, rank)
-    return whole
-
-
-def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
-    """Copy what the whole takes from the shard of `rank`."""
-    for piece in layout.split.pieces:
-        if piece.rank == rank:
-            target = whole.narrow(layout.dim, piece.start, piece.length)
-            target.copy_(shard.narrow(layout.dim, piece.local, piece.length))

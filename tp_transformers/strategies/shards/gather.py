@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks.collectives import Group, all_gather_uneven
-from ..ranks.mesh import TensorParallelGroup
-from ..slices.layout import Layout, Range, chunked
+from ...ranks.collectives import Group, all_gather_uneven
+from ...ranks.mesh import TensorParallelGroup
+from ...slices.layout import Layout, Range, chunked
 
 CHUNK_BYTES = 16 << 20
 """Bytes of what one rank receives at a time."""

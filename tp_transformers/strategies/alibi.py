@@ -1,0 +1,39 @@
+"""Position biases of all heads, of which each rank takes those of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .base import TensorParallelLayer
+
+
+class AlibiParallel(TensorParallelLayer):
+    """Attention that is given biases of all heads (ALiBi): each rank takes those of its own.
+
+    The keyword arguments `alibi` and `position_bias`, (batch * heads, 1, keys) or (batch, heads, 1, keys), and
+    `attention_mask`, (batch, heads, queries, keys) where biases are in it already, are cut. MPT's have no batch.
+    """
+
+    def check(self, module: nn.Module) -> None:
+        """Attention that calls its output projection, rather than slice its weight."""
+        if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
+            raise ValueError("slow_but_exact multiplies by slices of the whole weight; set it to False in the config")
+
+    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
+        """The biases and `attention_mask` of this rank's heads."""
+        if self.split is None:
+            return keywords
+        (start, stop), heads = self.split.ranges[rank][0], self.split.length
+        mask = keywords.get("attention_mask")
+        local = {}
+        for name in ("alibi", "position_bias"):
+            biases = keywords.get(name)
+            if biases is not None and biases.ndim == 3:
+                local[name] = biases.unflatten(0, (-1, heads))[:, start:stop].flatten(0, 1)
+            elif biases is not None:
+                local[name] = biases[:, start:stop]
+        if mask is not None and mask.ndim == 4 and mask.shape[1] == heads:
+            local["attention_mask"] = mask[:, start:stop]
+        return {**keywords, **local}

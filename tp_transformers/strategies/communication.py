@@ -1,0 +1,204 @@
+"""Communication of a strategy around one module's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from ..slices.layout import Split
+from .shards.shard import ParamShard
+
+Placements = Sequence[Placement] | Placement | None
+
+
+class Communication:
+    """The half of a strategy that runs in a forward; `attach` hooks it to the module.
+
+    A class implements `before` and `after`, or their static forms `_prepare_input_fn` and `_prepare_output_fn`; each
+    form is derived from the other, so that the most derived class counts, whichever it implements.
+    """
+
+    hidden: tuple[str, ...] = ()
+    """Parameters that the local forward must not see (a bias that may be added only once)."""
+    arguments: tuple[str, ...] = ()
+    """Names of the arguments of the module's forward that can be given by position, once it is attached."""
+    sums_rotary_gradient = False
+    """True if the gradient of the rotary key that a projection to a latent ends with is summed (backward: all-reduce).
+    """
+    sums_output: bool = False
+    """True around a block whose outputs are summed over the ranks: a replicated parameter in it would count twice."""
+    sums_own_output: bool = False
+    """True if a layer whose input features are sharded sums its own output over the ranks."""
+    leaves_partial_output: bool = False
+    """True if outputs are parts of a sum over the ranks, which something around the module has to add up."""
+    takes_sharded_activations = False
+    """True for modules between layers, such as norms, that apply to features or heads which are sharded."""
+    takes_sequence_part = False
+    """True if inputs have to be this rank's part of the sequence."""
+    joins_sequence = False
+    """True for a block that joins the parts of the sequence, and leaves this rank's part of its output."""
+    cuts_sequence = False
+    """True if what follows computes on this rank's part of the sequence."""
+    splits_batch = False
+    """True if the module takes samples of each rank's own, and computes on those of all ranks."""
+    draws_alike = False
+    """True if the ranks, which draw random numbers of their own outside of the module, draw the same inside."""
+
+    input_layouts: Placements
+    output_layouts: Placements
+    desired_input_layouts: Placements
+    use_local_output: bool
+    widths: dict[str, int]
+    """Attributes of the module that are cut evenly in its forward, with their unsharded values."""
+    size: int
+    """Number of ranks."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Derive `before` from `_prepare_input_fn` where the class has only that, and the reverse; likewise `after`."""
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        if "_prepare_input_fn" in own and "before" not in own:
+            cls.before = _before(cls)  # type: ignore[method-assign]
+        elif "before" in own and "_prepare_input_fn" not in own:
+            cls._prepare_input_fn = staticmethod(_prepare_input(cls))  # type: ignore[method-assign]
+        if "_prepare_output_fn" in own and "after" not in own:
+            cls.after = _after(cls)  # type: ignore[method-assign]
+        elif "after" in own and "_prepare_output_fn" not in own:
+            cls._prepare_output_fn = staticmethod(_prepare_output(cls))  # type: ignore[method-assign]
+
+    @property
+    def takes_sharded_input(self) -> bool:
+        """True if the module's features may arrive sharded over the ranks."""
+        return isinstance(only(self.input_layouts), Shard)
+
+    @property
+    def leaves_sharded_output(self) -> bool:
+        """True if the module's features leave sharded over the ranks."""
+        return isinstance(only(self.output_layouts), Shard)
+
+    @property
+    def leaves_replicated_output(self) -> bool:
+        """True if the module's output is the same on all ranks, of the unsharded shape."""
+        return isinstance(only(self.output_layouts), Replicate)
+
+    @property
+    def sharded_input(self) -> Split | None:
+        """Split of the input features over the ranks; None where they are replicated, or it is not known."""
+        return None
+
+    @property
+    def sharded_output(self) -> Split | None:
+        """Split of the output features over the ranks; None where they are replicated, or it is not known."""
+        return None
+
+    def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
+        """Called once the parameters of `module` are cut: `shards` is what this rank holds, by name in the module."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether the forward of the module needs more than its parameters as they are."""
+        own, base = type(self), Communication
+        return bool(self.hidden or self.widths) or any(getattr(own, name) is not getattr(base, name) for name in _ACTS)
+
+    def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
+        """Attributes of the module that have another value while it computes with this rank's tensors."""
+        return {}
+
+    def interrupted(self, module: nn.Module) -> None:
+        """Called in place of `after` where the module's forward raised."""
+
+    def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
+        """What the local forward sees in place of the hidden parameter `name`."""
+        return None
+
+    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
+        """Turn keyword arguments of the module's forward into what its local forward needs."""
+        return keywords
+
+    def prepare_beside(
+        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Turn all arguments into what the local forward needs, once `before` has turned the first."""
+        return args, keywords
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        """Turn the module's inputs into the inputs of its local forward, with the collectives that this takes.
+
+        `inputs` are the module's arguments in the order of its forward's signature, also where they came by keyword,
+        up to the first that is left out.
+        """
+        return inputs
+
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """Turn the outputs of the local forward into the module's outputs, with the collectives that this takes."""
+        return outputs
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: tuple[Any, ...],
+        device_mesh: DeviceMesh,
+    ) -> tuple[Any, ...]:
+        """`before` as a static method, for strategies of users. The bound strategy is `mod.tp_strategy`."""
+        return inputs
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements,
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: Any,
+        device_mesh: DeviceMesh,
+    ) -> Any:
+        """`after` as a static method, for strategies of users. The bound strategy is `mod.tp_strategy`."""
+        return outputs
+
+
+_ACTS = ("before", "after", "prepare_keywords", "prepare_beside", "local_attributes", "interrupted")
+
+
+def _before(cls: type[Communication]) -> Any:
+    def before(self: Communication, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        return cls._prepare_input_fn(self.input_layouts, self.desired_input_layouts, module, inputs, mesh)
+
+    return before
+
+
+def _after(cls: type[Communication]) -> Any:
+    def after(self: Communication, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return cls._prepare_output_fn(self.output_layouts, self.use_local_output, module, outputs, mesh)
+
+    return after
+
+
+def _prepare_input(cls: type[Communication]) -> Any:
+    def prepare(_: Placements, __: Placements, mod: Any, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        return cls.before(mod.tp_strategy, mod, inputs, mesh)
+
+    return prepare
+
+
+def _prepare_output(cls: type[Communication]) -> Any:
+    def prepare(_: Placements, __: bool, mod: Any, outputs: Any, mesh: DeviceMesh) -> Any:
+        return cls.after(mod.tp_strategy, mod, outputs, mesh)
+
+    return prepare
+
+
+def only(layouts: Placements) -> Placement | None:
+    """The one placement of a 1-D mesh."""
+    return layouts[0] if isinstance(layouts, Sequence) else layouts
+
+
+def as_sharded(x: Tensor, dim: int, length: int, mesh: DeviceMesh) -> DTensor:
+    """The DTensor of `length` along `dim` of which this rank holds `x`; what it holds is what torch.chunk gives it."""
+    shape = torch.Size((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,44 @@
+"""The projection of multi-head latent attention, whose rotary key goes past the column-parallel layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..ranks.collectives import copy_to_region
+from .base import TensorParallelLayer
+from .linear import LAST
+from .replicate import ReplicateParallel
+
+
+class MlaKvAProjParallel(TensorParallelLayer):
+    """The projection of multi-head latent attention to (latent, rotary key), whole on every rank.
+
+    The latent goes on to a column-parallel layer, which sums its gradient; the rotary key goes to this rank's heads
+    directly, so its gradient is summed here (backward: all-reduce).
+    """
+
+    sums_rotary_gradient = True
+
+    def check(self, module: nn.Module) -> None:
+        """The config says how wide the rotary key is."""
+        if not isinstance(getattr(self.config, "qk_rope_head_dim", None), int):
+            raise ValueError(
+                f"the config has no qk_rope_head_dim, the width of the rotary key that {self.name} ends with"
+            )
+
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: B's output ends with a part of the rotary key, too."""
+        return ReplicateParallel(), copy.copy(self)
+
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        """See `Communication.after`."""
+        if not torch.is_grad_enabled():
+            return outputs
+        rope = self.config.qk_rope_head_dim
+        latent, key = outputs.split([outputs.shape[LAST] - rope, rope], LAST)
+        return torch.cat([latent, copy_to_region(key, mesh.get_group())], LAST)

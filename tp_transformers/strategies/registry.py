@@ -1,0 +1,115 @@
+"""Names of strategies: `ParallelInterface` maps them, `BUILT_IN` holds those of this package.
+
+A new strategy is one class in one file of this folder, and one line in `BUILT_IN`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+
+from torch.distributed.tensor import Replicate
+
+from ..errors import PlanError, describe
+from .alibi import AlibiParallel
+from .base import TensorParallelLayer
+from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
+from .latent import MlaKvAProjParallel
+from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
+from .local import (
+    AllReduceParallel,
+    GatherParallel,
+    LocalColwiseParallel,
+    LocalPackedColwiseParallel,
+    LocalPackedRowwiseParallel,
+    LocalRowwiseParallel,
+)
+from .loss.head import LossColwiseParallel, LossParallel
+from .regions.sequence import (
+    SequenceGatherParallel,
+    SequenceParallel,
+    SequenceParallelRep,
+    SequenceScatterParallel,
+    SequenceStatesParallel,
+    SequenceWholeParallel,
+)
+from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
+from .sharded_norm import ShardedNormParallel
+from .torch_style import as_strategy
+
+BUILT_IN: dict[str, TensorParallelLayer] = {
+    "colwise": ColwiseParallel(),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    "packed_colwise": PackedColwiseParallel(),
+    "packed_rowwise": PackedRowwiseParallel(),
+    "embedding_rowwise": RowwiseParallel(),
+    "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
+    "local": IsolatedParallel(),
+    "local_colwise": LocalColwiseParallel(use_dtensor=False),
+    "local_rowwise": LocalRowwiseParallel(use_dtensor=False),
+    "local_packed_colwise": LocalPackedColwiseParallel(use_dtensor=False),
+    "local_packed_rowwise": LocalPackedRowwiseParallel(use_dtensor=False),
+    "gather": GatherParallel(),
+    "colwise_loss": LossColwiseParallel(),
+    "loss_parallel": LossParallel(),
+    "sequence_scatter": SequenceScatterParallel(),
+    "sequence_parallel": SequenceParallel(),
+    "sequence_parallel_rep": SequenceParallelRep(),
+    "sequence_gather": SequenceGatherParallel(),
+    "sequence_whole": SequenceWholeParallel(),
+    "sequence_states": SequenceStatesParallel(),
+    "sharded_norm": ShardedNormParallel(),
+    "alibi": AlibiParallel(),
+    "replicate": ReplicateParallel(),
+    "replicate_once": ReplicateOnceParallel(),
+    # The names that transformers 5 uses in the plans that its classes declare.
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "replicated_with_grad_allreduce": ReplicateSumGradParallel(),
+    "all_reduce": AllReduceParallel(),
+    "moe_tp_experts": MoEExpertsParallel(),
+    "moe_identity_expert": IdentityExpertParallel(),
+    "mla_kv_a_proj": MlaKvAProjParallel(),
+    "local_params": TensorParallelLayer(),
+}
+
+
+class ParallelInterface(MutableMapping[str, TensorParallelLayer]):
+    """Names to strategies: the built-in ones, and those that `register_strategy` adds."""
+
+    def __init__(self) -> None:
+        self._strategies = dict(BUILT_IN)
+
+    def register_strategy(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
+        """Make `strategy` (a class or an instance) available to plans as `name`; replaces one of that name."""
+        self[name] = strategy  # type: ignore[assignment]
+
+    def __getitem__(self, name: str) -> TensorParallelLayer:
+        return self._strategies[name]
+
+    def __setitem__(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
+        instance = as_strategy(strategy() if isinstance(strategy, type) else strategy)
+        if not isinstance(instance, TensorParallelLayer):
+            raise PlanError(
+                describe(
+                    f"strategy {name!r}",
+                    got=repr(strategy),
+                    expected="a TensorParallelLayer class or instance, or a style of torch",
+                    fix="Inherit from tp_transformers.TensorParallelLayer.",
+                )
+            )
+        self._strategies[name] = instance
+
+    def __delitem__(self, name: str) -> None:
+        del self._strategies[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._strategies)
+
+    def __len__(self) -> int:
+        return len(self._strategies)
+
+
+STRATEGIES = ParallelInterface()
+"""The strategies that plans can name."""
