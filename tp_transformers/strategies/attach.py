@@ -31,9 +31,9 @@ def attach(
     Args:
         module: the module that owns the parameters.
         strategy: bound to the module; stays reachable as `module.tp_strategy`.
-        shards: what this rank holds, by parameter name within the module.
+        shards: this rank's shards, by parameter name within the module.
         mesh: the 1-D mesh of the `tp` axis.
-        takes_dtensors: whether the module may be given DTensors; where not, and nothing else is to be done, its
+        takes_dtensors: True if the module may be given DTensors; if False, and nothing else is to be done, its
             forward is left alone.
     """
     share_found_inf()

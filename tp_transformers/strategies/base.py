@@ -123,16 +123,16 @@ class TensorParallelLayer(Communication, ParallelStyle):
         """Raise ValueError, saying why, where the strategy does not fit the module that a rule gives it."""
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
-        """The dim along which the module's parameter `param_type` ("weight", ...) is cut; None if it stays whole.
+        """The dim along which the module's parameter `param_type` ("weight", ...) is cut; None if it is replicated.
 
         Raises ValueError where the strategy cannot cut such a parameter.
         """
         return None
 
     def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout | None:
-        """Who holds what of the parameter `param_type` of `shape` over `size` ranks; None where all hold the whole.
+        """Who holds what of the parameter `param_type` of `shape` over `size` ranks; None where it is replicated.
 
-        Where a subclass implements `partition_tensor`, that is asked for every rank, with a tensor that has no data.
+        A subclass's own `partition_tensor` is asked for every rank, with a tensor that has no data.
         Raises ValueError where the bound split or parts do not fit the shape.
         """
         if type(self).partition_tensor is not TensorParallelLayer.partition_tensor:
@@ -149,7 +149,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
             raise ValueError(f"{param_type} along dim {dim}: {error}") from None
 
     def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
-        """What this rank holds of the parameter `param_type` of `shape`."""
+        """This rank's shard of the parameter `param_type` of `shape`."""
         layout = self.layout(param_type, shape, group.size)
         whole = layout is None
         return ParamShard(
@@ -269,7 +269,7 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
     mesh, shards = group.device_mesh, {}
     assert mesh is not None
     for name, param in list(module.named_parameters(recurse=False)):
-        if hasattr(param, "tp_part"):  # of another module that it is tied to
+        if hasattr(param, "tp_part"):  # tied to the parameter of another module
             module._parameters[name] = param.tp_part
         elif not hasattr(param, "tp_shard"):
             whole = param.data if param.is_meta else param.data.to(group.device)

@@ -97,11 +97,11 @@ class Communication:
         return None
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Called once the parameters of `module` are cut: `shards` is what this rank holds, by name in the module."""
+        """Called once the parameters of `module` are cut: `shards` are this rank's, by name in the module."""
 
     @property
     def acts(self) -> bool:
-        """Whether the forward of the module needs more than its parameters as they are."""
+        """True if the forward of the module needs more than its parameters as they are."""
         own, base = type(self), Communication
         return bool(self.hidden or self.widths) or any(getattr(own, name) is not getattr(base, name) for name in _ACTS)
 
@@ -113,7 +113,7 @@ class Communication:
         """Called in place of `after` where the module's forward raised."""
 
     def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
-        """What the local forward sees in place of the hidden parameter `name`."""
+        """The tensor that the local forward sees in place of the hidden parameter `name`; None for none."""
         return None
 
     def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:

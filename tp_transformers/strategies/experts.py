@@ -35,9 +35,9 @@ class IsolatedParallel(TensorParallelLayer):
     """
 
     experts: Split | None = None
-    """Which experts each rank holds; None where there are none, or a part of each."""
+    """Split of the experts over the ranks; None where there are none, or each is cut."""
     is_empty = False
-    """Whether the experts are cut for more ranks than they have units, and this rank has no features of any."""
+    """True if the experts are cut for more ranks than they have units, and this rank has no features of any."""
 
     def __init__(self, *, use_dtensor: bool = False) -> None:
         """`use_dtensor`: whether shards become DTensors where a placement describes them."""
@@ -130,11 +130,11 @@ class IdentityExpertParallel(TensorParallelLayer):
 
 
 def _is_routed(module: nn.Module) -> bool:
-    """Whether the experts are called with ids and weights rather than with tokens sorted by expert."""
+    """True if the experts are called with ids and weights rather than with tokens sorted by expert."""
     return len(inspect.signature(type(module).forward).parameters) > 2
 
 
 def _skips_unknown_experts(module: nn.Module) -> bool:
-    """Whether the experts' implementation computes nothing for ids that are past its experts."""
+    """True if the experts' implementation computes nothing for ids that are past its experts."""
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")

@@ -24,10 +24,10 @@ LAST = -1
 
 
 class _WeightParallel(TensorParallelLayer):
-    """What column- and row-parallel layers share: they cut a module's weight along its input or output features."""
+    """Common part of column- and row-parallel layers, which cut a weight along its input or output features."""
 
     is_transposed = False
-    """Whether the weight is (in, out), as that of GPT-2's Conv1D."""
+    """True if the weight is (in, out), as that of GPT-2's Conv1D."""
     in_features = 0
     """Input features of the unsharded module: the rows of an embedding."""
     out_features = 0

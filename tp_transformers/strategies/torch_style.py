@@ -1,7 +1,8 @@
 """The styles of `torch.distributed.tensor.parallel`, as strategies: our loading, torch's own communication.
 
-A style's parameters are DTensors, cut as torch cuts them, by `torch.chunk`. What the module is given and returns is
-what the style says: DTensors where it has `use_local_output=False`, which keep track of a cut that does not divide.
+A style's parameters are DTensors, cut as torch cuts them, by `torch.chunk`. A module is given
+and returns tensors as the style says: DTensors where it has `use_local_output=False`, which keep track of a cut that
+does not divide.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def as_strategy(value: Any) -> Any:
 
 
 def style_hint(name: str) -> str:
-    """What to say of the name of a style of torch, where that of a strategy is expected; "" for any other name."""
+    """Hint for the name of a style of torch, where that of a strategy is expected; "" for any other name."""
     name = name.removesuffix("()")
     if name not in {style.__name__ for style in SUPPORTED}:
         return ""
@@ -158,7 +159,7 @@ def style_hint(name: str) -> str:
 
 
 def _is_known(style: type[ParallelStyle]) -> bool:
-    """Whether a style, or a subclass, cuts parameters as the style of torch does."""
+    """True if a style, or a subclass, cuts parameters as the style of torch does."""
     base = _known_base(style)
     cuts = [name for name in vars(base) if name == "_apply" or name.startswith("_partition")]
     return issubclass(style, SUPPORTED) and all(getattr(style, name) is getattr(base, name) for name in cuts)
@@ -191,7 +192,7 @@ def _placements(style: Any) -> Iterator[Placement | None]:
 
 
 def _is_features(placement: Placement | None) -> bool:
-    """Whether the last dim of (batch, sequence, features) is cut."""
+    """True if the last dim of (batch, sequence, features) is cut."""
     return isinstance(placement, Shard) and placement.dim in (-1, 2)
 
 

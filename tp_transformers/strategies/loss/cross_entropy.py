@@ -30,7 +30,7 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """What `torch.nn.functional.cross_entropy` makes of the whole logits, from this rank's part; the same on all ranks.
+    """`torch.nn.functional.cross_entropy` of the unsharded logits, from this rank's part; the same on all ranks.
 
     Two all-reduces of a few numbers a token (the largest logit; the sum of exponentials with the target's logit);
     backward: nothing. Computed in fp32 at least; the gradient has the dtype of the logits.
@@ -72,11 +72,11 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True)
 class CausalLMLoss:
-    """What transformers' `ForCausalLMLoss` computes, from this rank's part of the logits: `model.loss_function`."""
+    """The loss of transformers' `ForCausalLMLoss`, from this rank's part of the logits: `model.loss_function`."""
 
     device_mesh: DeviceMesh
     widths: tuple[int, ...]
-    """Of the parts of the vocabulary."""
+    """Lengths of the ranks' parts of the vocabulary."""
 
     def __call__(
         self,
@@ -122,7 +122,7 @@ class CausalLMLoss:
 class _Settings:
     group: Group | None
     start: int
-    """Of this rank's part of the vocabulary."""
+    """First id of this rank's part of the vocabulary."""
     vocabulary: int
     label_smoothing: float
     z_loss: float

@@ -25,7 +25,7 @@ class LossColwiseParallel(ColwiseParallel):
     """
 
     keeps_part = False
-    """Whether the output of the forward that is under way stays this rank's part."""
+    """True while the output of the forward under way stays this rank's part."""
 
     def __init__(self, *, use_dtensor: bool = True) -> None:
         """`use_dtensor`: whether shards become DTensors where a placement describes them."""

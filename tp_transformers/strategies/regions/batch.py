@@ -6,9 +6,9 @@ own back. Everything else computes on a rank's own samples, with whole parameter
     own samples ── norm ── gather ── [ attention, MLP ] ── scatter ──+── ... own samples
       A                     A / B      A, B by parts       A         A
 
-Every rank has a loss of its own, and what is trained is their mean. So in a backward the gradient of a module's output
-is divided by the ranks, and that of its input multiplied again: parameters inside have the gradient of the mean, whole
-or cut as ever, and those outside that of the rank's own loss, of which the mean over all ranks is due.
+Every rank has a loss of its own, and their mean is trained. In a backward, the gradient of a module's output is divided
+by the number of ranks, and that of its input multiplied again: parameters inside have the gradient of the mean,
+replicated or cut, and those outside that of the rank's own loss, of which the mean over all ranks is due.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BATCH = 0
 """The batch dim of a model's activations: (batch, sequence, hidden)."""
 
 _NOTHING, _POSITIONS, _MASK, _CACHE, _ATTENTIONS, _PACKED = range(6)
-"""What a rank was given, in `Batch.agree`; a mask that is ready made is _MASK and says its dtype beside."""
+"""Kinds of a rank's arguments, in `Batch.agree`; a mask that is ready made is _MASK and says its dtype beside."""
 
 _PROBLEMS = {
     _CACHE: ("past_key_values", "none, or generate, for which all ranks have the same prompts"),
@@ -53,15 +53,15 @@ class Batch:
     widths: Widths
     """Samples of every rank."""
     differs: bool
-    """Whether masks or positions differ from sample to sample on some rank."""
+    """True if masks or positions differ from sample to sample on some rank."""
     length: int
     """Tokens of each sample."""
     joined: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict, compare=False)
-    """What several blocks are given in this forward, such as masks: as this rank has it, and joined."""
+    """Arguments of several blocks in this forward, such as masks: as this rank has them, and joined."""
 
     @classmethod
     def agree(cls, shape: tuple[int, ...], given: int, extra: int, device: torch.device, group: Group) -> Batch:
-        """What the ranks hold together, in one all-gather of a few numbers; all ranks of `group` call it.
+        """The samples of all ranks, from one all-gather of a few numbers; all ranks of `group` call it.
 
         Args:
             shape: of this rank's samples.
@@ -105,10 +105,10 @@ def _refuse(kind: type[TensorParallelError], got: str, expected: str, fix: str) 
 
 
 _current: WeakKeyDictionary[Group, Batch] = WeakKeyDictionary()
-"""Of the forward of a base model that is under way over some ranks."""
+"""The batch of the forward of a base model that is under way over some ranks."""
 
 _alike: WeakKeyDictionary[Group, Batch | None] = WeakKeyDictionary()
-"""What all forwards that were trained over some ranks had in common so far; None where they differ."""
+"""The batch that all forwards trained over some ranks had in common so far; None where they differ."""
 
 _same_inputs: ContextVar[bool] = ContextVar("tp_transformers_same_inputs", default=False)
 
@@ -126,7 +126,7 @@ def same_inputs() -> Iterator[None]:
 def batch_of(x: Tensor, mesh: DeviceMesh, *, in_layers: bool = False) -> Batch | None:
     """The samples of all ranks, of which `x` are this rank's; None where all ranks have the same.
 
-    Where no forward is under way (a block that is computed again in a backward, as gradient checkpointing does, or a
+    Outside of a forward (a block that is computed again in a backward, as gradient checkpointing does, or a
     head that is called by itself), the ranks agree anew, unless x is `in_layers`, in a backward, and all forwards that
     were trained have been alike.
     """
@@ -204,7 +204,7 @@ def _is_of(value: Any, tokens: int) -> bool:
 
 
 def _kind(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:
-    """What of a forward's arguments the ranks have to know of each other; see `Batch.agree`."""
+    """(kind, dtype of a mask): the facts of a forward's arguments that the ranks share; see `Batch.agree`."""
     cache, mask, config = given.get("past_key_values"), given.get("attention_mask"), module.config
     if cache is not None:
         return _CACHE, 0

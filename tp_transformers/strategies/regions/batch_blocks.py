@@ -68,7 +68,7 @@ class BatchBlock(RegionBlock):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `TensorParallelLayer.prepare_beside`: whatever goes with samples is joined, too."""
         notes = forward_of(module).notes
-        x = notes.pop("x")  # which nothing here may keep
+        x = notes.pop("x")  # nothing here may keep it
         if notes["batch"] is None:
             return args, keywords
         names = [*self.arguments, *[""] * len(args)]
@@ -240,4 +240,4 @@ BATCH_SHARDED: Mapping[str, TensorParallelLayer] = {
     **{name: BatchColwise(name) for name in ("colwise_rep", "colwise_gather_output", "embedding_colwise")},
     "embedding_rowwise": BatchVocabulary(),
 }
-"""What a strategy of one module becomes where its input is batch-sharded."""
+"""{strategy of one module: the strategy that replaces it where its input is batch-sharded}."""

@@ -1,4 +1,4 @@
-"""What every rank gathers for its forward, and gathers again for its backward rather than keep (Korthikanti et al.).
+"""Tensors that every rank gathers for its forward, and gathers again for its backward (Korthikanti et al. 2022).
 
 This rank's part of it is not kept either, where a norm made it: that is applied again to its input, which it keeps.
 """
@@ -34,7 +34,7 @@ def saving_part(
     """A context in which autograd saves of `whole`, which was gathered, and of its views this rank's `part` alone.
 
     None where that is of no use: where autograd does not record, or where something else decides what it saves, as
-    gradient checkpointing and offloading do. Of several such contexts only the innermost counts.
+    gradient checkpointing and offloading do. Only the innermost of several such contexts counts.
     """
     is_free = _active_hooks is not None and _active_hooks(True) is None
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_free:
@@ -44,7 +44,7 @@ def saving_part(
 
 
 class _Regathered:
-    """What is saved of a gathered tensor.
+    """The saved part of a gathered tensor.
 
     The first operation of a backward that needs the whole gathers it (all-gather), the last lets it go. The ranks do so
     in the same order, since they run the same operations.
@@ -59,14 +59,14 @@ class _Regathered:
         self._uses, self._left = 0, 0
 
     def pack(self, x: Tensor) -> Tensor | View:
-        """What autograd keeps in place of `x`."""
+        """The value that autograd keeps in place of `x`."""
         if x.numel() and x.untyped_storage().data_ptr() == self._address:
             self._uses += 1
             return x.shape, x.stride(), int(x.storage_offset())
         return x.detach()
 
     def unpack(self, packed: Any) -> Tensor:
-        """What `pack` was given."""
+        """The tensor that `pack` was given."""
         if isinstance(packed, Tensor):
             return packed
         if self._whole is None:

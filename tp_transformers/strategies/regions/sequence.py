@@ -4,8 +4,8 @@
       whole            parts       │       norm             attention, MLP  │ parts        last norm          whole
                                    └────────────────────────────────────────┘
 
-What stands between blocks (norms, dropouts, sums) computes on a part; what mixes tokens or is cut along features
-computes on the whole.
+Modules between blocks (norms, dropouts, sums) compute on a part; modules that mix tokens or are cut along features
+compute on the complete sequence.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Cut:
     """Name of that layer."""
 
     def holds(self, name: str) -> bool:
-        """Whether the module `name`, which runs now, is given parts of this sequence."""
+        """True if the module `name`, which runs now, is given parts of this sequence."""
         return self.backward == in_backward() and (self.backward < 0 or name.startswith(self.scope))
 
 
@@ -129,7 +129,7 @@ class SequenceScatterParallel(TensorParallelLayer):
     """Before the first of the modules that compute on parts: keep this rank's part of the sequence (backward:
     all-gather), which is cut as evenly as it can be; ranks beyond its length get an empty part.
 
-    What is shorter than the ranks, and is no training, stays whole on all of them: a token that is generated costs one
+    A sequence shorter than the ranks, outside of training, is replicated: a token that is generated costs one
     all-reduce a block then, rather than two collectives.
 
         whole ── [x / y]
@@ -163,7 +163,7 @@ class SequenceBlock(RegionBlock):
     def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
         """See `RegionBlock.parts_of`.
 
-        Where a layer is computed again in a backward (gradient checkpointing), which may follow other forwards, its
+        A layer may be computed again in a backward (gradient checkpointing), which may follow other forwards. Its
         attention is told positions, of which there are as many as tokens; its other blocks go by that.
         """
         length, task, cut = _told_length(forward.given), in_backward(), _current.get(mesh.get_group())
@@ -246,7 +246,7 @@ class SequenceStatesParallel(TensorParallelLayer):
 
 
 def _are_states(value: Any, last: Tensor) -> bool:
-    """Whether a value of a model's output is its hidden states: a tuple of tensors as wide as the last, and of its
+    """True if a value of a model's output is its hidden states: a tuple of tensors as wide as the last, and of its
     number of dims.
     """
     return isinstance(value, tuple) and all(
@@ -264,9 +264,9 @@ def _told_length(given: Mapping[str, Any]) -> int | None:
 
 
 def is_cut(group: Group) -> bool:
-    """Whether a module between blocks is given this rank's part of a sequence.
+    """True if a module between blocks is given this rank's part of a sequence.
 
-    What is trained always is cut, also where a backward computes it again after another forward.
+    A trained sequence always is cut, also where a backward computes it again after another forward.
     """
     cut = _current.get(group)
     return torch.is_grad_enabled() or (cut is not None and cut.backward == in_backward() and cut.widths is not None)

@@ -1,7 +1,7 @@
 """torch's GradScaler on shards: all ranks skip a step, or none does.
 
-`torch.amp.GradScaler` looks for infinities in the gradients of one process. Of DTensors torch shares what it finds over
-their mesh; of plain shards it does not, and it refuses a list of both. One rank would skip a step that another takes,
+`torch.amp.GradScaler` looks for infinities in the gradients of one process. For DTensors, torch shares the result over
+their mesh; for plain shards it does not, and it refuses a list of both. One rank would skip a step that another takes,
 and they would scale the next loss by different factors. So whatever optimizer it is given the parameters of a
 tensor-parallel model with, it looks at this rank's values alone and shares what it finds.
 """

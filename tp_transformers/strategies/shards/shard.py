@@ -1,4 +1,4 @@
-"""What a rank holds of one parameter: its layout, its DTensor form, and the way back to the whole."""
+"""One rank's shard of one parameter: its layout, its DTensor form, and the gather of the unsharded tensor."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class ParamShard:
     group: TensorParallelGroup
     use_dtensor: bool = True
     sums_gradients: bool = False
-    """Whether a parameter that every rank holds whole gets only a part of its gradient on each."""
+    """True if a replicated parameter gets only a part of its gradient on each rank."""
     added_once: bool = False
-    """Whether only rank 0 computes with it, since outputs are summed over the ranks; the others see zeros."""
+    """True if only rank 0 computes with it, since outputs are summed over the ranks; the others see zeros."""
     data_parallel: dist.ProcessGroup | None = None
-    """The ranks over which FSDP cuts dim 0 of this rank's shard once more, as torch.chunk does; None without FSDP. They
-    may be those that share the model, where each has a batch of its own and the parameter would be whole on all."""
+    """Process group over which FSDP shards dim 0 of this rank's shard again, in torch.chunk's sizes; None without FSDP.
+    It may be the group that shares the model, where each rank has a batch of its own; the parameter is replicated."""
     _shared: tuple[Shared, ...] = field(init=False)
     """Indices that this rank holds together with others."""
     _shared_length: int = field(init=False)
@@ -48,7 +48,7 @@ class ParamShard:
 
     @property
     def is_cut_over_copies(self) -> bool:
-        """Whether FSDP cuts it over copies of the model, and not over the ranks that share one."""
+        """True if FSDP cuts it over copies of the model, and not over the ranks that share one."""
         return self.data_parallel is not None and self.data_parallel != self.group.process_group
 
     @property
@@ -78,11 +78,11 @@ class ParamShard:
 
     @property
     def needs_view(self) -> bool:
-        """Whether the parameter is not itself what a local forward computes with."""
+        """True if the parameter is not itself what a local forward computes with."""
         return self.placement is not None or self.sums_gradients or self.added_once or self._shared_length > 0
 
     def view(self, param: Tensor) -> Tensor:
-        """What the local forward computes with: the local tensor, with gradients routed back as the layout needs.
+        """The local tensor that the local forward computes with, its gradients routed back as the layout needs.
 
         The gradient of indices that several ranks hold is summed over those ranks (all-reduce in backward), so that
         each of them has the whole of it. All ranks of the axis take part in that, also those that share nothing.
@@ -115,7 +115,7 @@ class ParamShard:
         return on_first(local, self.shape, self.layout, self.group, self.data_parallel)
 
     def any_rank(self, value: bool) -> bool:
-        """Whether `value` is True on any rank that holds a part of the parameter; all of them have to call it."""
+        """True if `value` is True on any rank that holds a part of the parameter; all of them have to call it."""
         has = torch.tensor([float(value)], device=self.group.device)
         for process_group in (self.group.process_group if self.layout is not None else None, self.data_parallel):
             if process_group is not None:
@@ -131,7 +131,7 @@ class ParamShard:
 
     @property
     def rows(self) -> Range:
-        """Which indices of dim 0 of this rank's shard FSDP leaves on this rank; all of them without FSDP."""
+        """Indices of dim 0 of this rank's shard that FSDP leaves on this rank; all of them without FSDP."""
         if self.data_parallel is None:
             return 0, self.local_shape[0]
         length, copies = self.local_shape[0], self.data_parallel
@@ -139,7 +139,7 @@ class ParamShard:
 
 
 def shard_of(tensor: Tensor | None) -> ParamShard | None:
-    """What this rank holds of a parameter; None where nothing says that the ranks of a `tp` axis share it.
+    """This rank's shard of a parameter; None where nothing says that the ranks of a `tp` axis share it.
 
     A parameter that was loaded with a plan knows it. A DTensor over that axis alone says it by its placement: what
     torch's parallelize_module makes of a part of a model, or `model.to(dtype)` of ours.
@@ -210,7 +210,7 @@ def full_tensor(param: Tensor, value: Tensor | None = _ITSELF) -> Tensor | None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter, gradient or DTensor: a plain tensor that shares its memory, detached."""
+    """This rank's shard of a parameter, gradient or DTensor: a plain tensor that shares its memory, detached."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 

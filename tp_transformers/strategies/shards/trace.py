@@ -15,7 +15,7 @@ from ...slices.stored import Stored
 
 
 def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequence[int], size: int) -> Layout | None:
-    """Which indices a `partition_tensor` takes on every rank, found by giving it a tensor without data.
+    """The indices that a `partition_tensor` takes on every rank, found by giving it a tensor without data.
 
     Raises ValueError where it returns anything but a slice along one dim, or where the ranks' slices are not a cut of
     the whole: every index held, and any two ranks' ranges disjoint or equal.
