@@ -1,4 +1,4 @@
-"""A new kind of strategy, which sums, cuts and draws in its own way, through load, training, sequence parallelism, save and LoRA."""
+"""A new kind of strategy, which cuts, sums and draws in its own way: load, train, cut the sequence, save and adapt."""
 
 from __future__ import annotations
 
