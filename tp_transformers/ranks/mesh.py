@@ -136,7 +136,9 @@ class TensorParallelGroup:
 
         Where it fails on one rank, all fail.
         """
-        nodes = self.gather(node_name())
+        with self.agree():  # that all ranks are here
+            node = node_name()
+        nodes = self.gather(node)
         first = nodes.index(nodes[self.rank]) == self.rank
         result = self.together(lambda: function(True) if first else None)
         with self.agree():
