@@ -10,8 +10,8 @@ import torch._inductor.config
 from transformers import AutoModelForCausalLM, CompileConfig
 
 import tp_transformers
-from tests.models import PROMPTS, relative
-from tests.pool import Pool
+from tests.support.models import PROMPTS, relative
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
