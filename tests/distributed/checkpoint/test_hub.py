@@ -31,6 +31,7 @@ from tests.support.float8 import quantize_folder
 from tests.support.hub_server import HubServer, commit_of
 from tests.support.models import headers
 from tests.support.pool import Pool, WorkerError
+from tests.support.tiers import wide
 from tp_transformers.checkpoint.hub import fetch as exchange
 from tp_transformers.checkpoint.hub import fetch_plan as shares
 from tp_transformers.checkpoint.hub import remote_file as http
@@ -134,7 +135,7 @@ def stream(
 
 
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["small blocks", "blocks as they are"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", wide([3, 2, 1], 1))
 @pytest.mark.parametrize("which", ["llama", "mixtral"])
 def test_parameters_are_those_of_the_folder_and_bytes_travel_once(
     hub_pool: Any, served: HubServer, cases: Any, mixtral: str, tmp_path: Path, which: str, size: int, sizes: Any
@@ -239,14 +240,17 @@ def test_a_channel_beside_a_group_of_gpus(hub_pool: Any, served: HubServer, case
 
 @pytest.mark.parametrize(
     "faults",
-    [
-        {"drop_every": 5},
-        {"error_every": 7},
-        {"error_every": 7, "error_status": 429, "retry_after": "0"},
-        {"expire_after": 3},
-        {"stall_every": 9, "stall": 4.0},
-        {"drop_every": 5, "error_every": 7, "expire_after": 3},
-    ],
+    wide(
+        [
+            {"drop_every": 5},
+            {"error_every": 7},
+            {"error_every": 7, "error_status": 429, "retry_after": "0"},
+            {"expire_after": 3},
+            {"stall_every": 9, "stall": 4.0},
+            {"drop_every": 5, "error_every": 7, "expire_after": 3},
+        ],
+        3,
+    ),
     ids=lambda faults: " ".join(faults),
 )
 def test_faults_cost_only_time(
@@ -308,7 +312,7 @@ def _fail(pool: Pool, size: int, *args: Any, **arguments: Any) -> str:
         ({"gzip": ""}, " bytes, expected "),
     ],
 )
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", wide([2, 3], 1))
 def test_one_error_on_all_ranks(
     hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, faults: dict[str, Any], says: str, size: int
 ) -> None:
@@ -594,6 +598,7 @@ def _in_a_hurry(folder: str, cache: str, tp_stream: bool) -> dict[str, Any]:
         return stream("org/model", folder, cache, tp_stream=tp_stream, sizes={})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp_stream", [True, False])
 def test_ranks_wait_longer_than_a_collective_may(
     hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, tp_stream: bool

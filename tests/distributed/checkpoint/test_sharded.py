@@ -21,6 +21,7 @@ from tests.distributed.strategies.test_expert_parallelism import PLANS
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import assert_same_files, held, llama_config
 from tests.support.pool import Pool, WorkerError
+from tests.support.tiers import wide
 from tp_transformers import save_sharded, verify_sharded
 from tp_transformers.checkpoint.reading.source import LocalFile
 from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
@@ -133,7 +134,7 @@ SAVED_AT = {"8/2 heads": 4}
 """At how many ranks a model is saved, where it is not 2: with replicated KV heads."""
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", wide([3, 2, 1, 4], 2))
 @pytest.mark.parametrize("name", MODELS)
 def test_shards_are_the_checkpoint_at_any_size(
     pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str, size: int
@@ -165,7 +166,7 @@ def test_tied_parameters_are_stored_once_and_buffers_where_they_persist(sharded:
     assert not any("inv_freq" in name for name in tied)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", wide(["mixtral", "gpt_oss"], 1))
 def test_cut_experts_become_whole_ones_and_back(
     pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str
 ) -> None:
@@ -251,7 +252,7 @@ def on_mesh(folder: str, target: str, parallel: bool, fails: str | None) -> bool
     )
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("parallel", wide([True, False], 1))
 def test_the_first_copy_saves_for_all(pool: Pool, checkpoint: Any, tmp_path: Path, parallel: bool) -> None:
     folder, target = checkpoint("9/3 heads"), tmp_path / "s"
     assert pool.run(4, on_mesh, folder, str(target), parallel, None) == [True] * 4
@@ -289,7 +290,7 @@ def damage_manifest(file: Path, other: Path) -> None:
     (file.parent / MANIFEST_NAME).write_text("{")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", wide([2, 3, 1], 1))
 @pytest.mark.parametrize(
     ("damage", "says"),
     [

@@ -13,6 +13,7 @@ import yaml
 from transformers import LlamaConfig, LlamaModel, Olmo2Config, Phi3Config, Qwen3Config, Qwen3NextConfig
 
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
 from tp_transformers.anatomy.classes import without_memory
 from tp_transformers.commands import cli
@@ -320,11 +321,14 @@ HEADS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_pro
 
 @pytest.mark.parametrize(
     ("rules", "fault"),
-    [
-        ({}, None),
-        ({"layers.*.mlp.shared_expert": "summed"}, "mlp.shared_expert: its output is the first that differs"),
-        ({"layers.*.self_attn.v_proj": "swapped"}, "self_attn"),
-    ],
+    wide(
+        [
+            ({}, None),
+            ({"layers.*.mlp.shared_expert": "summed"}, "mlp.shared_expert: its output is the first that differs"),
+            ({"layers.*.self_attn.v_proj": "swapped"}, "self_attn"),
+        ],
+        1,
+    ),
 )
 @pytest.mark.usefixtures("in_pool", "own_strategies")
 def test_rounding_is_far_from_any_fault_in_gated_delta_nets(
