@@ -151,7 +151,7 @@ def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.slow
 def test_the_class_that_the_config_names_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     proven = []
-    monkeypatch.setattr(verify, "without_memory", lambda cls, config: proven.append(cls) or without_memory(cls, config))
+    monkeypatch.setattr(verify, "outline", lambda cls, config: proven.append(cls) or without_memory(cls, config))
     (verdict,) = verify.verify(LlamaConfig(**SIZES, architectures=["LlamaModel"]))
     assert verdict.ok
     assert verdict.logits is not None, "the states of a model without a head"

@@ -340,7 +340,7 @@ def test_a_fault_in_the_middle_stops_all_ranks(
 KILLED = """
     import os, signal, sys
     import tp_transformers
-    from tp_transformers.checkpoint import reader
+    from tp_transformers.checkpoint.reading import reader
     from transformers import AutoModelForCausalLM
 
     run = reader._run
