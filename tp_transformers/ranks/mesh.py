@@ -25,6 +25,8 @@ HEARTBEAT = 10.0
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
+Report = tuple[type[TensorParallelError], str]
+"""(class, message) of an error on another rank."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,24 @@ class TensorParallelGroup:
     """Length of the axis."""
     device: torch.device
     """Where this rank keeps its shards."""
-    is_first_replica: bool = True
-    """Whether no copy of the model comes before this one on the other axes of the mesh: the one that is saved."""
     copies: tuple[tuple[int, ...], ...] | None = None
     """The world ranks of every copy of a model that is data-parallel; else None."""
     reduce_dtype: torch.dtype | None = None
     """Dtype in which gradients of what several ranks hold are summed; None for the gradients' own."""
-    mesh_ranks: tuple[int, ...] = ()
-    """The world ranks of the whole mesh that the model was loaded on, all copies included; empty without a mesh."""
+    mesh: DeviceMesh | None = None
+    """The mesh of all copies of the model, its `tp` axis included; None without a process group."""
+
+    @property
+    def is_first_replica(self) -> bool:
+        """True on the ranks of the first copy of the model, the one that is saved."""
+        if self.mesh is None or self.mesh.ndim == 1:
+            return True
+        names, position = self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or ()
+        return not any(at for at, name in zip(position, names, strict=True) if name != TP_AXIS)
 
     @property
     def writes(self) -> bool:
-        """Whether this is the rank that writes what all ranks save together."""
+        """True on the one rank that writes files for all ranks of all copies."""
         return self.rank == 0 and self.is_first_replica
 
     @property
@@ -160,7 +168,7 @@ class TensorParallelGroup:
             failure = error
         if self.size == 1:
             return
-        reports = self.gather(_report(failure))
+        reports = self.gather(reported(failure))
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure
@@ -255,16 +263,14 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
         device_mesh = _tp_axis(device_mesh)
     if device_mesh is None:
         return TensorParallelGroup(None, 0, 1, local_device(_default_device_type()))
-    is_first = given is None or _is_first_replica(given)
     device = local_device(device_mesh.device_type)
     bind_thread(device)
-    ranks = tuple((device_mesh if given is None else given).mesh.flatten().tolist())
-    return TensorParallelGroup(
-        device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, is_first, mesh_ranks=ranks
-    )
+    mesh = device_mesh if given is None else given
+    return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, mesh=mesh)
 
 
-def _report(failure: Exception | None) -> tuple[type[TensorParallelError], str] | None:
+def reported(failure: Exception | None) -> Report | None:
+    """The (class, message) of the error that other ranks raise for `failure`; None for None."""
     if failure is None:
         return None
     if isinstance(failure, TensorParallelError):
@@ -272,7 +278,7 @@ def _report(failure: Exception | None) -> tuple[type[TensorParallelError], str] 
     return RemoteRankError, f"{type(failure).__name__}: {failure}"
 
 
-def _common_error(reports: Sequence[tuple[type[TensorParallelError], str] | None]) -> TensorParallelError:
+def _common_error(reports: Sequence[Report | None]) -> TensorParallelError:
     """The error of the lowest rank that failed."""
     rank, (kind, text) = next((rank, report) for rank, report in enumerate(reports) if report is not None)
     return kind(f"rank {rank}: {text}")
@@ -302,12 +308,6 @@ def _tp_axis(device_mesh: DeviceMesh) -> DeviceMesh:
             fix='Build it with init_device_mesh(type, shape, mesh_dim_names=("dp", "tp")).',
         )
     )
-
-
-def _is_first_replica(device_mesh: DeviceMesh) -> bool:
-    names = device_mesh.mesh_dim_names or ()
-    position = device_mesh.get_coordinate() or ()
-    return device_mesh.ndim == 1 or not any(at for at, name in zip(position, names, strict=True) if name != TP_AXIS)
 
 
 def _default_device_type() -> str:
