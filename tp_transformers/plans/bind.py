@@ -12,7 +12,7 @@ from torch import nn
 from ..anatomy.attention import config_around
 from ..anatomy.names import base_prefix, fold_layers, tied_parameters
 from ..errors import PlanError, list_faults, nearest
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Layout
 from ..strategies import (
     STRATEGIES,

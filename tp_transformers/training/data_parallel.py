@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from ..anatomy.layers import layers_of
 from ..errors import MeshError, UnsupportedError, describe
-from ..ranks.mesh import TP_AXIS, TensorParallelGroup, check_ranks
+from ..ranks.group import TP_AXIS, TensorParallelGroup
+from ..ranks.mesh import check_ranks
 from ..strategies import ParamShard, batch_sharded, local_tensor, shard_of
 from .averaging import Average, outside
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import UnsupportedError
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..strategies import local_tensor, shard_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...ranks.mesh import TensorParallelGroup, bind_thread
+from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.stored import Selection, Stored
 from ..reading.reader import Request
 from ..reading.source import Source

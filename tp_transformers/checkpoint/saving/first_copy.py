@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ranks.mesh import TP_AXIS, TensorParallelGroup, agreed, reported
+from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 
 
 def by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
