@@ -39,11 +39,11 @@ class TensorParallelGroup:
     size: int
     """Length of the axis."""
     device: torch.device
-    """Where this rank keeps its shards."""
+    """Device of this rank's shards."""
     copies: tuple[tuple[int, ...], ...] | None = None
     """The world ranks of every copy of a model that is data-parallel; else None."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients of what several ranks hold are summed; None for the gradients' own."""
+    """Dtype in which gradients of shared parameters are summed over the ranks; None for the gradients' own."""
     mesh: DeviceMesh | None = None
     """The mesh of all copies of the model, its `tp` axis included; None without a process group."""
 
@@ -113,7 +113,7 @@ class TensorParallelGroup:
     def meet(self, jobs: Collection[Future[Any]]) -> None:
         """Return on all ranks once the `jobs` of each are done or have failed.
 
-        The ranks tell each other every HEARTBEAT seconds, since no collective may wait for as long as a job takes.
+        The ranks gather this every HEARTBEAT seconds, since no collective may wait for as long as a job takes.
         """
         while not all(self.gather(not wait(jobs, HEARTBEAT).not_done)):
             pass
@@ -121,13 +121,13 @@ class TensorParallelGroup:
     def together(self, function: Callable[[], T]) -> T:
         """Run `function` on all ranks, however long it takes on some; where one fails, all do.
 
-        It runs in the thread that calls, where signals arrive; meanwhile another thread meets those of other ranks.
+        It runs in the calling thread, where signals arrive; meanwhile another thread meets those of other ranks.
         """
         if self.size == 1:
             return function()
         job: Future[T] = Future()
         with ThreadPoolExecutor(1, initializer=bind_thread, initargs=(self.device,)) as executor:
-            with self.agree():  # that all ranks are here, each with a thread
+            with self.agree():  # all ranks are here, each with a thread
                 executor.submit(int).result()
             meeting = executor.submit(self.meet, [job])
             try:
@@ -139,9 +139,9 @@ class TensorParallelGroup:
             return job.result()
 
     def first_on_node(self, function: Callable[[bool], T]) -> T:
-        """Run `function(True)` on the first rank of each node, then `function(False)` on those that find what it left.
+        """Run `function(True)` on the first rank of each node, then `function(False)` on the others.
 
-        Where it fails on one rank, all fail.
+        If it fails on one rank, all fail.
         """
         nodes = self.gather(node_name())
         first = nodes.index(nodes[self.rank]) == self.rank
@@ -190,9 +190,9 @@ def reported(failure: Exception | None) -> Report | None:
 
 
 def bind_thread(device: torch.device) -> None:
-    """Make `device` this thread's own; threads start on device 0, where what they do first makes a context.
+    """Make `device` the current one of this thread, which started with device 0.
 
-    A context on a GPU that is another rank's takes about 0.5 GB of its memory.
+    Its first call on device 0 would make a context there: about 0.5 GB of memory of another rank's GPU.
     """
     if device.type != "cpu":
         torch.get_device_module(device.type).set_device(device)

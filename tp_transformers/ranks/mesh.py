@@ -20,8 +20,8 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     with nccl beside it on CUDA, the device bound before the group starts. Without one it is one process, with no group
     at all.
 
-    Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D) or is none of `check_ranks`, where a node has
-    more ranks than GPUs, or where ranks do not know where to meet.
+    Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D) or fails `check_ranks`, where a node has more
+    ranks than GPUs, or where the environment has no address at which ranks meet.
     """
     given = device_mesh
     if device_mesh is None and (dist.is_initialized() or launcher() is not None):
@@ -38,7 +38,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
 
 
 def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:
-    """Raise MeshError where `tp_size` is asked for, and is not the number of ranks."""
+    """Raise MeshError if `tp_size` is given and is not the number of ranks."""
     if tp_size is None or tp_size == group.size:
         return
     raise MeshError(

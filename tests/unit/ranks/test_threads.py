@@ -100,8 +100,8 @@ def test_threads_that_prefetch(device: Device, group: TensorParallelGroup, tmp_p
     with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
         request = reader.Request(checkpoint.tensors["x"], torch.empty(4096))
         prefetch.prefetch(checkpoint.files, [request], group, wanted=True)
-    assert device.of_others()
-    assert all(calls == [("set_device", GPU)] for calls in device.of_others().values())
+    assert any(name.startswith("prefetch") for name in device.of_others())
+    assert all(calls[0] == ("set_device", GPU) for calls in device.of_others().values())
 
 
 def test_a_thread_that_cannot_have_the_device_is_an_error(
