@@ -1,9 +1,10 @@
-"""What the package says, through Python's logging: the loggers below "tp_transformers", and which rank a record is of.
+"""Logging of the package, through Python's logging: the loggers below "tp_transformers", with the rank in each record.
 
-Nothing is said below WARNING unless an application asks for it, by `logging.getLogger("tp_transformers")` or by
-TP_TRANSFORMERS_VERBOSITY=info in the environment (debug, info, warning, error or critical, as for transformers). What
-all ranks would say is said by one. Records have the attributes `rank` and `world_size`, and begin with the former where
-there are several. Handlers stay the application's: with the variable alone, and no handler anywhere, stderr is one.
+Records below WARNING are dropped unless an application asks for them, by `logging.getLogger("tp_transformers")` or by
+TP_TRANSFORMERS_VERBOSITY=info in the environment (debug, info, warning, error or critical, as for transformers). One
+rank writes the records that are alike on all. Records have the attributes `rank` and `world_size`, and begin with the
+former where there are several. Handlers stay the application's: with the variable alone, and no handler anywhere,
+stderr is one.
 """
 
 from __future__ import annotations

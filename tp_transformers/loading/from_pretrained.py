@@ -38,7 +38,8 @@ from ..model.same_inputs import guard_if_asked
 from ..plans.bind import Resolution
 from ..plans.catalogue import available_plans
 from ..plans.rules import Plan
-from ..ranks.mesh import TensorParallelGroup, check_size, join
+from ..ranks.group import TensorParallelGroup
+from ..ranks.mesh import check_size, join
 from .load import LoadResult, load, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest

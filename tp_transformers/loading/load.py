@@ -24,7 +24,7 @@ from ..checkpoint.reading.sameness import check_same_files
 from ..checkpoint.reading.source import LocalFile
 from ..logs import get_logger
 from ..plans.bind import Resolution
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, Resident
 from ..slices.stored import Stored
 from ..strategies import local_tensor, whole_like

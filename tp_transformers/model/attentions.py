@@ -13,7 +13,7 @@ from ..anatomy.attention import is_cross_attention
 from ..errors import UnsupportedError, describe
 from ..plans.heads import AttentionHeads
 from ..ranks.collectives import Group, gather_from_region
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Split
 
 FIELDS = {"attentions": False, "cross_attentions": True}

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..ranks.collectives import Group, all_gather_uneven
-from ..ranks.mesh import TensorParallelGroup, random_state, set_random_state
+from ..ranks.group import TensorParallelGroup
+from ..ranks.random_state import random_state, set_random_state
 from ..strategies import SequenceBlock, TensorParallelLayer
 from ..strategies.regions.sequence import is_cut
 

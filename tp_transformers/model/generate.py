@@ -23,7 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..errors import MeshError, describe
 from ..plans.bind import Resolution
-from ..ranks.mesh import TensorParallelGroup, random_state, set_random_state
+from ..ranks.group import TensorParallelGroup
+from ..ranks.random_state import random_state, set_random_state
 from ..strategies import same_inputs
 
 OWN = ("streamer", "stopping_criteria")

@@ -21,7 +21,7 @@ from ..logs import get_logger
 from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
 from ..plans.shares import check_layers_are_cut
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..strategies import (
     BatchWhole,
     LocalConfig,

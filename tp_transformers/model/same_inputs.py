@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import MeshError, UnsupportedError, describe
 from ..ranks.collectives import all_gather_uneven
-from ..ranks.mesh import TensorParallelGroup, agreed, random_state
+from ..ranks.group import TensorParallelGroup, agreed
+from ..ranks.random_state import random_state
 from ..strategies import batch_sharded, local_tensor
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.saving.dcp import laid_out, placed
 from ..errors import UnsupportedError, describe
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..strategies import (
     ParamShard,
     TensorParallelLayer,

@@ -1,4 +1,4 @@
-"""Tensors that are bytes in a file: which of them a selection is, as runs and as boxes."""
+"""Tensors that are bytes in a file: the runs and the boxes of a selection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Bytes(Protocol):
     name: str
     """Name of the file in error messages."""
     is_remote: bool
-    """Whether reading crosses a network."""
+    """True if reading crosses a network."""
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers`, one after the other, with the consecutive bytes from `offset` on."""
@@ -42,7 +42,7 @@ class Box:
     """File offset of the first element, in bytes."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Those of the whole tensor, in elements."""
+    """Strides of the whole tensor, in elements."""
     dtype: torch.dtype
 
     @cached_property

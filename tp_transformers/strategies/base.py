@@ -14,7 +14,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..anatomy.linears import holds_experts
 from ..errors import PlanError
-from ..ranks.mesh import TensorParallelGroup, join
+from ..ranks.group import TensorParallelGroup
+from ..ranks.mesh import join
 from ..slices.layout import Layout, Split, even, packed
 from ..slices.lazy import LazyTensor
 from .attach import cut_module

@@ -48,6 +48,8 @@ class _WeightParallel(TensorParallelLayer):
 
     def check_width(self, x: Tensor, expected: int) -> None:
         """Raise PlanError, before anything is communicated, where the input is not `expected` features wide."""
+        # No vote: widths follow from plan and module, alike on all ranks. A fault on some ranks alone takes two uneven
+        # cuts of one width that agree in part (3 3 2 2 and 3 3 3 1); `plans/checks/widths.py` refuses them in a block.
         if x.shape[LAST] != expected:
             raise PlanError(
                 describe(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..ranks.collectives import copy_shared, copy_to_region
-from ..ranks.mesh import TP_AXIS, TensorParallelGroup
+from ..ranks.group import TP_AXIS, TensorParallelGroup
 from ..slices.layout import Layout, Range, Shared, chunked, even, packed
 from ..slices.lazy import LazyTensor, Resident
 from .whole import on_all, on_first

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from ..anatomy.layers import layers_of
 from ..errors import MeshError, UnsupportedError, describe
-from ..ranks.mesh import TP_AXIS, TensorParallelGroup, check_ranks
+from ..ranks.group import TP_AXIS, TensorParallelGroup
+from ..ranks.mesh import check_ranks
 from ..strategies import ParamShard, batch_sharded, local_tensor, shard_of
 from .averaging import Average, outside
 
@@ -96,9 +97,7 @@ def data_parallel(
     if any(batch_sharded(model)):
         _start_alike((*outside(model), *model.buffers()), group.process_group)
     _start_alike((*model.parameters(), *model.buffers()), process_group)
-    is_first = mesh[axis].get_local_rank() == 0
-    ranks = ranks_of(mesh, axis)
-    copy = dataclasses.replace(group, is_first_replica=is_first, copies=ranks, mesh_ranks=tuple(sorted(sum(ranks, ()))))
+    copy = dataclasses.replace(group, copies=ranks_of(mesh, axis), mesh=_both_axes(mesh, axis))
     for module in model.modules():
         if "tp_group" in module.__dict__:
             module.tp_group = copy  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..anatomy.names import folded, layer_number
 from ..errors import UnsupportedError
 from ..plans.bind import Resolution
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..text import spans
 from .data_parallel import ranks_of
 

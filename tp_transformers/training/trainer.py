@@ -31,7 +31,7 @@ from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_d
 from ..errors import CheckpointError, MeshError, UnsupportedError, describe
 from ..logs import get_logger
 from ..model.parallelize import is_tensor_parallel
-from ..ranks.mesh import random_state, set_random_state
+from ..ranks.random_state import random_state, set_random_state
 from ..strategies import batch_sharded
 from ..strategies.loss_head import whole_logits
 from .clip import clip_grad_norm_, parameter_groups

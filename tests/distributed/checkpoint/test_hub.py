@@ -40,7 +40,7 @@ from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import outline
 from tp_transformers.commands.shard.offline import shard_checkpoint
 from tp_transformers.loading import load as loader
-from tp_transformers.ranks import mesh
+from tp_transformers.ranks import group as group_module
 
 pytestmark = pytest.mark.distributed
 
@@ -368,7 +368,7 @@ def _start_no_threads_on_rank_1(thread: str, cache: str) -> None:
         def submit(self, *args: Any) -> Any:
             raise RuntimeError("can't start new thread")
 
-    module = {"download": mesh, "fetch": exchange}[thread]
+    module = {"download": group_module, "fetch": exchange}[thread]
     with mock.patch.object(module, "ThreadPoolExecutor", NoThreads) if os.environ["RANK"] == "1" else nullcontext():
         stream("org/model", None, cache)
 
@@ -594,7 +594,7 @@ def test_a_download_that_fails_stops_all(hub_pool: Any, served: HubServer, cases
 def _in_a_hurry(folder: str, cache: str, tp_stream: bool) -> dict[str, Any]:
     """With collectives that give up after 4 seconds."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=4))
-    with mock.patch.object(mesh, "HEARTBEAT", 0.5):
+    with mock.patch.object(group_module, "HEARTBEAT", 0.5):
         return stream("org/model", folder, cache, tp_stream=tp_stream, sizes={})
 
 

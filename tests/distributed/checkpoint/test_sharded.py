@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
@@ -263,6 +263,24 @@ def test_the_first_copy_saves_for_all(pool: Pool, checkpoint: Any, tmp_path: Pat
         assert len(caught.value.errors) == 4
         assert all(says in error for error in caught.value.errors.values())
         assert len([*target.glob("rank-*")]) == 2, "the save before it is still there"
+
+
+def on_some_ranks(folder: str, target: str) -> bool:
+    """Run on every rank: two copies on ranks 0 and 1 of three, where rank 0 is in one more process group."""
+    dist.init_process_group("gloo")
+    dist.new_group([0])
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "tp"))
+    if dist.get_rank() == 2:
+        return True
+    model = load(folder, device_mesh=mesh)
+    save_sharded(model, target)
+    with pytest.raises(tp_transformers.CheckpointError, match=MANIFEST_NAME):
+        save_sharded(model, f"{target}/{MANIFEST_NAME}")
+    return (Path(target) / MANIFEST_NAME).is_file()
+
+
+def test_copies_on_some_ranks_beside_a_group_of_the_users_own(pool: Pool, checkpoint: Any, tmp_path: Path) -> None:
+    assert pool.run(3, on_some_ranks, checkpoint("9/3 heads"), str(tmp_path / "s"), timeout=60) == [True] * 3
 
 
 # -- what goes wrong: one error on all ranks

@@ -34,7 +34,7 @@ from tp_transformers.checkpoint.reading.source import LocalFile
 from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
 from tp_transformers.loading import load as loader
-from tp_transformers.ranks import mesh
+from tp_transformers.ranks import group as group_module
 
 pytestmark = pytest.mark.distributed
 
@@ -432,7 +432,7 @@ def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     seen: list[str] = []
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(mesh, "HEARTBEAT", 0.3))
+        stack.enter_context(mock.patch.object(group_module, "HEARTBEAT", 0.3))
         for owner, name in (
             (loader, "open_checkpoint"),
             (LocalFile, "prefetch"),

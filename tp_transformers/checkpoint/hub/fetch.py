@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...ranks.mesh import TensorParallelGroup, bind_thread
+from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.stored import Selection, Stored
 from ..reading.reader import Request
 from ..reading.source import Source
@@ -217,10 +217,10 @@ def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, sender: int, 
 
 @contextmanager
 def _gloo(group: TensorParallelGroup) -> Iterator[dist.ProcessGroup | None]:
-    """A process group that sends between CPUs: the axis' own, or one beside it where that has no gloo.
+    """A process group that sends between CPUs: the axis' own, or a new one where the user started it without gloo.
 
-    torch names a group of some ranks by how many groups its process knows. Where ranks know different numbers, as with
-    groups of the user's own, those that know less first make groups of themselves alone.
+    torch names a group of some ranks by the number of groups that its process knows. Ranks may know different numbers
+    (other groups of the user), so those that know less first make groups of themselves alone.
     """
     if group.size == 1 or "gloo" in dist.get_backend_config(group.process_group):
         yield group.process_group

@@ -24,7 +24,7 @@ from transformers.modeling_utils import get_state_dict_dtype
 from transformers.utils.hub import cached_file
 
 from ...errors import CheckpointError, describe
-from ...ranks.mesh import TensorParallelGroup
+from ...ranks.group import TensorParallelGroup
 from ..reading.header import HEADER_LIMIT, check_files, read_header
 from ..reading.source import LocalFile, Source
 from .remote_file import RemoteFile, ask_hub, refused, resolve

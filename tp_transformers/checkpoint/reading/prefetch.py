@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ...logs import get_logger
-from ...ranks.mesh import TensorParallelGroup, bind_thread
+from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.layout import Range, union
 from ...text import size
 from .reader import Request

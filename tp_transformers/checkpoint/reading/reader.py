@@ -23,7 +23,7 @@ from time import perf_counter
 import torch
 
 from ...errors import CheckpointError
-from ...ranks.mesh import bind_thread
+from ...ranks.group import bind_thread
 from ...slices.stored import Box, Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
 from .file_map import handle_signals, may_map, survive_truncation

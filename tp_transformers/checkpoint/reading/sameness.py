@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError, describe
-from ...ranks.mesh import TensorParallelGroup, agreed, bind_thread
+from ...ranks.group import TensorParallelGroup, agreed, bind_thread
 from ..hub.remote_file import RemoteFile
 from .header import Checkpoint
 from .source import LocalFile, Source

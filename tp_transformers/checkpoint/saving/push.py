@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import PushToHubMixin
 
 if TYPE_CHECKING:
-    from ...ranks.mesh import TensorParallelGroup
+    from ...ranks.group import TensorParallelGroup
 
 
 class _Saved(PushToHubMixin):

@@ -34,7 +34,7 @@ from .writer import Writer, make_folder, write_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...ranks.mesh import TensorParallelGroup
+    from ...ranks.group import TensorParallelGroup
 
 logger = get_logger(__name__)
 

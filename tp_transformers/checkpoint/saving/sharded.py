@@ -40,7 +40,7 @@ from .writer import SummedWriter, make_folder, put_in_place
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...ranks.mesh import TensorParallelGroup
+    from ...ranks.group import TensorParallelGroup
 
 _CHUNK = 16 << 20
 """Bytes that are read at once to be summed."""

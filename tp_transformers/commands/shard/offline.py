@@ -41,7 +41,7 @@ from ...loading.request import LoadRequest, express, leaves, open_checkpoint
 from ...model.parallelize import parallelize
 from ...plans.bind import Resolution
 from ...plans.rules import Plan
-from ...ranks.mesh import TensorParallelGroup
+from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor, Resident
 from ...strategies import whole_like

@@ -31,8 +31,8 @@ from ...loading.hook import enable
 from ...plans.bind import Resolution, resolve
 from ...plans.rules import Plan
 from ...plans.shares import check_layers_are_cut
+from ...ranks.group import TP_AXIS
 from ...ranks.launch import torchrun
-from ...ranks.mesh import TP_AXIS
 from ...strategies import STRATEGIES, ParallelInterface, full_tensor
 from . import small_model as probe
 from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, gradient_errors, relative

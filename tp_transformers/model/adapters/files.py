@@ -16,7 +16,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from ...checkpoint.saving.push import push
 from ...checkpoint.saving.save import gather
 from ...errors import CheckpointError, UnsupportedError
-from ...ranks.mesh import TensorParallelGroup
+from ...ranks.group import TensorParallelGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import MeshError, UnsupportedError, describe
-from ...ranks.mesh import TensorParallelGroup, agreed, random_state
+from ...ranks.group import TensorParallelGroup, agreed
+from ...ranks.random_state import random_state
 from ...slices.layout import Layout
 from ...strategies import (
     ColwiseParallel,
