@@ -29,7 +29,7 @@ from tests.support.models import MASK, PROMPTS, headers, held, relative
 from tests.support.pool import WorkerError
 from tp_transformers.checkpoint.reading import prefetch, reader
 from tp_transformers.checkpoint.reading.file_map import FileMap
-from tp_transformers.checkpoint.reading.source import LocalFile
+from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
 from tp_transformers.loading import load as loader

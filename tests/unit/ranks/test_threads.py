@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tp_transformers.checkpoint.reading import memory, prefetch, reader
+from tp_transformers.checkpoint.reading import jobs, memory, prefetch, reader
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.ranks import mesh
 from tp_transformers.ranks.mesh import TensorParallelGroup
@@ -78,12 +78,12 @@ def group(device: Device, monkeypatch: pytest.MonkeyPatch) -> TensorParallelGrou
 
 def test_threads_that_read(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
-    monkeypatch.setattr(reader, "JOB_BYTES", 1 << 10)
+    monkeypatch.setattr(jobs, "JOB_BYTES", 1 << 10)
     empty: Callable[..., Any] = torch.empty
     monkeypatch.setattr(memory.torch, "empty", lambda *sizes, pin_memory=False, **kind: empty(*sizes, **kind))
     with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
         away = torch.empty(4096, device="meta")
-        reader.read([reader.Request(checkpoint.tensors["x"], away)], threads=3)
+        reader.read([jobs.Request(checkpoint.tensors["x"], away)], threads=3)
     assert sorted(device.of_others()) == ["read-0", "read-1", "read-2"]
     assert all(calls[0] == ("set_device", away.device) for calls in device.of_others().values())
 
@@ -98,7 +98,7 @@ def test_threads_that_meet(device: Device, group: TensorParallelGroup) -> None:
 def test_threads_that_prefetch(device: Device, group: TensorParallelGroup, tmp_path: Path) -> None:
     save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
     with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
-        request = reader.Request(checkpoint.tensors["x"], torch.empty(4096))
+        request = jobs.Request(checkpoint.tensors["x"], torch.empty(4096))
         prefetch.prefetch(checkpoint.files, [request], group, wanted=True)
     assert any(name.startswith("prefetch") for name in device.of_others())
     assert all(calls[0] == ("set_device", GPU) for calls in device.of_others().values())

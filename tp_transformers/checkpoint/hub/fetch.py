@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ...ranks.mesh import TensorParallelGroup, bind_thread
 from ...slices.stored import Selection, Stored
-from ..reading.reader import Request
+from ..reading.jobs import Request
 from ..reading.source import Source
 from .fetch_plan import Bytes, Need, Part, Positions, divide, pieces
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from ...slices.layout import even
 from ...slices.stored import Stored, byte_view
+from ..reading.jobs import Request, is_same_memory
 from ..reading.memory import copy
-from ..reading.reader import Request, is_same_memory
 
 DIRECT_BYTES = 4 << 20
 """Runs of at least as many bytes are fetched by the rank that needs them."""

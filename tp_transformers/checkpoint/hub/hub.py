@@ -26,7 +26,8 @@ from transformers.utils.hub import cached_file
 from ...errors import CheckpointError, describe
 from ...ranks.mesh import TensorParallelGroup
 from ..reading.header import HEADER_LIMIT, check_files, read_header
-from ..reading.source import LocalFile, Source
+from ..reading.local_file import LocalFile
+from ..reading.source import Source
 from .remote_file import RemoteFile, ask_hub, refused, resolve
 
 CONNECTIONS = 6

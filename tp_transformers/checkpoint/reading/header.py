@@ -18,7 +18,8 @@ import torch
 from ...errors import CheckpointError, describe
 from ...slices.lazy import LazyTensor
 from ...slices.stored import Stored
-from .source import LocalFile, Source
+from .local_file import LocalFile
+from .source import Source
 
 # Names of dtypes in safetensors headers: https://github.com/huggingface/safetensors (README, "Format").
 _DTYPES: dict[str, torch.dtype] = {

@@ -16,8 +16,8 @@ from ...logs import get_logger
 from ...ranks.mesh import TensorParallelGroup, bind_thread
 from ...slices.layout import Range, union
 from ...text import size
-from .reader import Request
-from .source import LocalFile, node
+from .jobs import Request
+from .local_file import LocalFile, node
 
 logger = get_logger(__name__)
 

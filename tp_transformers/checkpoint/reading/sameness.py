@@ -18,7 +18,8 @@ from ...errors import CheckpointError, describe
 from ...ranks.mesh import TensorParallelGroup, agreed, bind_thread
 from ..hub.remote_file import RemoteFile
 from .header import Checkpoint
-from .source import LocalFile, Source
+from .local_file import LocalFile
+from .source import Source
 
 _THREADS = 8
 """Files that a rank samples at a time; the threads wait for a disk or a network, not for a core."""

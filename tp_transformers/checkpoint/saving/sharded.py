@@ -31,7 +31,8 @@ from ...slices.stored import Stored
 from ...strategies import layout_of, local_tensor, whole_like
 from ..conversion.convert import identity
 from ..reading.header import Checkpoint, read_header
-from ..reading.source import LocalFile, Source
+from ..reading.local_file import LocalFile
+from ..reading.source import Source
 from .first_copy import by_first_copy
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
 from .save import saved_state, write_configs
