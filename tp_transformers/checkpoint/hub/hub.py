@@ -28,7 +28,8 @@ from ...ranks.mesh import TensorParallelGroup
 from ..reading.header import HEADER_LIMIT, check_files, read_header
 from ..reading.local_file import LocalFile
 from ..reading.source import Source
-from .remote_file import RemoteFile, ask_hub, refused, resolve
+from .remote_file import RemoteFile
+from .tries import ask_hub, refused, resolve
 
 CONNECTIONS = 6
 """Requests that one rank has under way at a time."""
