@@ -1,4 +1,4 @@
-"""What the ranks need of remote files -> which rank fetches which ranges: arithmetic that every rank does alike."""
+"""The ranks' needs of remote files -> the ranges that each rank fetches: arithmetic that every rank does alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Positions = NDArray[np.int64]
 
 
 class Need:
-    """What one rank needs of one stored tensor; on that rank, also where it goes."""
+    """One rank's slice of one stored tensor; on that rank, also its destination."""
 
     last_part = -1
     """Number of the last part that it takes something from."""
@@ -86,11 +86,11 @@ class Need:
 
     @property
     def memory(self) -> memoryview:
-        """Where the bytes go: the memory of the destination, or a tensor beside it until `finish`."""
+        """Memory for the bytes: the destination's, or a tensor beside it until `finish`."""
         return byte_view(self._values)
 
     def finish(self) -> None:
-        """Copy what stands beside the destination into it, and let go of both."""
+        """Copy bytes that were read beside the destination into it, and drop both."""
         if self.destination is not None and self._values is not self.destination:
             copy(self._values, self.destination)
         self.destination = None

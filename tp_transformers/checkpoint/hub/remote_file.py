@@ -105,7 +105,7 @@ class RemoteFile(Source):
             self.count(target.position - start)
 
     def _check(self, answer: Any, location: str, target: _Target) -> int:
-        """Offset in the file at which `answer` ends. Raises unless `answer` is the part of this file that was asked for."""
+        """Offset in the file at which `answer` ends. Raises unless it is the range of this file that was asked for."""
         status = answer.status_code
         if status == 206:
             found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", answer.headers.get("Content-Range", ""))

@@ -28,7 +28,7 @@ from huggingface_hub.utils import parse_ratelimit_headers
 from ...errors import CheckpointError, describe
 
 TRIES = 6
-"""How often a request is made before its error is final; bytes that came in between start the count anew."""
+"""Number of times that a request is made before its error is final; bytes that came in between start it anew."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 """Seconds before the second try, doubled for each one after it, up to the longest."""
 LONGEST_RETRY_AFTER = 300.0

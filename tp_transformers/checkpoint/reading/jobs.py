@@ -1,8 +1,8 @@
 """Slice requests -> jobs: the reads that one thread makes at a time, in file order.
 
-Requests are cut into boxes of the files, and these into pieces of a few MiB. Where a file's bytes are the destination's
-in the same order, they are read straight into place, and neighbours of the file by one call, whatever tensors they
-belong to. Rows are read in the way that `costs` finds cheapest. Bytes in the page cache can be copied out of a memory
+Requests are cut into boxes of the files, and these into pieces of a few MiB. Bytes of a file that are the destination's
+in the same order are read straight into place, and neighbours of the file by one call, whatever tensors they belong to.
+Rows are read in the way that `costs` finds cheapest. Bytes in the page cache can be copied out of a memory
 map into any strides and dtype; other bytes for another device, another dtype or strided memory pass through a staging
 buffer. Bytes that no rank needs are read only between the rows of a block.
 """

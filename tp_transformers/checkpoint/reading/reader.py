@@ -84,7 +84,7 @@ def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[i
         try:
             if context.staging is not None:
                 bind_thread(context.staging.device)
-            torch.set_num_threads(1)  # of this thread: the job's copies run beside those of other threads
+            torch.set_num_threads(1)  # torch sets it for this thread alone: its copies run beside those of the others
             while not stop.is_set():
                 try:
                     job = jobs.popleft()

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -131,7 +131,7 @@ def _describe(model: PreTrainedModel, folder: Path, save: str, files: Sequence[R
         {name: WholeTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in whole.items()},
         tuple(identity(entry) for entry in getattr(model, "_weight_conversions", None) or ()),
         str(model.dtype).removeprefix("torch."),
-        model.tp_source,  # type: ignore[arg-type]
+        cast(Any, model.tp_source),
         model.tp_plan or {},
     )
 
