@@ -39,23 +39,17 @@ class Need:
 
     def __init__(self, rank: int, file: int, stored: Stored, destination: torch.Tensor | None = None) -> None:
         self.rank, self.file, self.stored, self.destination = rank, file, stored, destination
-        # The span of bytes in the file; and the shortest run: all within the last dim that is not whole.
-        itemsize = stored.dtype.itemsize
+        # The span of bytes in the file.
         self.start = last = stored.offset
-        self.run_bytes, step, whole = itemsize, itemsize, True
-        for length, ranges in zip(reversed(stored.stored_shape), reversed(stored.selection), strict=True):
-            self.start += min(begin for begin, _ in ranges) * step
-            last += (max(end for _, end in ranges) - 1) * step
-            if whole:
-                self.run_bytes = min(end - begin for begin, end in ranges) * step
-                whole = ranges == ((0, length),)
-            step *= length
-        self.stop = last + itemsize
+        for stride, ranges in zip(stored.strides, stored.selection, strict=True):
+            self.start += min(begin for begin, _ in ranges) * stride * stored.dtype.itemsize
+            last += (max(end for _, end in ranges) - 1) * stride * stored.dtype.itemsize
+        self.stop = last + stored.dtype.itemsize
 
     @cached_property
     def _runs(self) -> tuple[Positions, Positions, Positions]:
         """(offsets in the file, lengths, positions in the destination), in file order, in bytes."""
-        offsets, lengths = np.array(list(self.stored.runs()), dtype=np.int64).reshape(-1, 2).T
+        offsets, lengths = np.array(self.stored.runs(), dtype=np.int64).reshape(-1, 2).T
         positions = np.cumsum(lengths) - lengths
         order = np.argsort(offsets, kind="stable")
         return offsets[order], lengths[order], positions[order]
@@ -139,7 +133,7 @@ def divide(needs: Iterable[Need], size: int) -> tuple[list[Part], list[list[Part
     together: list[Need] = []
     alone: list[list[Need]] = [[] for _ in range(size)]
     for some in tensors.values():
-        is_long = min(need.run_bytes for need in some) >= DIRECT_BYTES
+        is_long = min(need.stored.shortest_run for need in some) >= DIRECT_BYTES
         spans = sorted(span for need in some for span in need.spans()) if is_long else []
         overlap = any(start < stop for (_, stop), (start, _) in pairwise(spans))
         for need in some:
