@@ -5,7 +5,8 @@ environment, it sets the level of the package's logger.
 """
 
 from .checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
-from .checkpoint.saving.sharded import save_sharded, verify_sharded
+from .checkpoint.saving.sharded import save_sharded
+from .checkpoint.saving.sharded_checkpoint import verify_sharded
 from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
 from .loading.hook import disable, enable
 from .logs import read_environment

@@ -16,12 +16,12 @@ from transformers.utils import logging as transformers_logging
 from ..anatomy.names import tied_parameters, untie
 from ..checkpoint.conversion.convert import dtype_policy
 from ..checkpoint.hub.fetch import fetch
+from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
 from ..checkpoint.reading.prefetch import prefetch
 from ..checkpoint.reading.reader import read
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.reading.sameness import check_same_files
-from ..checkpoint.reading.source import LocalFile
 from ..logs import get_logger
 from ..plans.bind import Resolution
 from ..ranks.group import TensorParallelGroup

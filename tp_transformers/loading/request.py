@@ -11,10 +11,10 @@ import torch
 from ..checkpoint.conversion.convert import Conversion, convert, identity
 from ..checkpoint.conversion.quantization import Float8
 from ..checkpoint.reading.header import Checkpoint, check_files
-from ..checkpoint.reading.reader import Request
+from ..checkpoint.reading.jobs import Request
 from ..checkpoint.reading.source import Source
 from ..checkpoint.saving.manifest import Manifest
-from ..checkpoint.saving.sharded import ShardedCheckpoint
+from ..checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from ..errors import CheckpointError
 from ..slices.lazy import LazyTensor, Leaf, Resident
 from ..slices.stored import Stored

@@ -34,7 +34,8 @@ from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers.checkpoint.hub import fetch as exchange
 from tp_transformers.checkpoint.hub import fetch_plan as shares
-from tp_transformers.checkpoint.hub import remote_file as http
+from tp_transformers.checkpoint.hub import tries as http
+from tp_transformers.checkpoint.hub.remote_file import RemoteFile
 from tp_transformers.commands import cli
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import outline
@@ -340,7 +341,7 @@ def test_a_fetch_that_fails_on_one_rank_stops_the_others(
 
 def _break_reads_of_rank_1(cache: str) -> None:
     count = 0
-    original = http.RemoteFile.read
+    original = RemoteFile.read
 
     def read(self: Any, offset: int, buffers: Any) -> None:
         nonlocal count
@@ -349,7 +350,7 @@ def _break_reads_of_rank_1(cache: str) -> None:
             raise tp_transformers.CheckpointError("it broke")
         original(self, offset, buffers)
 
-    with mock.patch.object(http.RemoteFile, "read", read):
+    with mock.patch.object(RemoteFile, "read", read):
         stream("org/model", None, cache)
 
 

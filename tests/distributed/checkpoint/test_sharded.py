@@ -23,7 +23,7 @@ from tests.support.models import assert_same_files, held, llama_config
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers import save_sharded, verify_sharded
-from tp_transformers.checkpoint.reading.source import LocalFile
+from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
 from tp_transformers.checkpoint.saving.writer import SummedWriter
 

@@ -30,7 +30,7 @@ from tests.support.pool import WorkerError
 from tests.support.tiers import wide
 from tp_transformers.checkpoint.reading import prefetch, reader
 from tp_transformers.checkpoint.reading.file_map import FileMap
-from tp_transformers.checkpoint.reading.source import LocalFile
+from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
 from tp_transformers.loading import load as loader
