@@ -85,7 +85,7 @@ class Cached:
 
 
 @dataclass(frozen=True)
-class Outline:
+class MemoryPlan:
     """What every rank would hold."""
 
     survey: Survey
@@ -120,9 +120,9 @@ class Outline:
         )
 
 
-def outline(
+def plan_memory(
     survey: Survey, size: int, *, batch: int = 1, context: int = 0, encoder_context: int | None = None
-) -> Outline:
+) -> MemoryPlan:
     """Say what each of `size` ranks would hold; `batch`, `context`, `encoder_context`: see `cached_attention`.
 
     Raises PlanError where a load would: the plan does not fit, or cuts no layer.
@@ -131,7 +131,7 @@ def outline(
     resolution = resolve(survey.plan, model, size)
     warning = check_layers_are_cut(model, survey.plan, resolution, size) if survey.plan.declared else None
     cached = cached_attention(model, batch=batch, context=context, encoder_context=encoder_context) if context else []
-    return Outline(
+    return MemoryPlan(
         survey,
         size,
         batch,

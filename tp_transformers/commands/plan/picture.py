@@ -16,18 +16,18 @@ from ...anatomy.names import layer_name
 from ...errors import UsageError, describe
 from ...text import size
 from .brush import COLOURS, FAINT, GUTTER, WHOLE, Block, Brush, Weight
-from .memory import Outline, Parameter
+from .memory import MemoryPlan, Parameter
 
 INCHES = 1.05
 """Inches of the unit."""
 
 
-def draw(outline: Outline, path: str) -> None:
+def draw(planned: MemoryPlan, path: str) -> None:
     """Draw the picture to `path`, whose ending says the format.
 
     Raises UsageError without matplotlib, and where the file cannot be written.
     """
-    picture = compose(outline)
+    picture = compose(planned)
     try:
         picture.savefig(path, dpi=200)
     except (OSError, ValueError) as error:
@@ -35,15 +35,15 @@ def draw(outline: Outline, path: str) -> None:
         raise UsageError(describe(f"--png {path}", got=str(error), expected="a picture's name", fix=fix)) from error
 
 
-def compose(outline: Outline) -> Any:
+def compose(planned: MemoryPlan) -> Any:
     """The picture, a Figure of matplotlib. Raises UsageError without it, and of a model that has no layers."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         fix = "pip install 'tp-transformers[picture]', or pip install matplotlib."
         raise UsageError(describe("--png", got="no matplotlib", expected="it to draw with", fix=fix)) from None
-    layer, rows, vectors = _layer(outline)
-    embedding, head = (_end(outline, module) for module in ("embedding", "head"))
+    layer, rows, vectors = _layer(planned)
+    embedding, head = (_end(planned, module) for module in ("embedding", "head"))
     blocks = [block for block in (embedding, vectors, *rows, head) if block is not None]
     unit = median(length for row in rows for weight in row.weights for length in weight.features)
     for weight in (weight for block in blocks for weight in block.weights):
@@ -72,21 +72,21 @@ def compose(outline: Outline) -> Any:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(-0.2, width + 0.2), ylim=(-height - 0.2, 1.25), aspect="equal")
     axes.axis("off")
-    brush = Brush(axes, outline.size)
-    _head(brush, outline, layer)
+    brush = Brush(axes, planned.size)
+    _head(brush, planned, layer)
     for block in blocks:
         brush.panel(block)
     return figure
 
 
-def _head(brush: Brush, outline: Outline, layer: str) -> None:
+def _head(brush: Brush, planned: MemoryPlan, layer: str) -> None:
     """The title, and what the colours mean."""
-    model = os.path.basename(os.path.normpath(outline.survey.name))
-    brush.write(0, 1.02, f"{model} on {outline.size} rank{'s' * (outline.size > 1)}: {layer}", size=15, weight="bold")
+    model = os.path.basename(os.path.normpath(planned.survey.name))
+    brush.write(0, 1.02, f"{model} on {planned.size} rank{'s' * (planned.size > 1)}: {layer}", size=15, weight="bold")
     scale = "height: input features; width: output features; to scale (zigzag: longer than drawn); white lines: heads"
     brush.write(0, 0.74, scale, size=9, color=FAINT)
-    ranks = range(outline.size) if outline.size <= len(COLOURS) else (0, outline.size // 2, outline.size - 1)
-    legend = [(brush.colours[rank], f"rank {rank}: {size(outline.parameter_bytes[rank])}") for rank in ranks]
+    ranks = range(planned.size) if planned.size <= len(COLOURS) else (0, planned.size // 2, planned.size - 1)
+    legend = [(brush.colours[rank], f"rank {rank}: {size(planned.parameter_bytes[rank])}") for rank in ranks]
     x = 0.0
     for colour, text in [*legend, (WHOLE, "every rank, whole")]:
         brush.rectangle(x, 0.3, 0.2, 0.2, colour)
@@ -94,10 +94,10 @@ def _head(brush: Brush, outline: Outline, layer: str) -> None:
         x += 0.6 + 0.072 * len(text)
 
 
-def _layer(outline: Outline) -> tuple[str, list[Block], Block | None]:
+def _layer(planned: MemoryPlan) -> tuple[str, list[Block], Block | None]:
     """A layer of the most common kind in the largest stack: its name, its blocks, and its vectors but for biases."""
     layers: dict[str, list[Parameter]] = {}
-    for parameter in outline.parameters:
+    for parameter in planned.parameters:
         layer = layer_name(parameter.name)
         if layer is not None:
             layers.setdefault(layer, []).append(parameter)
@@ -123,7 +123,7 @@ def _layer(outline: Outline) -> tuple[str, list[Block], Block | None]:
         if kind.endswith("_bias"):  # of experts, whose matrices are parameters of one module
             matrix = named.get(name.removesuffix("_bias"))
         if len(parameter.shape) > 1 and matrix in (None, parameter):
-            weight = _weight(outline, parameter, own.rpartition(".")[2] if kind == "weight" else kind)
+            weight = _weight(planned, parameter, own.rpartition(".")[2] if kind == "weight" else kind)
             weight.bias = named.get(f"{owner}.bias" if kind == "weight" else f"{name}_bias")
             child, *rest = own.split(".")
             block = f"{child}.{rest[0]}" if rest and rest[0].isdigit() else child
@@ -131,35 +131,35 @@ def _layer(outline: Outline) -> tuple[str, list[Block], Block | None]:
         elif matrix is None or len(matrix.shape) == 1:
             label = own if kind == "weight" else f"{own}.{kind}"
             vectors.append(Weight(label, parameter, (0, parameter.shape[0]), "columns", _told(parameter)))
-    blocks = [Block(_title(outline, layer, child), weights) for child, weights in rows.items()]
+    blocks = [Block(_title(planned, layer, child), weights) for child, weights in rows.items()]
     return layer, blocks, Block("vectors", vectors, is_stacked=True) if vectors else None
 
 
-def _title(outline: Outline, layer: str, child: str) -> str:
+def _title(planned: MemoryPlan, layer: str, child: str) -> str:
     """The name of a block of a layer, and the heads in it."""
-    heads = next((one for one in outline.heads if f"{one.name}.".startswith(f"{layer}.{child}.")), None)
+    heads = next((one for one in planned.heads if f"{one.name}.".startswith(f"{layer}.{child}.")), None)
     return child if heads is None else f"{child}: {heads.whole[0]} query and {heads.whole[1]} KV heads"
 
 
-def _end(outline: Outline, which: str) -> Block | None:
+def _end(planned: MemoryPlan, which: str) -> Block | None:
     """The embedding, or the head, if the model has one."""
-    model = outline.survey.model
+    model = planned.survey.model
     module = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
     owners = [name for name, part in model.named_modules(remove_duplicate=False) if part is module and part is not None]
-    for parameter in outline.parameters:
+    for parameter in planned.parameters:
         for name in (parameter.name, *parameter.tied):
             owner = name.rpartition(".")[0]
             if owner in owners and len(parameter.shape) == 2:
-                weight = _weight(outline, parameter, owner.rpartition(".")[2], owner)
+                weight = _weight(planned, parameter, owner.rpartition(".")[2], owner)
                 if name != parameter.name:
                     weight.told = f"tied to {parameter.name.removesuffix('.weight').rpartition('.')[2]}"
                 return Block(which, [weight])
     return None
 
 
-def _weight(outline: Outline, parameter: Parameter, label: str, owner: str | None = None) -> Weight:
+def _weight(planned: MemoryPlan, parameter: Parameter, label: str, owner: str | None = None) -> Weight:
     """A weight the way up in which inputs meet it."""
-    module = outline.survey.model.get_submodule(owner or parameter.name.rpartition(".")[0])
+    module = planned.survey.model.get_submodule(owner or parameter.name.rpartition(".")[0])
     *experts, first, second = parameter.shape
     is_upright = has_inputs_first(module)
     cut = None

@@ -1,4 +1,4 @@
-"""An outline as text: a tree of parameters in which layers that are alike, and ranks that agree, are folded."""
+"""Each rank's share of a model as text: a tree of parameters, in which like layers and ranks that agree are folded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ...anatomy.names import folded, layer_number
 from ...text import size, spans
-from .memory import Outline, Parameter
+from .memory import MemoryPlan, Parameter
 
 T = TypeVar("T")
 
@@ -40,46 +40,46 @@ class Line:
     is_whole: bool
 
 
-def tree(outline: Outline) -> list[Line]:
+def tree(planned: MemoryPlan) -> list[Line]:
     """The lines of the tree."""
     root = Node()
-    for parameter in outline.parameters:
+    for parameter in planned.parameters:
         node = _descend(root, parameter.name)
-        node.row = (shape(parameter.shape), _on_ranks(parameter, outline.size), _how(parameter))
-        node.is_whole = parameter.whole_because is not None and outline.size > 1
-    for heads in outline.heads:
+        node.row = (shape(parameter.shape), _on_ranks(parameter, planned.size), _how(parameter))
+        node.is_whole = parameter.whole_because is not None and planned.size > 1
+    for heads in planned.heads:
         on_ranks = [f"{query}/{kv} heads" for query, kv in heads.ranks]
         _descend(root, heads.name).row = ("{}/{} heads".format(*heads.whole), by_rank(on_ranks), "")
     return list(_lines(_folded(root), 0))
 
 
-def table(outline: Outline) -> list[tuple[str, ...]]:
+def table(planned: MemoryPlan) -> list[tuple[str, ...]]:
     """A row for the ranks that hold alike, below a row of titles: heads where all attention has as many, and bytes."""
-    held = zip(outline.parameter_bytes, outline.cache_bytes, outline.total_bytes, strict=True)
-    alike = {heads.ranks for heads in outline.heads}
-    heads = [f"{query}/{kv}" for query, kv in alike.pop()] if len(alike) == 1 else ["-"] * outline.size
+    held = zip(planned.parameter_bytes, planned.cache_bytes, planned.total_bytes, strict=True)
+    alike = {heads.ranks for heads in planned.heads}
+    heads = [f"{query}/{kv}" for query, kv in alike.pop()] if len(alike) == 1 else ["-"] * planned.size
     rows = [
-        (count, *map(size, (parameters, outline.buffer_bytes, cache, total)))
+        (count, *map(size, (parameters, planned.buffer_bytes, cache, total)))
         for count, (parameters, cache, total) in zip(heads, held, strict=True)
     ]
     titles = ("", "query/KV heads", "parameters", "buffers", "KV cache", "total")
     return [titles, *((f"{_ranks(ranks)}", *row) for row, ranks in _alike(rows).items())]
 
 
-def cache_lines(outline: Outline) -> list[str]:
+def cache_lines(planned: MemoryPlan) -> list[str]:
     """Which layers hold how many tokens."""
     return [
         f"{pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {tokens} tokens"
-        for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in outline.cached).items()
+        for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in planned.cached).items()
         for tokens, names in by_tokens.items()
     ]
 
 
-def whole_lines(outline: Outline) -> list[str]:
+def whole_lines(planned: MemoryPlan) -> list[str]:
     """What every rank holds all of, by the reason."""
     counts: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
-    for parameter in outline.parameters:
+    for parameter in planned.parameters:
         if parameter.whole_because is not None:
             counts[parameter.whole_because] += 1
             nbytes[parameter.whole_because] += parameter.nbytes
