@@ -150,9 +150,9 @@ class _Brush:
             below -= 0.13
             self.shards(weight, weight.bias, x, below, 0.09)
         experts = f"{weight.copies} experts, " if weight.copies > 1 else ""
-        features = experts + " \u2192 ".join(str(length) for length in weight.features if length)
+        caption = experts + " \u2192 ".join(str(length) for length in weight.features if length)
         self.write(x, below - 0.14, weight.label, size=8.5, weight="bold")
-        self.write(x, below - 0.29, features, size=7.5, color=FAINT)
+        self.write(x, below - 0.29, caption, size=7.5, color=FAINT)
         self.write(x, below - 0.44, weight.caption, size=7.5, color=FAINT)
 
     def shards(self, weight: Weight, parameter: Parameter, x: float, y: float, height: float) -> None:

@@ -100,7 +100,7 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
 
 
 def _report(planned: MemoryPlan, memory: int | None, smallest: int | None) -> Iterator[str]:
-    """The lines that a reader sees."""
+    """The lines of the report."""
     found = planned.survey
     bold, faint, plain = ("\033[1m", "\033[2m", "\033[0m") if _in_colour() else ("", "", "")
     what = f"{type(found.model).__name__} ({found.model.config.model_type}) in {_name(found.model.dtype)}"
@@ -142,7 +142,7 @@ def _report(planned: MemoryPlan, memory: int | None, smallest: int | None) -> It
 
 
 def _checkpoint(found: Survey) -> Iterator[str]:
-    """Whether the checkpoint has what the model needs."""
+    """Lines about the checkpoint: its size, and the tensors it lacks or has in excess."""
     stock = found.stock
     if stock is None:
         yield "checkpoint  none, there is only a config: shapes and dtypes are its own"

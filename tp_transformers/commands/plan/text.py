@@ -21,12 +21,12 @@ class Node:
 
     children: dict[str, Node] = field(default_factory=dict)
     row: tuple[str, str, str] | None = None
-    """What is told of it: (in the whole model, on the ranks, how)."""
+    """Cells of its line: (in the unsharded model, on the ranks, strategy)."""
     is_whole: bool = False
-    """Whether it is a parameter that every rank holds all of, though there are several."""
+    """True for a parameter that each of several ranks holds all of."""
 
     def key(self) -> object:
-        """What nodes have in common that may be folded."""
+        """The key of a node; nodes of one key are folded."""
         return self.row, tuple((name, child.key()) for name, child in self.children.items())
 
 
@@ -54,7 +54,7 @@ def tree(planned: MemoryPlan) -> list[Line]:
 
 
 def table(planned: MemoryPlan) -> list[tuple[str, ...]]:
-    """A row for the ranks that hold alike, below a row of titles: heads where all attention has as many, and bytes."""
+    """A row of titles, then one for ranks that agree: heads, if all attention has as many, and bytes."""
     held = zip(planned.parameter_bytes, planned.cache_bytes, planned.total_bytes, strict=True)
     alike = {heads.ranks for heads in planned.heads}
     heads = [f"{query}/{kv}" for query, kv in alike.pop()] if len(alike) == 1 else ["-"] * planned.size
@@ -67,7 +67,7 @@ def table(planned: MemoryPlan) -> list[tuple[str, ...]]:
 
 
 def cache_lines(planned: MemoryPlan) -> list[str]:
-    """Which layers hold how many tokens."""
+    """Lines of the KV cache: layers, and their tokens."""
     return [
         f"{pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {tokens} tokens"
         for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in planned.cached).items()
@@ -76,7 +76,7 @@ def cache_lines(planned: MemoryPlan) -> list[str]:
 
 
 def whole_lines(planned: MemoryPlan) -> list[str]:
-    """What every rank holds all of, by the reason."""
+    """Lines of replicated parameters: bytes, number and reason."""
     counts: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for parameter in planned.parameters:
@@ -92,7 +92,7 @@ def shape(lengths: Sequence[int]) -> str:
 
 
 def by_rank(values: Sequence[str]) -> str:
-    """What each rank has; told once where all agree."""
+    """Each rank's value, in ranks that agree; alone if all do."""
     alike = _alike(values)
     if len(alike) == 1:
         return values[0]
@@ -112,7 +112,7 @@ def _alike(values: Iterable[T]) -> dict[T, list[int]]:
 
 
 def _descend(root: Node, name: str) -> Node:
-    """The node of a module or parameter; those above it are made on the way."""
+    """The node of a module or parameter; nodes above it are made if needed."""
     for step in name.split("."):
         root = root.children.setdefault(step, Node())
     return root
@@ -123,7 +123,7 @@ def _on_ranks(parameter: Parameter, ranks: int) -> str:
 
 
 def _how(parameter: Parameter) -> str:
-    """How a parameter is cut, or why it is not, and what else there is to know."""
+    """The strategy of a parameter, or the reason why it is replicated; shared parts and tied names."""
     words = [f"whole: {parameter.whole_because}" if parameter.whole_because else str(parameter.strategy)]
     if parameter.layout is not None and (holders := parameter.layout.split.holders):
         words.append(f"some of it on {' or '.join(sorted({str(len(ranks)) for ranks in holders}))} ranks at once")
@@ -133,7 +133,7 @@ def _how(parameter: Parameter) -> str:
 
 
 def _folded(node: Node) -> Node:
-    """The same tree with numbered children that are alike folded into one, whose label tells their numbers."""
+    """The same tree, in which like children with numbers are one, labelled with their numbers."""
     kinds: dict[object, tuple[Node, list[str]]] = {}
     for name, child in node.children.items():
         folded = _folded(child)
@@ -148,7 +148,7 @@ def _folded(node: Node) -> Node:
 def _lines(node: Node, depth: int) -> Iterator[Line]:
     for name, child in node.children.items():
         label = name
-        while child.row is None and len(child.children) == 1:  # nothing to tell of it, and nothing beside what is in it
+        while child.row is None and len(child.children) == 1:  # an only child
             ((step, child),) = child.children.items()
             label = f"{label}.{step}"
         if child.row is None and child.children and all(re.fullmatch(r"[\d, -]+", step) for step in child.children):

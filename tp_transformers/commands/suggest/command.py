@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import UsageError, describe
-from ..verify.command import told
+from ..verify.command import summary
 
 if TYPE_CHECKING:
     from ..verify.verify import Verdict
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the plan and say what it does; returns 1 where nothing is cut, or it is not proven."""
+    """Write the plan and report on it; returns 1 if it shards nothing, or is not proven."""
     from transformers.utils import logging
 
     from ...plans.catalogue import available_plans
@@ -54,13 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     out.write_text(suggestion.text(_proven(size, verdict)), encoding="utf-8")
     Plan.from_yaml(out)
     print("\n".join(_report(suggestion, size)))
-    print(told(verdict) if verdict is not None else "not verified")
+    print(summary(verdict) if verdict is not None else "not verified")
     print(f"wrote {out}")
     return 0 if suggestion.blocks and (verdict is None or verdict.ok) else 1
 
 
 def _proven(size: int, verdict: Verdict | None) -> str:
-    """What the plan's header says of its proof."""
+    """The result of the proof, for the plan's header."""
     if verdict is None:
         return "Not verified."
     if not verdict.ok:
@@ -69,7 +69,7 @@ def _proven(size: int, verdict: Verdict | None) -> str:
 
 
 def _report(suggestion: Suggestion, size: int) -> list[str]:
-    """What is cut, what stays whole and why, and what each rank holds."""
+    """Lines about sharded blocks, replicated modules with reasons, and each rank's share of the bytes."""
     import transformers
 
     from ...plans.shares import shares

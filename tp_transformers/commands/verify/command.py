@@ -43,11 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model, plan=arguments.plan, sizes=sizes, grads=arguments.grads, timeout=arguments.timeout
     )
     for verdict in verdicts:
-        print(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}) if arguments.json else told(verdict))
+        print(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}) if arguments.json else summary(verdict))
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 
-def told(verdict: Verdict) -> str:
+def summary(verdict: Verdict) -> str:
     """A line with the numbers, and one for each fault and note."""
     seen = []
     if verdict.logits is not None:
