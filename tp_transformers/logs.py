@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-
-import torch.distributed as dist
+import sys
 
 PACKAGE = __name__.partition(".")[0]
 VARIABLE = "TP_TRANSFORMERS_VERBOSITY"
@@ -29,8 +28,10 @@ def get_logger(name: str) -> logging.Logger:
 
 def _say_rank(record: logging.LogRecord) -> bool:
     """A filter that lets everything pass; of loggers rather than handlers, so that all handlers see what it adds."""
-    started = dist.is_available() and dist.is_initialized()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+    dist = sys.modules.get("torch.distributed")  # nothing has been initialised where it was not imported
+    rank, size = 0, 1
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
     vars(record).update(rank=rank, world_size=size)
     if size > 1:
         record.msg = f"[rank {rank}/{size}] {record.msg}"

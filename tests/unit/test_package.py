@@ -49,6 +49,7 @@ def test_folders_and_modules_stay_small(imports: Imports) -> None:
 def test_the_package_does_not_import_what_few_need(room: str) -> None:
     program = (
         f"import sys, tp_transformers\n"
+        f"for name in tp_transformers.__all__: getattr(tp_transformers, name)\n"
         f"assert 'tp_transformers.{room}' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
@@ -64,6 +65,7 @@ def test_importing_patches_and_starts_nothing() -> None:
         "import torch, transformers\n"
         "before = dict(vars(transformers.PreTrainedModel))\n"
         "import tp_transformers\n"
+        "for name in tp_transformers.__all__: getattr(tp_transformers, name)\n"
         "assert dict(vars(transformers.PreTrainedModel)) == before\n"
         "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
         "import logging\n"

@@ -38,7 +38,7 @@ from tp_transformers.checkpoint.hub import tries as http
 from tp_transformers.checkpoint.hub.remote_file import RemoteFile
 from tp_transformers.commands import cli
 from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.memory import outline
+from tp_transformers.commands.plan.memory import plan_memory
 from tp_transformers.commands.shard.offline import shard_checkpoint
 from tp_transformers.loading import load as loader
 from tp_transformers.ranks import group as group_module
@@ -626,7 +626,7 @@ def test_a_plan_of_what_is_on_the_hub_reads_headers_alone(
     served.add("org/moe", tmp_path)  # nothing; transformers 5.6 looks there for adapters, whatever the revision
     served.add("org/moe", mixtral, revision="old")
     (said,) = hub_pool.run(1, plan_alone, "org/moe", str(tmp_path), "--tp-size", "3", "--revision", "old")
-    here = outline(survey(mixtral), 3, context=64)  # as long as it can be
+    here = plan_memory(survey(mixtral), 3, context=64)  # as long as it can be
     assert [rank["total_bytes"] for rank in said["ranks"]] == list(here.total_bytes)
     assert here.survey.stock is not None
     assert said["checkpoint"]["bytes_read"] == here.survey.stock.bytes_read == served.weights_sent() == headers(mixtral)

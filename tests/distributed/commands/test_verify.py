@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaModel, Olmo2Config, Phi3Config, Qwen3
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
-from tp_transformers.anatomy.classes import without_memory
 from tp_transformers.commands import cli
+from tp_transformers.commands.verify import rank as rank_module
 from tp_transformers.commands.verify import verify
+from tp_transformers.commands.verify.small_config import meta_model
 from tp_transformers.commands.verify.verify import Verdict
 from tp_transformers.ranks.collectives import reduce_from_region
 from tp_transformers.strategies.loss_head import LossParallel
@@ -119,7 +120,7 @@ def changed(folder: Path, model_type: str, rules: dict[str, Any], section: str =
 def rank(*arguments: Any) -> None:
     """A rank of `verify` in a worker of the pool."""
     try:
-        verify._rank(*arguments)
+        rank_module.run_rank(*arguments)
     finally:
         for name in OWN:
             STRATEGIES.pop(name, None)
@@ -151,7 +152,7 @@ def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.slow
 def test_the_class_that_the_config_names_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     proven = []
-    monkeypatch.setattr(verify, "outline", lambda cls, config: proven.append(cls) or without_memory(cls, config))
+    monkeypatch.setattr(verify, "meta_model", lambda cls, config: proven.append(cls) or meta_model(cls, config))
     (verdict,) = verify.verify(LlamaConfig(**SIZES, architectures=["LlamaModel"]))
     assert verdict.ok
     assert verdict.logits is not None, "the states of a model without a head"
