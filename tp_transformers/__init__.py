@@ -9,6 +9,7 @@ from .checkpoint.saving.sharded import save_sharded, verify_sharded
 from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
 from .loading.hook import disable, enable
 from .logs import read_environment
+from .model.optimizer_groups import parameter_groups
 from .model.parallelize import is_tensor_parallel
 from .model.same_inputs import check_inputs
 from .plans.rules import Attention, Plan, Rule
@@ -31,7 +32,7 @@ from .strategies import (
     local_tensor,
 )
 from .strategies.cross_entropy import vocab_parallel_cross_entropy
-from .training.clip import clip_grad_norm_, parameter_groups
+from .training.clip import clip_grad_norm_
 from .training.data_parallel import data_parallel
 from .training.partition import Partition, partition
 from .training.replicas import check_replicas

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import MeshError, RemoteRankError, TensorParallelError, describe
+from ..marks import Mark
 from .environment import launcher, local_device, local_size, node_name, rendezvous
 
 TP_AXIS = "tp"
@@ -155,7 +156,7 @@ class TensorParallelGroup:
         try:
             yield
         except Exception as error:
-            if self.size == 1 or getattr(error, "_agreed_on", False):
+            if self.size == 1 or _AGREED.find(error):
                 raise
             failure = error
         if self.size == 1:
@@ -167,9 +168,16 @@ class TensorParallelGroup:
         raise agreed(common) from (failure if common is not failure else None)
 
 
+GROUP: Mark[TensorParallelGroup] = Mark("tp_group")
+"""The ranks that share a model, on the model."""
+
+_AGREED: Mark[bool] = Mark("_agreed_on")
+"""True on an error that all ranks raise."""
+
+
 def agreed(error: E) -> E:
     """The error itself, which all ranks raise: `TensorParallelGroup.agree` lets it pass without a vote."""
-    error._agreed_on = True  # type: ignore[attr-defined]
+    _AGREED.put(error, True)
     return error
 
 

@@ -15,16 +15,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers import WeightConverter
 
 from ...errors import CheckpointError
 from ...slices.lazy import Deferred, LazyTensor
+from ...transformers_api import WeightRenaming, build_glob_alternation, dot_natural_key, rename_source_key
 from .operations import express
 
 if TYPE_CHECKING:

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...anatomy.names import tied_parameters
 from ...errors import UnsupportedError
 from ...logs import get_logger
 from ...strategies import local_tensor, shard_of, whole_like
+from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import WholeModel
 from .writer import Writer, make_folder, write_text
 
