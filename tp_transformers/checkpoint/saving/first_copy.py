@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...marks import untyped
 from ...ranks.mesh import TensorParallelGroup
 from ...ranks.subgroups import subgroups
 
@@ -27,7 +28,7 @@ def by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
             failure = error
     with _everyone(group).agree():
         if failure is not None:
-            failure._agreed_on = False  # type: ignore[attr-defined]  # among the ranks of the first copy alone
+            untyped(failure)._agreed_on = False  # among the ranks of the first copy alone
             raise failure
 
 

@@ -25,6 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ...anatomy.names import tied_parameters
 from ...errors import UnsupportedError
 from ...logs import get_logger
+from ...marks import untyped
 from ...strategies import local_tensor, shard_of, whole_like
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import WholeModel
@@ -74,7 +75,7 @@ def save_pretrained(
             f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; a "
             "plain model that is loaded from it takes them all."
         )
-    group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
+    group: TensorParallelGroup = untyped(model).tp_group
     writes = group.writes and is_main_process
     folder = Path(save_directory)
     # 1. What will stand in which file: from shapes alone, the same on all ranks.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import CheckpointError, UnsupportedError, describe, list_faults
+from ...marks import untyped
 from ...slices.composed import Expression, concat
 from ...slices.layout import Layout, Piece, Range
 from ...slices.lazy import LazyTensor, Leaf
@@ -251,7 +252,7 @@ def _describe(model: PreTrainedModel, folder: Path, save: str, files: Sequence[R
         {name: WholeTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in whole.items()},
         tuple(identity(entry) for entry in getattr(model, "_weight_conversions", None) or ()),
         str(model.dtype).removeprefix("torch."),
-        model.tp_source,  # type: ignore[arg-type]
+        untyped(model).tp_source,
         model.tp_plan or {},
     )
 
