@@ -33,8 +33,8 @@ from .errors import UnsupportedError, describe
 __all__ = [
     "BaseStreamer",  # base of the streamers that pass tokens on, one a rank
     "ForCausalLMLoss",  # the one loss that loss parallelism replaces
-    "LoadStateDictConfig",  # what transformers passes to the load of the weights
-    "LoadStateDictInfo",  # what it expects back
+    "LoadStateDictConfig",  # argument of the load of the weights
+    "LoadStateDictInfo",  # result of the load of the weights
     "WeightRenaming",  # renamings of tensors, in the model's weight conversions
     "auto_classes",
     "build_glob_alternation",  # finds the conversion of a tensor's name, as transformers does

@@ -124,7 +124,7 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     finally:
         _call.reset(token)
     if streams:
-        _agree_on_failure(group, call.failure)  # of the last tokens
+        _agree_on_failure(group, call.failure)  # the last tokens
 
 
 class _SharedCriteria(StoppingCriteriaList):
