@@ -17,8 +17,8 @@ import tp_transformers
 from tests.support.imports import ORDER, Imports
 from tests.support.models import Case
 from tests.support.readme import PAGES, blocks
+from tp_transformers import transformers_api
 from tp_transformers.checkpoint.reading.report import LoadReport
-from tp_transformers.loading import hook
 
 ROOT = Path(tp_transformers.__file__).parent
 
@@ -172,7 +172,7 @@ def test_a_transformers_whose_seam_changed_is_refused_unpatched(monkeypatch: pyt
         tp_transformers.enable()
     monkeypatch.undo()
     for version in ("4.57.1", "6.0.0", "6.0.0.dev0"):
-        monkeypatch.setattr(hook.transformers, "__version__", version)
+        monkeypatch.setattr(transformers_api.transformers, "__version__", version)
         with pytest.raises(tp_transformers.UnsupportedError, match=version):
             tp_transformers.enable()
 

@@ -1,4 +1,4 @@
-"""What a model returns beside its logits and hidden states, made whole: attentions are those of all heads."""
+"""Attentions that a model returns, gathered: those of all heads."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import MeshError, RemoteRankError, TensorParallelError, describe
+from ..marks import Mark
 from .environment import local_size, node_name
 
 TP_AXIS = "tp"
@@ -164,7 +165,7 @@ class TensorParallelGroup:
         try:
             yield
         except Exception as error:
-            if self.size == 1 or getattr(error, "_agreed_on", False):
+            if self.size == 1 or _AGREED.find(error):
                 raise
             failure = error
         if self.size == 1:
@@ -176,9 +177,16 @@ class TensorParallelGroup:
         raise agreed(common) from (failure if common is not failure else None)
 
 
+GROUP: Mark[TensorParallelGroup] = Mark("tp_group")
+"""The ranks that share a model, on the model."""
+
+_AGREED: Mark[bool] = Mark("_agreed_on")
+"""True on an error that all ranks raise."""
+
+
 def agreed(error: E) -> E:
     """The error itself, which all ranks raise: `TensorParallelGroup.agree` lets it pass without a vote."""
-    error._agreed_on = True  # type: ignore[attr-defined]
+    _AGREED.put(error, True)
     return error
 
 

@@ -13,13 +13,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..marks import Mark
 from ..ranks.group import TensorParallelGroup
 from ..slices.layout import even
-from .scaler import share_found_inf
-from .shard import ParamShard, local_tensor, whole_like
+from .shard import SHARD, ParamShard, local_tensor, whole_like
 
 if TYPE_CHECKING:
     from .base import TensorParallelLayer
+
+
+STRATEGY: Mark[TensorParallelLayer] = Mark("tp_strategy")
+"""The strategy that is bound to a module, on the module."""
+
+FORWARDS: Mark[list[Forward]] = Mark("tp_forwards")
+"""Forwards of a module that are under way, on the module."""
 
 
 def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
@@ -40,7 +47,7 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
             part = strategy.partition_tensor(whole, whole_like(param), name, None, True, group.rank, mesh)
             own = local_tensor(part).clone()  # type: ignore[arg-type]
             param.tp_part = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]
-        shards[name] = module._parameters[name].tp_shard  # type: ignore[union-attr]
+        shards[name] = SHARD.of(module._parameters[name])
     attach(module, strategy, shards, mesh)
 
 
@@ -62,10 +69,9 @@ def attach(
         takes_dtensors: whether the module may be given DTensors; where not, and nothing else is to be done, its
             forward is left alone.
     """
-    share_found_inf()
     # The hooks take all that is the module's own from the module that they are called for, which may be a deep copy.
-    module.tp_strategy = strategy  # type: ignore[assignment]
-    module.tp_forwards = []  # type: ignore[assignment]
+    STRATEGY.put(module, strategy)
+    FORWARDS.put(module, [])
     strategy.arguments = argument_names(module)
     strategy.attached(module, shards, mesh)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
@@ -74,9 +80,9 @@ def attach(
     rank = mesh.get_local_rank()
 
     def before(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        strategy: TensorParallelLayer = mod.tp_strategy  # type: ignore[assignment]
+        strategy = STRATEGY.of(mod)
         forward = Forward({**dict(zip(strategy.arguments, args, strict=False)), **kwargs})
-        outer: list[Forward] = mod.tp_forwards  # type: ignore[assignment]
+        outer = FORWARDS.of(mod)
         is_local = any(other.replaced is not None for other in outer)
         outer.append(forward)
         kwargs = strategy.prepare_keywords(kwargs, rank)
@@ -97,8 +103,8 @@ def attach(
         return args, kwargs
 
     def after(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        strategy: TensorParallelLayer = mod.tp_strategy  # type: ignore[assignment]
-        forwards: list[Forward] = mod.tp_forwards  # type: ignore[assignment]
+        strategy = STRATEGY.of(mod)
+        forwards = FORWARDS.of(mod)
         if not forwards:  # another hook raised before this forward began
             return None
         try:
@@ -133,13 +139,13 @@ class Forward:
 
 def forward_of(module: nn.Module) -> Forward:
     """The forward of `module` that is under way; of several, which are nested, the innermost."""
-    return module.tp_forwards[-1]  # type: ignore[union-attr,index,return-value]
+    return FORWARDS.of(module)[-1]
 
 
 @contextmanager
 def begun_forward(module: nn.Module) -> Iterator[None]:
     """Let a strategy's input and output functions be called for `module` without its forward."""
-    forwards: list[Forward] = module.tp_forwards  # type: ignore[assignment]
+    forwards = FORWARDS.of(module)
     forwards.append(Forward({}))
     try:
         yield

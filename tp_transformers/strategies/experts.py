@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
+from ..marks import untyped
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from ..slices.layout import Split
 from .attach import LocalConfig
@@ -78,7 +79,7 @@ class IsolatedParallel(TensorParallelLayer):
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
-        inputs, experts = to_local(inputs), mod.tp_strategy.experts  # type: ignore[union-attr]
+        inputs, experts = to_local(inputs), untyped(mod).tp_strategy.experts
         if not isinstance(experts, Split):
             return inputs
         start, stop = experts.ranges[device_mesh.get_local_rank()][0]
@@ -94,7 +95,7 @@ class IsolatedParallel(TensorParallelLayer):
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        experts = mod.tp_strategy.experts  # type: ignore[union-attr]
+        experts = untyped(mod).tp_strategy.experts
         if not isinstance(experts, Split) or _is_routed(mod):
             return outputs
         start, stop = experts.ranges[device_mesh.get_local_rank()][0]

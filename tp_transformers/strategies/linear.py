@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..anatomy.linears import features, is_transposed
 from ..errors import PlanError, describe
+from ..marks import untyped
 from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..slices.layout import Layout, Split, even
 from .attach import forward_of
@@ -129,7 +130,7 @@ class ColwiseParallel(_WeightParallel):
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        strategy: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
+        strategy: ColwiseParallel = untyped(mod).tp_strategy
         if isinstance(only(output_layouts), Replicate):
             outputs = gather_from_region(outputs, strategy.output_split.widths, device_mesh.get_group())
         return outputs if use_local_output else _as_dtensor(outputs, only(output_layouts), mod, device_mesh)
@@ -256,7 +257,7 @@ def _as_dtensor(x: Tensor, layout: Placement | None, mod: nn.Module, mesh: Devic
     """`x` as a DTensor; raises ValueError where its width is cut in a way that no placement describes."""
     if not isinstance(layout, Shard):
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    strategy: ColwiseParallel = mod.tp_strategy  # type: ignore[assignment]
+    strategy: ColwiseParallel = untyped(mod).tp_strategy
     split = strategy.output_split
     if not split.is_chunked:
         raise ValueError(f"no DTensor placement describes features cut into {split.widths}; use use_local_output=True")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from ..marks import untyped
 from ..ranks.collectives import gather_from_region
 from ..ranks.group import TensorParallelGroup
 from .attach import forward_of
@@ -67,7 +68,7 @@ class LossParallel(TensorParallelLayer):
     def _prepare_output_fn(
         output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        mod.tp_strategy.interrupted(mod)  # type: ignore[operator,union-attr]
+        untyped(mod).tp_strategy.interrupted(mod)
         return outputs
 
     def interrupted(self, module: nn.Module) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..marks import Mark
 from ..ranks.collectives import copy_shared, copy_to_region
 from ..ranks.group import TP_AXIS, TensorParallelGroup
 from ..slices.layout import Layout, Range, Shared, chunked, even, packed
@@ -75,7 +76,7 @@ class ParamShard:
                 local, self.group.device_mesh, [self.placement], run_check=False, shape=self.shape, stride=stride
             )
         param = nn.Parameter(local, requires_grad=requires_grad)
-        param.tp_shard = self  # type: ignore[attr-defined]
+        SHARD.put(param, self)
         return param
 
     @property
@@ -140,13 +141,17 @@ class ParamShard:
         return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
 
 
+SHARD: Mark[ParamShard] = Mark("tp_shard")
+"""What this rank holds of a parameter, on the parameter."""
+
+
 def shard_of(tensor: Tensor | None) -> ParamShard | None:
     """What this rank holds of a parameter; None where nothing says that the ranks of a `tp` axis share it.
 
     A parameter that was loaded with a plan knows it. A DTensor over that axis alone says it by its placement: what
     torch's parallelize_module makes of a part of a model, or `model.to(dtype)` of ours.
     """
-    shard: ParamShard | None = getattr(tensor, "tp_shard", None)
+    shard = SHARD.find(tensor)
     if shard is not None or not isinstance(tensor, DTensor) or tensor.device_mesh.ndim > 1:
         return shard
     mesh, (placement,) = tensor.device_mesh, tensor.placements
@@ -165,7 +170,7 @@ def settle_gradient(param: Tensor) -> Tensor | None:
     """
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
-        shard: ParamShard | None = getattr(param, "tp_shard", None)
+        shard = SHARD.find(param)
         dtype = (shard.group.reduce_dtype if shard is not None else None) or grad.dtype
         parts: DTensor = grad.to(dtype)  # type: ignore[assignment]
         param.grad = grad = parts.redistribute(placements=param.placements).to(grad.dtype)  # type: ignore[assignment]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..anatomy.norms import epsilon, is_rms_norm
+from ..marks import untyped
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from .attach import forward_of
 from .base import Placements, TensorParallelLayer
@@ -101,7 +102,7 @@ class MlaKvAProjParallel(TensorParallelLayer):
     ) -> Any:
         if not torch.is_grad_enabled():
             return outputs
-        rope = mod.tp_strategy.config.qk_rope_head_dim  # type: ignore[union-attr]
+        rope = untyped(mod).tp_strategy.config.qk_rope_head_dim
         latent, key = outputs.split([outputs.shape[LAST] - rope, rope], LAST)
         return torch.cat([latent, copy_to_region(key, device_mesh.get_group())], LAST)
 

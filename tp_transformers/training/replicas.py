@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import UnsupportedError
-from ..ranks.group import TensorParallelGroup
+from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import local_tensor, shard_of
+from ..strategies.shard import SHARD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +64,7 @@ def check_replicas(
     Raises:
         UnsupportedError: for a model without a plan.
     """
-    group: TensorParallelGroup | None = getattr(model, "tp_group", None)
+    group = GROUP.find(model)
     if group is None:
         raise UnsupportedError("check_replicas needs a model that was loaded with tp_plan")
     if group.size == 1:
@@ -91,7 +92,7 @@ def check_replicas(
     if synchronize:
         for name, whole in joined.items():
             param, value = values[name]
-            local_tensor(value).copy_(whole[slice(*param.tp_shard.rows)])  # type: ignore[attr-defined]
+            local_tensor(value).copy_(whole[slice(*SHARD.of(param).rows)])
     found: dict[str, float] = {}
     for differences in group.gather(own):
         for name, difference in differences.items():
@@ -118,7 +119,7 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
 def _parts(
     name: str, param: Tensor, value: Tensor, size: int, joined: dict[str, Tensor]
 ) -> Iterator[tuple[Part, Tensor]]:
-    """What this rank holds of `value` together with others; FSDP's rows of a cut one go, joined, into `joined`."""
+    """Parts of `value` that other ranks hold too; FSDP's rows of a cut one go, joined, into `joined`."""
     shard, local = shard_of(param), local_tensor(value)
     if shard is None:
         if not isinstance(param, DTensor):
@@ -154,7 +155,7 @@ def _fingerprint(value: Tensor) -> Tensor:
 
 
 def _differs(part: Part, everyone: list[Mapping[Part, list[int]]]) -> bool:
-    """Whether ranks that hold `part`, and all have it by now, have other values than the first of them."""
+    """True if the ranks that hold `part`, and all have it by now, have other values than the first of them."""
     found = [everyone[rank].get(part) for rank in part.ranks]
     return all(each is not None for each in found) and any(each != found[0] for each in found)
 
@@ -180,5 +181,5 @@ def _difference(value: Tensor, other: Tensor) -> float:
 
 
 def _badness(difference: float) -> float:
-    """What is not a number is the largest difference of all."""
+    """A difference that is not a number is the largest of all."""
     return float("inf") if difference != difference else difference

@@ -15,16 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers import WeightConverter
 
 from ...errors import CheckpointError
+from ...marks import untyped
 from ...slices.lazy import Deferred, LazyTensor
+from ...transformers_api import WeightRenaming, build_glob_alternation, dot_natural_key, rename_source_key
 from .operations import express
 
 if TYPE_CHECKING:
@@ -94,7 +90,7 @@ def convert(
         else:
             result.expressions.update({target: group.take(expressed, target) for target in targets})
     # transformers reverts these on save.
-    model._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]  # type: ignore[attr-defined]
+    untyped(model)._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]
     return result
 
 

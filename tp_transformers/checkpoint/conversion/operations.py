@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import core_model_loading
-from transformers.core_model_loading import WeightConverter
+from transformers import WeightConverter
 
 from ...errors import CheckpointError, describe
 from ...slices.composed import Concat, Squeeze, Stack, Transpose, permute
 from ...slices.lazy import LazyTensor
+from ...transformers_api import core_model_loading
 
 Sources = Sequence[tuple[str, str, LazyTensor]]
 """Input of a converter: (checkpoint name, source pattern that it matched, tensor), in checkpoint order."""

@@ -20,11 +20,11 @@ from typing import Any, TypeVar, cast
 import torch
 from huggingface_hub import constants, hf_hub_url, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-from transformers.modeling_utils import get_state_dict_dtype
-from transformers.utils.hub import cached_file
+from transformers.utils import cached_file
 
 from ...errors import CheckpointError, describe
 from ...ranks.group import TensorParallelGroup
+from ...transformers_api import get_state_dict_dtype
 from ..reading.header import HEADER_LIMIT, check_files, read_header
 from ..reading.local_file import LocalFile
 from ..reading.source import Source

@@ -20,21 +20,20 @@ from typing import TYPE_CHECKING, Any, cast
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...anatomy.names import tied_parameters
 from ...errors import UnsupportedError
 from ...logs import get_logger
+from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import local_tensor, shard_of, whole_like
+from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import WholeModel
 from .writer import Writer, make_folder, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...ranks.group import TensorParallelGroup
 
 logger = get_logger(__name__)
 
@@ -75,7 +74,7 @@ def save_pretrained(
             f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; a "
             "plain model that is loaded from it takes them all."
         )
-    group = cast("TensorParallelGroup", model.tp_group)
+    group = GROUP.of(model)
     writes = group.writes and is_main_process
     folder = Path(save_directory)
     # 1. The tensors of every file: from shapes alone, the same on all ranks.

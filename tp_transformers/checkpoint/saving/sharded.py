@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...errors import CheckpointError, UnsupportedError, describe
+from ...marks import untyped
 from ...strategies import layout_of, local_tensor, whole_like
 from ..conversion.convert import identity
 from .first_copy import by_first_copy
@@ -131,7 +132,7 @@ def _describe(model: PreTrainedModel, folder: Path, save: str, files: Sequence[R
         {name: WholeTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in whole.items()},
         tuple(identity(entry) for entry in getattr(model, "_weight_conversions", None) or ()),
         str(model.dtype).removeprefix("torch."),
-        cast(Any, model.tp_source),
+        untyped(model).tp_source,
         model.tp_plan or {},
     )
 

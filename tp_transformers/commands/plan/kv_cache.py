@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers import DynamicCache, DynamicLayer
 
 from ...anatomy.attention import cached_widths, is_around_attention, is_attention, is_cross_attention
 from ...plans.heads import AttentionHeads

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import ModelOutput
+from transformers.utils import ModelOutput
 
 from ...anatomy.linears import features, holds_experts, stacked_experts
 from ...anatomy.names import fold_lists

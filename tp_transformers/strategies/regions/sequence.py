@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...errors import PlanError, describe
+from ...marks import untyped
 from ...ranks.collectives import Group, all_gather_uneven, gather_from_region, scatter_to_region
 from ...slices.layout import chunked, even
 from ..attach import Forward, forward_of
@@ -162,7 +163,7 @@ class SequenceScatterParallel(TensorParallelLayer):
         # Re-entrant checkpointing runs forwards that are trained without gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
         widths = even(length, device_mesh.size()).widths if trains or length >= device_mesh.size() else None
-        name = mod.tp_strategy.name  # type: ignore[union-attr]
+        name = untyped(mod).tp_strategy.name
         _current[device_mesh.get_group()] = _Cut(widths, in_backward(), f"{name}.")
         return (x if widths is None else scatter_to_region(x, widths, device_mesh.get_group(), dim=SEQUENCE), *others)
 
