@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 import tp_transformers
 from tp_transformers.errors import TensorParallelError, UsageError, describe
-from tp_transformers.ranks.mesh import TensorParallelGroup, join
+from tp_transformers.ranks.group import TensorParallelGroup
+from tp_transformers.ranks.mesh import join
 
 from . import trainee
 from .corpus import Corpus, read_dataset, read_text

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tp_transformers.errors import UsageError, describe
-from tp_transformers.ranks.mesh import TensorParallelGroup
+from tp_transformers.ranks.group import TensorParallelGroup
 
 
 def load(arguments: argparse.Namespace, world: TensorParallelGroup) -> Any:

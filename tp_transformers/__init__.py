@@ -4,37 +4,46 @@ Importing the package patches nothing and starts nothing; `enable()` does. With 
 environment, it sets the level of the package's logger.
 """
 
-from .checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
-from .checkpoint.saving.sharded import save_sharded, verify_sharded
-from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
-from .loading.hook import disable, enable
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .logs import read_environment
-from .model.parallelize import is_tensor_parallel
-from .model.same_inputs import check_inputs
-from .plans.rules import Attention, Plan, Rule
-from .strategies import (
-    STRATEGIES,
-    ColwiseParallel,
-    GatherParallel,
-    IsolatedParallel,
-    PackedColwiseParallel,
-    PackedRowwiseParallel,
-    ParallelInterface,
-    ReplicateParallel,
-    ReplicateSumGradParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    TensorParallelLayer,
-    full_tensor,
-    get_packed_weights,
-    get_tensor_shard,
-    local_tensor,
-)
-from .strategies.loss.cross_entropy import vocab_parallel_cross_entropy
-from .training.clip import clip_grad_norm_, parameter_groups
-from .training.data_parallel import data_parallel
-from .training.partition import Partition, partition
-from .training.replicas import check_replicas
+
+if TYPE_CHECKING:
+    from .checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
+    from .checkpoint.saving.sharded import save_sharded
+    from .checkpoint.saving.sharded_checkpoint import verify_sharded
+    from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
+    from .loading.hook import disable, enable
+    from .model.optimizer_groups import parameter_groups
+    from .model.parallelize import is_tensor_parallel
+    from .model.same_inputs import check_inputs
+    from .plans.rules import Attention, Plan, Rule
+    from .strategies import (
+        STRATEGIES,
+        ColwiseParallel,
+        GatherParallel,
+        IsolatedParallel,
+        PackedColwiseParallel,
+        PackedRowwiseParallel,
+        ParallelInterface,
+        ReplicateParallel,
+        ReplicateSumGradParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        TensorParallelLayer,
+        full_tensor,
+        get_packed_weights,
+        get_tensor_shard,
+        local_tensor,
+    )
+    from .strategies.loss.cross_entropy import vocab_parallel_cross_entropy
+    from .training.clip import clip_grad_norm_
+    from .training.data_parallel import data_parallel
+    from .training.partition import Partition, partition
+    from .training.replicas import check_replicas
 
 __version__ = "0.1.0"
 
@@ -82,3 +91,40 @@ __all__ = [
     "verify_sharded",
     "vocab_parallel_cross_entropy",
 ]
+
+_HOMES = {
+    "checkpoint.saving.dcp": "load_optimizer_state_dict optimizer_state_dict",
+    "checkpoint.saving.sharded": "save_sharded",
+    "checkpoint.saving.sharded_checkpoint": "verify_sharded",
+    "errors": "CheckpointError MeshError PlanError RemoteRankError TensorParallelError UnsupportedError",
+    "loading.hook": "disable enable",
+    "model.optimizer_groups": "parameter_groups",
+    "model.parallelize": "is_tensor_parallel",
+    "model.same_inputs": "check_inputs",
+    "plans.rules": "Attention Plan Rule",
+    "strategies": (
+        "STRATEGIES ColwiseParallel GatherParallel IsolatedParallel PackedColwiseParallel "
+        "PackedRowwiseParallel ParallelInterface ReplicateParallel ReplicateSumGradParallel RowwiseParallel "
+        "SequenceParallel TensorParallelLayer full_tensor get_packed_weights get_tensor_shard local_tensor"
+    ),
+    "strategies.loss.cross_entropy": "vocab_parallel_cross_entropy",
+    "training.clip": "clip_grad_norm_",
+    "training.data_parallel": "data_parallel",
+    "training.partition": "Partition partition",
+    "training.replicas": "check_replicas",
+}
+"""Module -> its public names."""
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used, so that the command line's `--help` does not import torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: object = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

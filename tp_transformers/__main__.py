@@ -9,7 +9,6 @@ import os
 import runpy
 import sys
 
-from . import enable
 from .commands.cli import COMMANDS
 from .commands.cli import main as run_command
 
@@ -21,8 +20,9 @@ def main(argv: list[str]) -> None:
     """Run a command, or `argv[0]` (a script) or `argv[1]` (a module, after `-m`) as `__main__` with the rest."""
     if argv and argv[0] in COMMANDS:
         sys.exit(run_command(argv))
-    if argv[:1] in (["-h"], ["--help"]):
-        print(USAGE)
+    if argv[:1] in (["-h"], ["--help"], ["--version"]):
+        if argv != ["--version"]:
+            print(USAGE)
         sys.exit(run_command(argv))
     if not argv or argv == ["-m"]:
         print(USAGE, file=sys.stderr)
@@ -31,6 +31,8 @@ def main(argv: list[str]) -> None:
     if not is_module and not os.path.isfile(argv[0]):
         print(f"tp_transformers: no script and no command {argv[0]!r}\n{USAGE}", file=sys.stderr)
         sys.exit(2)
+    from . import enable  # here, since it imports torch
+
     enable()
     if is_module:
         sys.argv = argv[1:]

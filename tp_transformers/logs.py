@@ -1,17 +1,17 @@
-"""What the package says, through Python's logging: the loggers below "tp_transformers", and which rank a record is of.
+"""Logging of the package, through Python's logging: the loggers below "tp_transformers", with the rank in each record.
 
-Nothing is said below WARNING unless an application asks for it, by `logging.getLogger("tp_transformers")` or by
-TP_TRANSFORMERS_VERBOSITY=info in the environment (debug, info, warning, error or critical, as for transformers). What
-all ranks would say is said by one. Records have the attributes `rank` and `world_size`, and begin with the former where
-there are several. Handlers stay the application's: with the variable alone, and no handler anywhere, stderr is one.
+Records below WARNING are dropped unless an application asks for them, by `logging.getLogger("tp_transformers")` or by
+TP_TRANSFORMERS_VERBOSITY=info in the environment (debug, info, warning, error or critical, as for transformers). One
+rank writes the records that are alike on all. Records have the attributes `rank` and `world_size`, and begin with the
+former where there are several. Handlers stay the application's: with the variable alone, and no handler anywhere,
+stderr is one.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-
-import torch.distributed as dist
+import sys
 
 PACKAGE = __name__.partition(".")[0]
 VARIABLE = "TP_TRANSFORMERS_VERBOSITY"
@@ -28,8 +28,10 @@ def get_logger(name: str) -> logging.Logger:
 
 def _say_rank(record: logging.LogRecord) -> bool:
     """A filter that lets everything pass; of loggers rather than handlers, so that all handlers see what it adds."""
-    started = dist.is_available() and dist.is_initialized()
-    rank, size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+    dist = sys.modules.get("torch.distributed")  # nothing has been initialised where it was not imported
+    rank, size = 0, 1
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
     vars(record).update(rank=rank, world_size=size)
     if size > 1:
         record.msg = f"[rank {rank}/{size}] {record.msg}"

@@ -21,7 +21,7 @@ from tests.support.architectures import ARCHITECTURES, Variant, make_case, obser
 from tests.support.models import Case, assert_same_files, headers, held, read_folder, relative
 from tests.support.pool import Pool
 from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.memory import outline
+from tp_transformers.commands.plan.memory import plan_memory
 from tp_transformers.plans.catalogue import available_plans
 
 pytestmark = pytest.mark.distributed
@@ -135,7 +135,7 @@ def test_architecture_matches_one_process(
 def assert_as_outlined(case: Case, size: int, results: list[dict[str, Any]]) -> None:
     """What the ranks hold, keys and values too, is what an outline says without a rank, to the byte."""
     lengths, _ = results[0]["cache"]
-    planned = outline(survey(case.folder), size, batch=2, **lengths)
+    planned = plan_memory(survey(case.folder), size, batch=2, **lengths)
     for rank, result in enumerate(results):
         assert result["held"] == (planned.parameter_bytes[rank], planned.buffer_bytes)
         assert tuple(result["reported"]) == planned.parameter_bytes

@@ -17,8 +17,8 @@ import tp_transformers
 from tests.support.imports import ORDER, Imports
 from tests.support.models import Case
 from tests.support.readme import PAGES, blocks
+from tp_transformers import transformers_api
 from tp_transformers.checkpoint.reading.report import LoadReport
-from tp_transformers.loading import hook
 
 ROOT = Path(tp_transformers.__file__).parent
 
@@ -49,6 +49,7 @@ def test_folders_and_modules_stay_small(imports: Imports) -> None:
 def test_the_package_does_not_import_what_few_need(room: str) -> None:
     program = (
         f"import sys, tp_transformers\n"
+        f"for name in tp_transformers.__all__: getattr(tp_transformers, name)\n"
         f"assert 'tp_transformers.{room}' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
@@ -64,6 +65,7 @@ def test_importing_patches_and_starts_nothing() -> None:
         "import torch, transformers\n"
         "before = dict(vars(transformers.PreTrainedModel))\n"
         "import tp_transformers\n"
+        "for name in tp_transformers.__all__: getattr(tp_transformers, name)\n"
         "assert dict(vars(transformers.PreTrainedModel)) == before\n"
         "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
         "import logging\n"
@@ -170,7 +172,7 @@ def test_a_transformers_whose_seam_changed_is_refused_unpatched(monkeypatch: pyt
         tp_transformers.enable()
     monkeypatch.undo()
     for version in ("4.57.1", "6.0.0", "6.0.0.dev0"):
-        monkeypatch.setattr(hook.transformers, "__version__", version)
+        monkeypatch.setattr(transformers_api.transformers, "__version__", version)
         with pytest.raises(tp_transformers.UnsupportedError, match=version):
             tp_transformers.enable()
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.models.auto import modeling_auto
 
 from ..errors import UnsupportedError, describe
 
@@ -57,11 +56,11 @@ def _named(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
 def _registered(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
     """The classes that the Auto classes know for the config; those first that take all that it can be given."""
     mappings: list[Mapping[Any, Any]] = [
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-        modeling_auto.MODEL_MAPPING,
+        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+        transformers.MODEL_MAPPING,
     ]
     if config.is_encoder_decoder:
         mappings.append(mappings.pop(1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:

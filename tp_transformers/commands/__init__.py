@@ -1,5 +1,6 @@
-"""What `tp-transformers` can do: one module a command, which says how it is called and does it.
+"""The commands of `tp-transformers`, one module or folder each.
 
-Each has `SUMMARY`, a line; `EXAMPLE`, a command line for its help; `configure(parser)`, which adds its arguments; and
-`run(arguments)`, which returns the exit code: 0 for yes, 1 for no (a plan that is wrong, a model that does not fit).
+A command has `SUMMARY`, a line; `EXAMPLE`, a command line for its help; `configure(parser)`, which adds its arguments;
+and `run(arguments)`, which returns the exit code: 0 for yes, 1 for no (a plan that is wrong, a model that does not
+fit). The imports of a command run in `run`, so that `--help` needs no torch.
 """

@@ -10,8 +10,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
+from .. import __version__
 from ..errors import TensorParallelError
 from . import plans, run
 from .plan import command as plan
@@ -27,7 +29,7 @@ COMMANDS: dict[str, Any] = {
     "shard": shard,
     "run": run,
 }
-"""Name -> module; see `commands`."""
+"""Name -> module; see `commands`. None imports torch or transformers before it runs, so that `--help` is fast."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,6 +37,8 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
         prog="tp-transformers", description="Tensor parallelism for Hugging Face Transformers, on any number of ranks."
     )
+    libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+    whole.add_argument("--version", action="version", version=f"tp-transformers {__version__} ({libraries})")
     subparsers = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         one = subparsers.add_parser(

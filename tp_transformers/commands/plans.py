@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-from ..plans.catalogue import PROVEN_WITH
-from ..plans.listing import catalogue
-
 SUMMARY = "list the architectures that there are plans for"
 EXAMPLE = "tp-transformers plans --json"
 
@@ -19,6 +16,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list; always 0."""
+    from ..plans.catalogue import PROVEN_WITH
+    from ..plans.listing import catalogue
+
     entries = catalogue()
     if arguments.json:
         plans = [

@@ -1,4 +1,4 @@
-"""What runs in place of transformers' own functions while the hook is on.
+"""Functions that run in place of transformers' own while the hook is on.
 
 `from_pretrained` takes `tp_plan`, `tp_size`, `device_mesh`, `allow_replicated` and its other `tp_` options out of its
 arguments and calls the original, which resolves config and dtype and builds the model on the meta device.
@@ -23,9 +23,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
-from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils.hub import extract_commit_hash
-from transformers.utils.loading_report import LoadStateDictInfo
 
 from ..checkpoint.conversion.quantization import Float8, take_quantization
 from ..checkpoint.hub.hub import Weights, is_on_hub, open_weights, pin
@@ -33,12 +30,15 @@ from ..checkpoint.hub.remote_file import RemoteFile
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
 from ..errors import CheckpointError, PlanError, UnsupportedError, describe
 from ..logs import get_logger
+from ..marks import untyped
 from ..model.parallelize import parallelize
 from ..model.same_inputs import guard_if_asked
 from ..plans.bind import Resolution
 from ..plans.catalogue import available_plans
 from ..plans.rules import Plan
-from ..ranks.mesh import TensorParallelGroup, check_size, join
+from ..ranks.group import TensorParallelGroup
+from ..ranks.mesh import check_size, join
+from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo, extract_commit_hash
 from .load import LoadResult, load, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
@@ -58,7 +58,7 @@ class _Load:
     group: TensorParallelGroup
     options: Options
     sharded: Manifest | None = None
-    """What is loaded, where it is a pre-sharded checkpoint."""
+    """Manifest of a pre-sharded checkpoint; None for any other."""
     stream: str | None = None
     """The commit of which weights are read from the Hub without a download."""
     remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
@@ -66,7 +66,7 @@ class _Load:
     quantization: Float8 | None = None
     """How the weights are quantised, if they are."""
     instead: Instead | None = None
-    """What is done in place of parallelizing and loading."""
+    """Function that runs in place of parallelizing and loading."""
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
 
@@ -170,7 +170,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         force = first and bool(found.get("force_download"))
         try:
             return original(**{**asked, "download_kwargs": {**found, "force_download": force}})
-        except OSError as error:  # that it is one has to survive the way to the other ranks
+        except OSError as error:  # the other ranks get a class of error that is ours
             raise CheckpointError(str(error)) from error
 
     return current.group.first_on_node(resolve)
@@ -225,12 +225,13 @@ def load_pretrained_model(
     else:
         current.resolution = parallelize(model, plan, current.group, allow_replicated=request.allow_replicated)
         result = load(model, current.resolution, current.group, request)
-    model.tp_report = result.report  # type: ignore[assignment]
+    loaded = untyped(model)
+    loaded.tp_report = result.report
     if current.sharded is not None:
-        model.tp_source = current.sharded.source  # type: ignore[assignment]
+        loaded.tp_source = current.sharded.source
     else:
         commit = current.stream or extract_commit_hash(next(iter(checkpoint_files or ()), None), None)
-        model.tp_source = {"name": model.config.name_or_path or None, "commit_hash": commit}  # type: ignore[assignment]
+        loaded.tp_source = {"name": model.config.name_or_path or None, "commit_hash": commit}
     found = {
         "missing_keys": result.missing,
         "unexpected_keys": result.unexpected,
@@ -245,7 +246,7 @@ def load_pretrained_model(
 
 
 def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
-    """Where a `from_pretrained` may find a pre-sharded checkpoint; None where it looks for something else."""
+    """The folder in which a `from_pretrained` may find a pre-sharded checkpoint; None if it looks elsewhere."""
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     if name is None or kwargs.get("variant") not in (None, VARIANT):
         return None

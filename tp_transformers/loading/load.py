@@ -16,18 +16,20 @@ from transformers.utils import logging as transformers_logging
 from ..anatomy.names import tied_parameters, untie
 from ..checkpoint.conversion.convert import dtype_policy
 from ..checkpoint.hub.fetch import fetch
+from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
 from ..checkpoint.reading.prefetch import prefetch
 from ..checkpoint.reading.reader import read
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.reading.sameness import check_same_files
-from ..checkpoint.reading.source import LocalFile
 from ..logs import get_logger
+from ..marks import untyped
 from ..plans.bind import Resolution
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, Resident
 from ..slices.stored import Stored
 from ..strategies import local_tensor, whole_like
+from ..strategies.shards.shard import SHARD
 from ..text import size
 from .request import LoadRequest, Mismatched, express, leaves, open_checkpoint
 
@@ -39,7 +41,7 @@ logger = get_logger(__name__)
 
 @dataclass
 class LoadResult:
-    """What a load found, in the terms of transformers' loading report."""
+    """Result of a load, in the terms of transformers' loading report."""
 
     missing: set[str]
     """Names that the checkpoint lacks; whole and on the meta device, for transformers to initialise."""
@@ -148,7 +150,7 @@ def load(
 def partition_initialized(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
     """Cut the parameters that transformers has initialised whole; all ranks take the values of rank 0.
 
-    What one process with rank 0's seed would have initialised is what the ranks hold together.
+    The ranks together hold the values that one process with rank 0's seed initialises.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
     for name, param in list(model.named_parameters(remove_duplicate=False)):
@@ -192,7 +194,7 @@ def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, str], bool], *, say: bool) -> set[str]:
-    """Where a checkpoint holds both of two tied parameters, keep one if they are the same, else untie them.
+    """If a checkpoint holds both of two tied parameters, keep one if they are the same, else untie them.
 
     Returns those of `names` that are not kept. `say` is whether this rank tells of what it unties.
     """
@@ -215,7 +217,7 @@ def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, 
 
 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors hold the same; by their bytes, since float8 cannot be compared."""
+    """True if two tensors hold the same bytes; float8 cannot be compared by value."""
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
@@ -231,13 +233,13 @@ def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Set one parameter or buffer, marked so that transformers does not initialise it."""
     owner, attribute = _owner(model, name)
     if attribute in owner._buffers:
-        value._is_hf_initialized = True  # type: ignore[attr-defined]
+        untyped(value)._is_hf_initialized = True
         owner._buffers[attribute] = value
         return
     meta = owner._parameters[attribute]
     assert meta is not None
-    param = meta.tp_shard.wrap(value, requires_grad=meta.requires_grad)  # type: ignore[attr-defined]
-    param._is_hf_initialized = True
+    param = SHARD.of(meta).wrap(value, requires_grad=meta.requires_grad)
+    untyped(param)._is_hf_initialized = True
     owner._parameters[attribute] = param
 
 

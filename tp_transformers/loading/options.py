@@ -1,4 +1,4 @@
-"""What `from_pretrained` takes beside `tp_plan`: options by name, and what does not go with them."""
+"""Options of `from_pretrained` beside `tp_plan`, and the arguments that do not go with them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Options:
     `tp_reduce_dtype` is a dtype."""
 
     allow_replicated: bool | None = None
-    """Whether a plan that a transformers class declares may leave whole layers on every rank. None: no."""
+    """True if a plan that a transformers class declares may leave layers replicated. None: no."""
     tp_map: bool | None = None
-    """Whether what a rank holds as one run of a file stays there, mapped, on a CPU. None: no."""
+    """True if a shard that is one run of a file stays there, mapped, on a CPU. None: no."""
     tp_prefetch: bool | None = None
-    """Whether the ranks of a node fill the page cache together. None: where it is cold."""
+    """True if the ranks of a node fill the page cache together. None: where it is cold."""
     tp_stream: bool | None = None
-    """Whether weights are read from the Hub without a download. None: as TP_TRANSFORMERS_STREAM says."""
+    """True if weights are read from the Hub without a download. None: as TP_TRANSFORMERS_STREAM says."""
     tp_sequence_parallel: bool | None = None
-    """Whether activations are cut along the sequence between blocks. None: as the plan says."""
+    """True if activations are cut along the sequence between blocks. None: as the plan says."""
     tp_loss_parallel: bool | None = None
-    """Whether logits stay cut where there are labels. None: as the plan says."""
+    """True if logits stay cut when there are labels. None: as the plan says."""
     tp_batch_sharded: bool | list[str] | tuple[str, ...] | None = None
-    """Whether ranks have batches of their own, which attention, MLPs and experts gather, or the modules that do. None:
-    as the plan says."""
+    """True if ranks have batches of their own, which attention, MLPs and experts gather; or the modules that gather
+    them. None: as the plan says."""
     tp_reduce_dtype: torch.dtype | None = None
     """The dtype in which gradients are summed over ranks that hold the same, and over copies. None: their own."""
 
@@ -54,7 +54,7 @@ class Options:
 
     @property
     def streams(self) -> bool:
-        """Whether weights that are on the Hub are read from there."""
+        """True if weights that are on the Hub are read from there."""
         if self.tp_stream is not None:
             return self.tp_stream
         return os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0")
@@ -144,5 +144,5 @@ def refuse_without_tp_plan(kwargs: Mapping[str, Any]) -> None:
 
 
 def _is_path(name: str) -> bool:
-    """Whether it cannot be a name on the Hub."""
+    """True if it cannot be a name on the Hub."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1

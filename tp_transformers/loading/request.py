@@ -1,4 +1,4 @@
-"""What a load is asked for: where the weights are, what they are in the model's terms, and how they are read."""
+"""The request of a load: its files, their tensors in the model's terms, and the way they are read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from ..checkpoint.conversion.convert import Conversion, convert, identity
 from ..checkpoint.conversion.quantization import Float8
 from ..checkpoint.reading.header import Checkpoint, check_files
-from ..checkpoint.reading.reader import Request
+from ..checkpoint.reading.jobs import Request
 from ..checkpoint.reading.source import Source
 from ..checkpoint.saving.manifest import Manifest
-from ..checkpoint.saving.sharded import ShardedCheckpoint
+from ..checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from ..errors import CheckpointError
+from ..marks import untyped
 from ..slices.lazy import LazyTensor, Leaf, Resident
 from ..slices.stored import Stored
 
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Where a load finds its weights, and how it treats them."""
+    """The weights of a load, and the way it treats them."""
 
     name: str
-    """What messages call the checkpoint: its folder, or its name on the Hub."""
+    """Name of the checkpoint in messages: its folder, or its name on the Hub."""
     files: Sequence[str | Source] | None = None
     shared: bool = False
-    """Whether files are on the Hub, so that ranks share what they fetch: the same on all ranks."""
+    """True if files are on the Hub, so that ranks share the bytes that they fetch; the same on all ranks."""
     state_dict: Mapping[str, torch.Tensor] | None = None
     """Weights in memory, in place of files."""
     weight_map: Mapping[str, str] | None = None
@@ -42,11 +43,11 @@ class LoadRequest:
     """Parameters that are kept in another dtype than the model's."""
     ignore_mismatched_sizes: bool = False
     allow_replicated: bool = False
-    """Whether a plan that a transformers class declares may leave whole layers on every rank."""
+    """True if a plan that a transformers class declares may leave layers replicated."""
     map: bool = False
-    """Whether what a rank holds as one run of a file stays there, mapped, on a CPU."""
+    """True if a shard that is one run of a file stays there, mapped, on a CPU."""
     prefetch: bool | None = None
-    """Whether the ranks of a node fill the page cache together; None: where it is cold."""
+    """True if the ranks of a node fill the page cache together; None: if it is cold."""
     sharded: Manifest | None = None
     """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
     quantization: Float8 | None = None
@@ -71,7 +72,7 @@ Mismatched = set[tuple[str, torch.Size, torch.Size]]
 def express(
     model: PreTrainedModel, checkpoint: Checkpoint, whole: Mapping[str, torch.Tensor], request: LoadRequest
 ) -> tuple[Conversion, Mismatched]:
-    """What each parameter and persistent buffer is, in terms of checkpoint tensors, and what is left out of that.
+    """Each parameter and persistent buffer in terms of checkpoint tensors, and the tensors that none of them uses.
 
     `whole` are meta tensors of the whole shapes. Raises CheckpointError on tensors of the wrong shape, unless they are
     to be ignored.
@@ -88,7 +89,7 @@ def express(
 def leaves(
     shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]
 ) -> tuple[list[Request], list[tuple[Leaf, torch.Tensor]]]:
-    """What is stored in files, to be read together, and what comes after; each with the memory that it fills."""
+    """Tensors in files, to be read together, and tensors that come after; each with the memory that it fills."""
     stored: list[Request] = []
     others: list[tuple[Leaf, torch.Tensor]] = []
     for name, shard in shards.items():
@@ -109,9 +110,9 @@ def _convert(
     if request.sharded is None:
         return convert(model, tensors, shapes, request.weight_mapping)
     conversion = convert(model, tensors, shapes, None)
-    # The model went through these before it was saved in shards: `save_pretrained` reverts them as ever.
+    # The model went through these before it was saved in shards; `save_pretrained` reverts them.
     gone_through = [entry for entry in request.weight_mapping or () if identity(entry) in request.sharded.conversions]
-    model._weight_conversions = gone_through  # type: ignore[attr-defined]
+    untyped(model)._weight_conversions = gone_through
     return conversion
 
 

@@ -1,4 +1,4 @@
-"""What a model returns beside its logits and hidden states, made whole: attentions are those of all heads."""
+"""Attentions that a model returns, gathered: those of all heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..anatomy.attention import is_cross_attention
 from ..errors import UnsupportedError, describe
 from ..plans.heads import AttentionHeads
 from ..ranks.collectives import Group, gather_from_region
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Split
 
 FIELDS = {"attentions": False, "cross_attentions": True}

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..marks import untyped
 from ..ranks.collectives import Group, all_gather_uneven
-from ..ranks.mesh import TensorParallelGroup, random_state, set_random_state
+from ..ranks.group import TensorParallelGroup
+from ..ranks.random_state import random_state, set_random_state
 from ..strategies import TensorParallelLayer
 from ..strategies.regions.sequence import is_cut
 
@@ -43,12 +45,12 @@ class OwnRandomness:
         self.shared: Tensor | None = None
         """The state that the ranks share, while this one draws from its own."""
         self.seed = 0
-        """Of the own state. Where the generator has another, somebody has put the shared state back already, as
-        torch.utils.checkpoint does where what it computes again ends before `module` does."""
+        """Seed of the own state. If the generator has another, the shared state is back already: torch.utils.checkpoint
+        restores it when its recomputation ends before `module` does."""
         self.draws = False
         self.hooked: WeakSet[nn.Module] = WeakSet()
         self.children: WeakSet[nn.Module] = WeakSet()
-        """Of the module, by now: what was one of them may have become part of an adapter."""
+        """Children of the module by now; an earlier child may have become part of an adapter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnRandomness:
         return type(self)(self.rank, self.device, self.group)
@@ -56,8 +58,8 @@ class OwnRandomness:
     def attach(self, module: nn.Module) -> None:
         """Draw as this rank from the end of a column-parallel layer of `module` to the start of a row-parallel one.
 
-        If there is none, or a forward raises, it is the end of `module` (recomputation stops by raising). Of a part of
-        a sequence, draw as this rank from the end of a block, which joins them, to the start of the next.
+        If there is none, or a forward raises, it is the end of `module` (recomputation stops by raising). For a
+        part of a sequence, draw as this rank from the end of a block, which joins the parts, to the start of the next.
         """
         module.register_forward_pre_hook(self.begin)
         module.register_forward_hook(self.leave, always_call=True)
@@ -151,12 +153,12 @@ class SharedRandomness:
 def _strategy(module: nn.Module) -> TensorParallelLayer | None:
     """The strategy of a layer, or of that which an adapter such as LoRA's is wrapped around."""
     while isinstance(getattr(module, "base_layer", None), nn.Module):
-        module = module.base_layer  # type: ignore[assignment]
+        module = untyped(module).base_layer
     return module.__dict__.get("tp_strategy")
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module drops anything itself: by a setting of its own or of its config, or with a dropout in it."""
+    """True if a module drops anything itself: by a setting of its own or of its config, or with a dropout in it."""
     config = getattr(module, "config", None)
     settings = {**(vars(config) if config is not None else {}), **vars(module)}
     by_setting = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings.items())
@@ -176,5 +178,5 @@ def _next_seed(device: torch.device) -> int:
 
 
 def _generator(device: torch.device) -> Any:
-    """What has the seed of the default generator of a device."""
+    """The holder of the seed of a device's default generator."""
     return torch.default_generator if device.type == "cpu" else torch.get_device_module(device)

@@ -1,7 +1,8 @@
 """`generate` on ranks that share one model: one random state, one prompt, one moment to stop.
 
 Each rank decodes for itself, from logits that are the same on all; so the ranks keep in step as long as nothing that
-each has of its own gets into it. What might is shared here: random states at the start, clocks and users' code a step.
+each has of its own gets into it. So ranks share random states at the start, and the results of clocks and of users'
+code in every step.
 """
 
 from __future__ import annotations
@@ -13,28 +14,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import MaxTimeCriteria, StoppingCriteriaList
 
 from ..errors import MeshError, describe
 from ..plans.bind import Resolution
-from ..ranks.mesh import TensorParallelGroup, random_state, set_random_state
+from ..ranks.group import TensorParallelGroup
+from ..ranks.random_state import random_state, set_random_state
 from ..strategies import same_inputs
+from ..transformers_api import BaseStreamer
+
+if TYPE_CHECKING:
+    from transformers import GenerationMixin, PreTrainedModel
+
+    class _Model(PreTrainedModel, GenerationMixin): ...
+else:
+    _Model = object
 
 OWN = ("streamer", "stopping_criteria")
 """Arguments of `generate` that some ranks may have and others not."""
 
 _FAILED = 2
-"""What a rank votes that cannot go on; 1 is stop, 0 is go on."""
+"""Vote of a rank that failed; 1 is stop, 0 is go on."""
 
 
-class TensorParallelGeneration:
-    """What a model that can generate overrides, so that its ranks stay in step."""
+class TensorParallelGeneration(_Model):
+    """Methods of a model that can generate, overridden so that its ranks stay in step."""
 
     tp_group: TensorParallelGroup
     tp_resolution: Resolution
@@ -49,7 +58,7 @@ class TensorParallelGeneration:
             MeshError: if the ranks' inputs differ; the message names them.
             RemoteRankError: if a streamer or a stopping criterion of another rank failed.
         """
-        own = super().generate  # type: ignore[misc]
+        own = super().generate
         if self.tp_group.size == 1 or (_call.get() or _NOBODY).ranks == self.tp_group.global_ranks:
             return own(*args, **kwargs)  # an assistant's ranks are in step already
         arguments = _name_arguments(own, args, kwargs)
@@ -57,7 +66,7 @@ class TensorParallelGeneration:
             return own(**arguments)
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        criteria = super()._get_stopping_criteria(*args, **kwargs)  # type: ignore[misc]
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
         call = _call.get()
         if call is None or not (call.shares_stop or any(isinstance(one, MaxTimeCriteria) for one in criteria)):
             return criteria
@@ -67,11 +76,11 @@ class TensorParallelGeneration:
         """(KV heads, head size), each a number or one for every layer, where transformers counts this rank's heads
         right; None elsewhere, so that a cache takes its shape from what it is given first.
         """
-        shape = super()._get_static_cache_init_shape()  # type: ignore[misc]
+        shape = super()._get_static_cache_init_shape()
         for name, heads in self.tp_resolution.attention.items():
             counted, own = shape[0] if shape is not None else None, heads.kv.widths[self.tp_group.rank]
             if isinstance(counted, list):
-                layer = getattr(self.get_submodule(name), "layer_idx", None)  # type: ignore[attr-defined]
+                layer = getattr(self.get_submodule(name), "layer_idx", None)
                 counted = counted[layer] if isinstance(layer, int) and layer < len(counted) else None
             if counted != own:
                 return None
@@ -85,9 +94,9 @@ class _Call:
     ranks: list[int]
     """World ranks that run it."""
     shares_stop: bool = False
-    """Whether a rank has code of its user's in the loop: the ranks then agree, in every step, on whether to stop."""
+    """True if a rank has code of its user's in the loop: the ranks then agree in every step to stop or go on."""
     failure: Exception | None = None
-    """What this rank's streamer raised."""
+    """The error that this rank's streamer raised."""
 
 
 _NOBODY = _Call([])
@@ -116,7 +125,7 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     finally:
         _call.reset(token)
     if streams:
-        _agree_on_failure(group, call.failure)  # of the last tokens
+        _agree_on_failure(group, call.failure)  # the last tokens
 
 
 class _SharedCriteria(StoppingCriteriaList):

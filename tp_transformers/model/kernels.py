@@ -1,8 +1,8 @@
 """Kernels of the Hub on a tensor-parallel model: a forward that is replaced may leave out modules that communicate.
 
-transformers puts a kernel's function in place of a module's forward (`use_kernels=True`). What a strategy does around
-that forward stays, and so does the view of this rank's tensors. But a kernel for a whole block, such as that of
-GPT-OSS's mixtures, reads the parameters of the modules in it and never calls these.
+transformers puts a kernel's function in place of a module's forward (`use_kernels=True`). A strategy's work around that
+forward stays, and so does the view of this rank's tensors. But a kernel for a whole block, such as that of GPT-OSS's
+mixtures, reads the parameters of the modules in it and never calls these.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from ..anatomy.names import fold_layers
 from ..errors import UnsupportedError, describe
+from ..ranks.group import GROUP
 from ..strategies import TensorParallelLayer
 
 if TYPE_CHECKING:
@@ -26,13 +27,13 @@ def check_kernels(model: PreTrainedModel) -> Iterator[None]:
     """Let the block replace forwards of modules that compute by themselves, such as norms; all ranks have to call it.
 
     Raises UnsupportedError on all ranks where it has replaced that of a module which holds others with strategies, or
-    which holds experts. Where anything is raised, on any rank, all forwards are what they were.
+    which holds experts. If anything is raised on any rank, all forwards are restored.
     """
     attributes = ("_use_kernels", "kernel_config")
     before = {module: module.__dict__.get("forward") for module in model.modules()}
     kept = {name: model.__dict__[name] for name in attributes if name in model.__dict__}
     try:
-        with model.tp_group.agree():  # type: ignore[union-attr,operator]
+        with GROUP.of(model).agree():
             yield
             unfit = {
                 f"{fold_layers(name)} ({type(module).__name__})": None
@@ -60,7 +61,7 @@ def check_kernels(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _computes_alone(module: nn.Module) -> bool:
-    """Whether a kernel in place of a module's forward leaves out no other module with a strategy."""
+    """True if a kernel in place of a module's forward leaves out no other module with a strategy."""
     own: TensorParallelLayer | None = module.__dict__.get("tp_strategy")
     inside = (part for part in module.modules() if part is not module)
     return not any("tp_strategy" in part.__dict__ for part in inside) and not (own is not None and own.holds_experts)

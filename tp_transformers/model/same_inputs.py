@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import MeshError, UnsupportedError, describe
 from ..ranks.collectives import all_gather_uneven
-from ..ranks.mesh import TensorParallelGroup, agreed, random_state
+from ..ranks.group import GROUP, TensorParallelGroup, agreed
+from ..ranks.random_state import random_state
 from ..strategies import batch_sharded, local_tensor
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
     Raises:
         UnsupportedError: for a model without a plan, or one whose ranks have batches of their own.
     """
-    group: TensorParallelGroup | None = getattr(model, "tp_group", None)
+    group = GROUP.find(model)
     if group is None:
         raise UnsupportedError("check_inputs needs a model that was loaded with tp_plan")
     if any(batch_sharded(model)):

@@ -1,7 +1,7 @@
 """The state of a tensor-parallel model: state dicts, moves, counts, embeddings of another size.
 
-Whatever comes in whole (a state dict of one process, new embeddings) is cut as the plan says; whatever goes out is what
-this rank holds, in the names of the plain model.
+Complete tensors that come in (a state dict of one process, new embeddings) are cut as the plan says; tensors that go
+out are this rank's shards, in the names of the plain model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.saving.dcp import laid_out, placed
 from ..errors import UnsupportedError, describe
-from ..ranks.mesh import TensorParallelGroup
+from ..marks import untyped
+from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import (
     ParamShard,
     TensorParallelLayer,
@@ -29,6 +30,8 @@ from ..strategies import (
     take,
     whole_like,
 )
+from ..strategies.base import STRATEGY
+from ..strategies.shards.shard import SHARD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,7 +99,7 @@ def _own_part(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
         return local_tensor(value) if value.placements == placements else None
     value = value.detach()
     if value.shape == shard.shape:
-        own: Tensor = take(value, shard.layout, shard.group.rank)  # type: ignore[assignment]
+        own: Tensor = untyped(take(value, shard.layout, shard.group.rank))
         return own if shard.data_parallel is None else own[slice(*shard.rows)]
     return value if value.shape == local_tensor(param).shape else None
 
@@ -105,14 +108,14 @@ def _own_part(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
 def keep_shards(module: nn.Module) -> Iterator[None]:
     """Let parameters that the block makes anew stand for the same shards: a DTensor of another dtype is a new one."""
     shards = {
-        name: param.tp_shard
+        name: SHARD.of(param)
         for name, param in module.named_parameters(remove_duplicate=False)
-        if hasattr(param, "tp_shard")
+        if hasattr(param, SHARD.name)
     }
     yield
     for name, param in module.named_parameters(remove_duplicate=False):
         if name in shards:
-            param.tp_shard = shards[name]  # type: ignore[attr-defined]
+            SHARD.put(param, shards[name])
 
 
 def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -> None:
@@ -149,10 +152,10 @@ def memory_footprint(model: nn.Module, *, buffers: bool = True) -> int:
 
 def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: TensorParallelGroup) -> None:
     """Cut `new`, which takes the place of `old` and is whole on all ranks, as `old` is cut; rank 0's values count."""
-    strategy: TensorParallelLayer | None = getattr(old, "tp_strategy", None)
+    strategy = STRATEGY.find(old)
     if new is None or strategy is None or hasattr(new, "tp_strategy") or hasattr(new, "tp_whole"):
         return
-    if isinstance(new, nn.Linear):  # whose tied weight may have become another under it
+    if isinstance(new, nn.Linear):  # its tied weight may have been replaced
         new.out_features, new.in_features = new.weight.shape
     with group.agree():
         bound = strategy.bind(new, group.size, name=strategy.name, config=strategy.config)
@@ -178,7 +181,7 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
     Returns:
         The input embeddings.
     """
-    group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
+    group = GROUP.of(model)
     ways = [
         (model.get_input_embeddings, model.set_input_embeddings),
         (model.get_output_embeddings, model.set_output_embeddings),
@@ -218,5 +221,5 @@ def _whole_module(module: nn.Module, made: dict[int, nn.Parameter]) -> nn.Module
         if id(param) not in made:
             made[id(param)] = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
         whole._parameters[name] = made[id(param)]
-    whole.tp_whole = True  # type: ignore[assignment]
+    untyped(whole).tp_whole = True
     return whole

@@ -12,7 +12,7 @@ from torch import nn
 from ..anatomy.attention import config_around
 from ..anatomy.names import base_prefix, fold_layers, tied_parameters
 from ..errors import PlanError, list_faults, nearest
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Layout
 from ..strategies import (
     STRATEGIES,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A plan that fits a model: what happens to every module and parameter."""
+    """A plan that fits a model: the strategy and the layout of every module and parameter."""
 
     module_strategies: Mapping[str, TensorParallelLayer]
     """Module name -> the strategy that communicates around its forward."""
@@ -46,15 +46,15 @@ class Resolution:
     attention: Mapping[str, AttentionHeads]
     """Attention module name -> how its heads are cut."""
     layouts: Mapping[str, Layout | None]
-    """Parameter name -> who holds what of it."""
+    """Parameter name -> the indices that each rank holds; None where every rank holds all."""
     uncovered: tuple[str, ...] = ()
-    """Parameters that no rule covers: every rank holds them whole."""
+    """Parameters that no rule covers: they are replicated."""
     notes: tuple[str, ...] = ()
     """Warnings for the user."""
     rule_names: Mapping[str, str] = field(default_factory=dict)
-    """Parameter name -> what the plan calls its strategy, where a rule says one."""
+    """Parameter name -> name of its strategy in the plan, where a rule gives one."""
     whole_attention: frozenset[str] = frozenset()
-    """Attention that every rank holds whole, whatever the rules say: it has fewer query heads than there are ranks."""
+    """Attention modules that are replicated in spite of their rules: they have fewer query heads than ranks."""
     plan: Plan = Plan("nothing", ())  # noqa: RUF009 - frozen
     """The plan itself, rewritten by its options."""
 
@@ -86,7 +86,7 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
 
 
 class _Resolver:
-    """The state of one `resolve`: what was matched, and what is wrong."""
+    """The state of one `resolve`: its matches and its faults."""
 
     def __init__(self, plan: Plan, model: PreTrainedModel, size: int) -> None:
         self.plan, self.model, self.size = plan, model, size
@@ -124,7 +124,7 @@ class _Resolver:
         if self.plan.declared:
             self._complete(bound, module_strategies, param_strategies)
         self.faults.extend(sum_faults(bound))
-        if not self.faults:  # of a plan whose rules do not fit their modules, only that is told
+        if not self.faults:  # rules that do not fit their modules are reported alone
             self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.whole, self.size))
         if self.faults:
             source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
@@ -187,7 +187,7 @@ class _Resolver:
         module_strategies: dict[str, TensorParallelLayer],
         param_strategies: dict[str, TensorParallelLayer],
     ) -> None:
-        """A declared plan may leave out what sums: over experts, and over numbers to learn between its linears."""
+        """Add the sums that a declared plan may leave out: of experts, and of gradients of scalars between linears."""
         for name in list(unsummed_experts(bound)):
             module_strategies[name] = MoEExpertsParallel().bind(self.modules[name], self.size, name=name)
         for name in list(scalars_between(bound)):
@@ -263,7 +263,7 @@ class _Resolver:
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
 
     def _lay_out(self, param_strategies: Mapping[str, TensorParallelLayer]) -> dict[str, Layout | None]:
-        """Who holds what; a fault where a parameter cannot be cut as its strategy says, or tied ones are cut apart."""
+        """The layouts; a fault where a parameter cannot be cut as its strategy says, or tied ones are cut apart."""
         layouts: dict[str, Layout | None] = {}
         for name, strategy in param_strategies.items():
             try:

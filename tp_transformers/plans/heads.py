@@ -49,9 +49,9 @@ class AttentionHeads:
     query: Split
     kv: Split
     is_fused: bool = False
-    """Whether one projection makes queries, keys and values; its module then takes them apart by head counts."""
+    """True if one projection makes queries, keys and values, which the module splits by head counts."""
     is_latent: bool = False
-    """Whether heads are made from latents (multi-head latent attention), which are whole on every rank."""
+    """True if heads are made from replicated latents (multi-head latent attention)."""
     head_dim: int | None = None
     """Features of a query head, where they are known."""
 
@@ -61,7 +61,7 @@ class AttentionHeads:
         counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
         counts["num_key_value_groups"] = query // kv
         if self.head_dim is not None:
-            # What splits queries from keys and values: GPT-2's and DBRX's names for the width of all query heads.
+            # GPT-2's and DBRX's names for the width of all query heads, at which they split queries from keys.
             counts["split_size"] = query * self.head_dim
             if self.is_fused:
                 counts["hidden_size"] = query * self.head_dim
@@ -82,7 +82,7 @@ class AttentionCut:
     splits: dict[str, Split] = field(default_factory=dict)
     """Projection, parameter or attention module -> how its heads are cut."""
     whole: dict[str, str] = field(default_factory=dict)
-    """What every rank holds whole, since there are more ranks than query heads -> its attention."""
+    """Replicated projection (there are more ranks than query heads) -> its attention module."""
 
 
 def cut_attention(
@@ -103,7 +103,7 @@ def cut_attention(
         param_rules: the rule of every parameter that has one of its own.
         prefix: the base model's name in the full model.
         size: number of ranks.
-        faults: what is wrong is added to it.
+        faults: list to which faults are added.
     """
     modules, known = dict(model.named_modules()), len(faults)
     cut = AttentionCut()
@@ -147,7 +147,7 @@ def cut_attention(
                         f"{fold_layers(child)}: attention cuts it by heads, as {role}, which has no parts; leave parts "
                         "out, or make its role in the plan's attention fused"
                     )
-    if len(faults) == known:  # where attention is described wrongly, only that is told
+    if len(faults) == known:  # faults in the description of attention are reported alone
         _refuse_unrecognised(modules, model, module_rules, cut, size, faults)
     return cut
 
@@ -183,7 +183,7 @@ def _complete_declared(
 
 
 def _role_split(role: str, group: AttentionHeads, rule: Rule) -> Split:
-    """How what plays `role` in attention is cut, in heads."""
+    """Split, in heads, of the projection or parameter with `role` in attention."""
     by_part = {"query": group.query, "key": group.kv, "value": group.kv}
     if role == "fused":
         parts = rule.parts if isinstance(rule.parts, tuple) else tuple(by_part)
@@ -201,7 +201,7 @@ def _refuse_unrecognised(
     size: int,
     faults: list[str],
 ) -> None:
-    """Attention whose projections are cut, though nothing says where its heads are: right only if all counts divide."""
+    """Add faults of attention that is cut without a description of its heads: right only if all counts divide."""
     known = cut.splits.keys() | cut.whole.keys()
     for child, rule in module_rules.items():
         name = child.rpartition(".")[0]
@@ -220,7 +220,7 @@ def _refuse_unrecognised(
 def _groups(
     plan: Plan, modules: Mapping[str, nn.Module], prefix: str, faults: list[str]
 ) -> dict[str, Mapping[str, tuple[str, ...]]]:
-    """Attention modules -> their children by role: those that the plan names, or those that look like it."""
+    """Attention module -> its children by role, as the plan names them, or else as PROJECTIONS does."""
     groups: dict[str, Mapping[str, tuple[str, ...]]] = {}
     if not plan.attention:
         for name, module in modules.items():
@@ -252,7 +252,7 @@ def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iter
 
 
 def _is_sharded(role: str, rule: Rule | None) -> bool:
-    """Whether the features of a projection stay, or arrive, sharded over the ranks."""
+    """True if a projection leaves its output sharded, or, as the output projection, takes a sharded input."""
     strategy = rule.instance if rule is not None else None
     if strategy is None:
         return False

@@ -10,7 +10,7 @@ function's backward is the other collective of its pair.
     gather_to_region             forward: all-gather      backward: reduce-scatter   (f, where the sequence is cut)
     reduce_scatter_from_region   forward: reduce-scatter  backward: all-gather       (g, where the sequence is cut)
     exchange_regions             forward: all-to-all      backward: all-to-all
-    copy_shared                  forward: nothing         backward: all-reduce       (f, of what some ranks share)
+    copy_shared                  forward: nothing         backward: all-reduce       (f, for shared shards)
 
 Backwards apply the other function of the pair, so that gradients of gradients are exact, too: where autograd records a
 backward (`create_graph=True`), it records the collectives in it with their own backwards.
@@ -33,7 +33,7 @@ Group = dist.ProcessGroup
 Cut = tuple[int, tuple[int, ...]]
 """(dim, length of every rank's slice along it)."""
 Place = tuple[int, int, int]
-"""(start in this rank's shard, start in what all ranks sum, length)."""
+"""(start in this rank's shard, start in the buffer that all ranks sum, length)."""
 
 # Their names until torch 2.12; the old ones warn from then on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -80,9 +80,9 @@ def reduce_scatter_from_region(x: Tensor, widths: Sequence[int], group: Group, *
 def exchange_regions(
     x: Tensor, widths: Sequence[int], parts: Sequence[int], group: Group, *, dim: int = -1, into: int = 0
 ) -> Tensor:
-    """This rank's slice along `into` of what is joined along `dim` (all-to-all); backward is the way back (all-to-all).
+    """This rank's slice along `into` of the whole, joined along `dim` (all-to-all); backward is the reverse all-to-all.
 
-    `widths[rank]` is the length of that rank's `x` along `dim`, `parts[rank]` of what it gets along `into`.
+    `widths[rank]` is the length of that rank's `x` along `dim`, `parts[rank]` that of its result along `into`.
     """
     return _apply(_Exchange, x, (dim % x.ndim, tuple(widths)), (into % x.ndim, tuple(parts)), group)
 
@@ -96,15 +96,15 @@ def copy_shared(
     *,
     dim: int,
 ) -> Tensor:
-    """Identity; backward sums the gradients of what several ranks hold over the ranks that hold it.
+    """Identity; backward sums the gradients of indices that several ranks hold over those ranks.
 
-    One all-reduce over all ranks of `group`, of `length` indices along `dim`: everything that several ranks hold has a
-    slot there, which is zero on other ranks. So no process group of the ranks that share something is needed.
+    It is one all-reduce over all ranks of `group`, of `length` indices along `dim`: each shared index has a slot there,
+    which is zero on ranks that do not hold it. So no process group of the holders is needed.
 
     Args:
-        x: what this rank holds.
-        shared: what of it other ranks hold too, along `dim`; nothing on some ranks.
-        length: indices that several ranks hold, the same on all ranks.
+        x: this rank's shard.
+        shared: the indices of it along `dim` that other ranks hold too; empty on some ranks.
+        length: number of indices that several ranks hold, the same on all ranks.
         group: all ranks, also those that share nothing.
         reduce_dtype: dtype of the sum, which is then rounded to the gradient's; None for the gradient's own.
         dim: the dim that is cut.
@@ -145,10 +145,7 @@ def reduce_scatter_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim
 
 
 def all_to_all_uneven(x: Tensor, cut: Cut, into: Cut, group: Group) -> Tensor:
-    """From tensors that are cut along one dim to tensors that are cut along another, without autograd.
-
-    Each of both is the dim and the length of every rank's slice.
-    """
+    """A shard cut as `cut` -> this rank's shard of the same tensor cut as `into`, without autograd."""
     (dim, widths), (other, parts), rank = cut, into, dist.get_rank(group)
     shapes = [list(x.shape) for _ in widths]
     for shape, width in zip(shapes, widths, strict=True):
@@ -265,7 +262,7 @@ class _ReduceShared(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = (places, length, dim, group, dtype)
         total = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-        if places == ((0, 0, length),) and x.shape[dim] == length:  # all that there is
+        if places == ((0, 0, length),) and x.shape[dim] == length:  # the whole tensor is shared
             dist.all_reduce(total, group=group)
             return total.to(x.dtype)
         buffer = total.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))

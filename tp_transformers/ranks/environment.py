@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Launcher:
-    """The environment variables in which a launcher tells a process its place."""
+    """The environment variables in which a launcher gives a process its rank."""
 
     name: str
     rank: str
@@ -79,7 +79,7 @@ def rendezvous() -> dict[str, Any]:
 
 
 def local_rank(rank: int) -> int | None:
-    """Number of this process, which is `rank` of all, among those of its node; None where no launcher tells.
+    """Number of this process, which is `rank` of all, among those of its node; None without a launcher.
 
     Launchers other than torchrun are believed where they give it the same rank: a script that one of them started may
     have started its ranks itself.
@@ -92,7 +92,7 @@ def local_rank(rank: int) -> int | None:
 
 
 def local_size() -> int | None:
-    """Number of ranks on this node; None where no launcher tells."""
+    """Number of ranks on this node; None without a launcher that says so."""
     found = launcher()
     sizes = (_number(each.local_size) for each in LAUNCHERS if found is not None and each.rank == found.rank)
     return next((size for size in sizes if size is not None), None)
@@ -107,9 +107,10 @@ def node_name() -> str:
 def local_device(device_type: str) -> torch.device:
     """The device of this rank: the GPU of its number on its node, or the only one that it can see.
 
-    Where no launcher tells the number, it is the device that the process group was bound to, or the one that is
-    current unless that is the first; else ranks take the GPUs of their node by turns, and say so. A process by itself
-    takes the current one. Raises MeshError where a node has more ranks than devices.
+    Without that number, it is the device that the process group was bound to, or the current one unless that is the
+    first; else ranks take the GPUs of their node by turns, with a warning. A process by itself takes the current one.
+
+    Raises MeshError where a node has more ranks than devices.
     """
     if device_type == "cpu":
         return torch.device("cpu")

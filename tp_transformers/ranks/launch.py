@@ -15,7 +15,7 @@ def torchrun(
     """Run `program` (a script and its arguments, or `-m` and a module) on `ranks` processes; returns the exit code.
 
     torch gets its share of the cores in each, unless OMP_NUM_THREADS says otherwise. If one rank fails, torchrun ends
-    the others; so does an interrupt, or the end of `timeout` seconds. What they print goes to `output`, if given.
+    the others; so does an interrupt, or the end of `timeout` seconds. Their output goes to `output`, if given.
 
     Raises:
         subprocess.TimeoutExpired: if the ranks take longer.

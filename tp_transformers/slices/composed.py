@@ -23,7 +23,7 @@ from .stored import Stored
 
 
 class Expression(LazyTensor):
-    """A lazy tensor that holds no values of its own: all that is read are the leaves among its sources."""
+    """A lazy tensor without values of its own: only the leaves among its sources are read."""
 
     @abstractmethod
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
@@ -75,7 +75,7 @@ class Concat(Expression):
         self.dtype = parts[0].dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
-        """The same selection of each part; along the concatenated dim, what the ranges hold of each."""
+        """The same selection of each part; along the concatenated dim, the indices of each part in the ranges."""
         if dim != self.concat_dim:
             return Concat([part.select(dim, ranges) for part in self.parts], self.concat_dim)
         held: list[tuple[LazyTensor, list[Range]]] = []
@@ -112,7 +112,7 @@ class Transpose(Expression):
         self.dtype = source.dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Transpose:
-        """The selection of the dim that stands there."""
+        """Select along the source's dim that is seen as `dim`."""
         inner = {self.first: self.second, self.second: self.first}.get(dim, dim)
         return Transpose(self.source.select(inner, ranges), self.first, self.second)
 

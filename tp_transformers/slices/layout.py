@@ -1,4 +1,4 @@
-"""Slice arithmetic on plain integers: who holds which indices of a dim.
+"""Slice arithmetic on plain integers: the indices of a dim that each rank holds.
 
 Nothing here knows torch.distributed: rank 2 of 4 is two integers. A `Split` says how one length is cut over the
 ranks, a `Layout` says which dim of a tensor is cut by which split.
@@ -25,7 +25,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` indices that `rank` holds from `local` on, and that stand from `start` on in the whole."""
+    """`length` consecutive indices: from `local` on in the shard of `rank`, from `start` on in the whole."""
 
     rank: int
     local: int
@@ -35,9 +35,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shared:
-    """`length` indices, from `local` on in what this rank holds, that all of `ranks` hold.
+    """`length` indices that all of `ranks` hold, from `local` on in this rank's shard.
 
-    They stand from `slot` on where all indices that several ranks hold stand one after the other.
+    They start at `slot` in the concatenation of all indices that several ranks hold.
     """
 
     local: int
@@ -104,20 +104,20 @@ class Split:
 
     @property
     def is_chunked(self) -> bool:
-        """Whether the cut is `chunked`, which is what DTensor's `Shard` placement means."""
+        """True if the cut is `chunked`, as DTensor's `Shard` placement means it."""
         others = chunked(self.length, self.size).ranges
         return all(joined(mine) == joined(theirs) for mine, theirs in zip(self.ranges, others, strict=True))
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """A cover of the whole without overlap: what to copy from which rank to undo the split."""
+        """A cover of the whole without overlap: the copies that undo the split."""
         return self.cover(0)
 
     def cover(self, reader: int) -> tuple[Piece, ...]:
         """A cover of the whole without overlap, for one `reader` of many.
 
-        What the rank of that number holds comes from itself; what it does not, from the holders by turns, so that
-        readers spread over them.
+        A reader that is a holder reads from itself; other indices come from their holders by turns, so that readers
+        spread over them.
         """
         holders: dict[Range, list[Piece]] = {}
         for rank, ranges in enumerate(self.ranges):
@@ -133,7 +133,7 @@ class Split:
 
     @property
     def is_cut(self) -> bool:
-        """Whether every index is held, and any two ranges are disjoint or equal: what every `Split` has to be."""
+        """True if every index is held, and any two ranges are disjoint or equal: the rule for every `Split`."""
         position = 0
         for piece in self.pieces:
             if piece.start != position:
@@ -151,9 +151,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which indices of a tensor every rank holds: `dim` is cut by `split`, all other dims are whole.
+    """The indices of a tensor that every rank holds: `dim` is cut by `split`, all other dims are whole.
 
-    Where a function takes or returns `Layout | None`, None means that every rank holds the whole tensor.
+    In `Layout | None`, None means that the tensor is replicated.
     """
 
     dim: int

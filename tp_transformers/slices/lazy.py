@@ -51,7 +51,7 @@ class LazyTensor(ABC):
         """Read the values: a contiguous CPU tensor of `shape` and `dtype`."""
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """What fills `destination` (of `shape`): leaves in their order, each with the view that it fills."""
+        """Leaves that fill `destination` (of `shape`), in their order, each with the view that it fills."""
         yield self, destination
 
     def fill(self, destination: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ class LazyTensor(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the values are read to."""
+        """Device that the values are read to."""
         return torch.device("cpu")
 
     @property

@@ -35,7 +35,7 @@ class Scaled(Expression):
     def __init__(
         self, values: LazyTensor, scales: LazyTensor, block: Sequence[int], selection: Selection | None = None
     ) -> None:
-        """`block` is the shape of what has one scale; blocks at the end of a dim may be shorter. Of the same ndim.
+        """`block` is the shape of a block with one scale, of the ndim of `values`; the last of a dim may be shorter.
 
         Raises ValueError where there is not one scale a block.
         """
@@ -88,12 +88,12 @@ class Scaled(Expression):
 
 @dataclass(frozen=True)
 class _Factors:
-    """What values that have been read into place are multiplied with there."""
+    """Factors by which values are multiplied in place, once they are read."""
 
     factors: torch.Tensor
     """(..., a, b), float32."""
     runs: tuple[tuple[Run, ...], ...]
-    """For every dim, which of the factors is for how many indices."""
+    """For every dim, runs of indices with one factor."""
     nbytes: int = 0
 
     def fill(self, destination: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that are bytes in a file: which of them a selection is, as runs and as boxes."""
+"""Tensors that are bytes in a file: the runs and the boxes of a selection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Bytes(Protocol):
     name: str
     """Name of the file in error messages."""
     is_remote: bool
-    """Whether reading crosses a network."""
+    """True if reading crosses a network."""
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers`, one after the other, with the consecutive bytes from `offset` on."""
@@ -42,7 +42,7 @@ class Box:
     """File offset of the first element, in bytes."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Those of the whole tensor, in elements."""
+    """Strides of the whole tensor, in elements."""
     dtype: torch.dtype
 
     @cached_property
@@ -124,69 +124,74 @@ class Stored(LazyTensor):
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Stored:
         """The selection of this selection; ranges count in the current shape."""
-        selection = list(self.selection)
-        selection[dim] = compose(selection[dim], ranges)
-        return Stored(
-            self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
-        )
+        return self._with(dim, compose(self.selection[dim], ranges))
 
     def extended(self, other: LazyTensor, dim: int) -> Stored | None:
         """This selection followed along `dim` by `other`, as one of the same stored tensor; None where it is not."""
         if not isinstance(other, Stored) or (self.source, self.offset) != (other.source, other.offset):
             return None
-        selection = list(self.selection)
-        selection[dim] = other.selection[dim]
-        if tuple(selection) != other.selection or self.stored_shape != other.stored_shape:
+        alike = self._with(dim, other.selection[dim])
+        if (alike.selection, alike.stored_shape) != (other.selection, other.stored_shape):
             return None
-        selection[dim] = tuple(joined((*self.selection[dim], *other.selection[dim]))) or ((0, 0),)
+        return self._with(dim, tuple(joined((*self.selection[dim], *other.selection[dim]))) or ((0, 0),))
+
+    def _with(self, dim: int, ranges: tuple[Range, ...]) -> Stored:
+        selection = list(self.selection)
+        selection[dim] = ranges
         return Stored(
             self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
         )
 
-    def runs(self) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Strides of the stored tensor, in elements."""
+        return tuple(math.prod(self.stored_shape[dim + 1 :]) for dim in range(len(self.stored_shape)))
+
+    @cached_property
+    def _looped(self) -> int:
+        """Number of leading dims up to the last that is not selected completely: those after it are within a run."""
+        partial = [dim for dim, length in enumerate(self.stored_shape) if self.selection[dim] != ((0, length),)]
+        return partial[-1] + 1 if partial else 0
+
+    @property
+    def shortest_run(self) -> int:
+        """Fewest consecutive bytes of a run."""
+        if not self._looped:
+            return self.nbytes
+        last = self._looped - 1
+        return min(stop - start for start, stop in self.selection[last]) * self.strides[last] * self.dtype.itemsize
+
+    def runs(self) -> list[tuple[int, int]]:
         """The selected bytes as (file offset, byte count), in the order of the selected elements.
 
         Neighbours are joined: a selection of leading dims is one run, of a trailing dim one run a row.
         """
         if not all(self.shape):
-            return
-        strides = [self.dtype.itemsize] * (len(self.stored_shape) + 1)
-        for dim in range(len(self.stored_shape) - 1, -1, -1):
-            strides[dim] = strides[dim + 1] * self.stored_shape[dim]
-        # `strides[dim]` is the byte size of everything from `dim` on; dims that are whole need no loop of their own.
-        outer = len(self.stored_shape)
-        while outer and self.selection[outer - 1] == ((0, self.stored_shape[outer - 1]),):
-            outer -= 1
-        if not outer:
-            yield self.offset, strides[0]
-            return
-        yield from self._runs(0, outer, self.offset, strides)
-
-    def _runs(self, dim: int, outer: int, base: int, strides: list[int]) -> Iterator[tuple[int, int]]:
-        step = strides[dim + 1]
-        if dim == outer - 1:
-            for start, stop in self.selection[dim]:
-                if stop > start:
-                    yield base + start * step, (stop - start) * step
-            return
-        for start, stop in self.selection[dim]:
-            for index in range(start, stop):
-                yield from self._runs(dim + 1, outer, base + index * step, strides)
+            return []
+        if not self._looped:
+            return [(self.offset, self.nbytes)]
+        *outer, inner = [
+            (ranges, stride * self.dtype.itemsize)
+            for ranges, stride in zip(self.selection[: self._looped], self.strides, strict=False)
+        ]
+        rows = [self.offset]
+        for ranges, step in outer:
+            indices = [index * step for start, stop in ranges for index in range(start, stop)]
+            rows = [row + index for row in rows for index in indices]
+        parts = [(start * inner[1], (stop - start) * inner[1]) for start, stop in inner[0] if stop > start]
+        return [(row + start, length) for row in rows for start, length in parts]
 
     def boxes(self, destination: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
         """The selection as boxes, each with its view of `destination` (of `shape`)."""
-        strides = [1] * len(self.stored_shape)
-        for dim in range(len(strides) - 1, 0, -1):
-            strides[dim - 1] = strides[dim] * self.stored_shape[dim]
         placed = [list(_placed(ranges)) for ranges in self.selection]
         for ranges in product(*placed):
-            offset, view = 0, destination
+            offset, view = self.offset, destination
             for dim, (start, stop, position) in enumerate(ranges):
-                offset += start * strides[dim]
+                offset += start * self.strides[dim] * self.dtype.itemsize
                 if len(placed[dim]) > 1:
                     view = view.narrow(dim, position, stop - start)
             shape = tuple(stop - start for start, stop, _ in ranges)
-            yield Box(self.source, self.offset + offset * self.dtype.itemsize, shape, tuple(strides), self.dtype), view
+            yield Box(self.source, offset, shape, self.strides, self.dtype), view
 
     def materialize(self) -> torch.Tensor:
         """Read the selection through the source, run by run."""

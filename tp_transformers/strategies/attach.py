@@ -12,10 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..marks import Mark
 from ..slices.layout import even
-from .communication import Communication
-from .shards.scaler import share_found_inf
+from .communication import BOUND, Communication
 from .shards.shard import ParamShard
+
+FORWARDS: Mark[list[Forward]] = Mark("tp_forwards")
+"""Forwards of a module that are under way, on the module."""
 
 
 def attach(
@@ -36,10 +39,9 @@ def attach(
         takes_dtensors: True if the module may be given DTensors; if False, and nothing else is to be done, its
             forward is left alone.
     """
-    share_found_inf()
     # The hooks take all that is the module's own from the module that they are called for, which may be a deep copy.
-    module.tp_strategy = strategy  # type: ignore[assignment]
-    module.tp_forwards = []  # type: ignore[assignment]
+    BOUND.put(module, strategy)
+    FORWARDS.put(module, [])
     strategy.arguments = argument_names(module)
     strategy.attached(module, shards, mesh)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
@@ -48,9 +50,9 @@ def attach(
     rank = mesh.get_local_rank()
 
     def begin(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        strategy: Communication = mod.tp_strategy  # type: ignore[assignment]
+        strategy = BOUND.of(mod)
         forward = Forward({**dict(zip(strategy.arguments, args, strict=False)), **kwargs})
-        outer: list[Forward] = mod.tp_forwards  # type: ignore[assignment]
+        outer = FORWARDS.of(mod)
         is_local = any(other.replaced is not None for other in outer)
         outer.append(forward)
         kwargs = strategy.prepare_keywords(kwargs, rank)
@@ -71,8 +73,8 @@ def attach(
         return args, kwargs
 
     def end(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        strategy: Communication = mod.tp_strategy  # type: ignore[assignment]
-        forwards: list[Forward] = mod.tp_forwards  # type: ignore[assignment]
+        strategy = BOUND.of(mod)
+        forwards = FORWARDS.of(mod)
         if not forwards:  # another hook raised before this forward began
             return None
         try:
@@ -107,13 +109,13 @@ class Forward:
 
 def forward_of(module: nn.Module) -> Forward:
     """The forward of `module` that is under way; of several, which are nested, the innermost."""
-    return module.tp_forwards[-1]  # type: ignore[union-attr,index,return-value]
+    return FORWARDS.of(module)[-1]
 
 
 @contextmanager
 def begun_forward(module: nn.Module) -> Iterator[None]:
     """Let a strategy's input and output functions be called for `module` without its forward."""
-    forwards: list[Forward] = module.tp_forwards  # type: ignore[assignment]
+    forwards = FORWARDS.of(module)
     forwards.append(Forward({}))
     try:
         yield

@@ -15,7 +15,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..anatomy.linears import holds_experts
 from ..errors import PlanError
-from ..ranks.mesh import TensorParallelGroup, join
+from ..marks import Mark
+from ..ranks.group import TensorParallelGroup
+from ..ranks.mesh import join
 from ..slices.layout import Layout, Split
 from ..slices.lazy import LazyTensor
 from .attach import attach
@@ -286,3 +288,7 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
 def _is_distributed(param: Tensor) -> bool:
     shard = shard_of(param)
     return isinstance(param, DTensor) or (shard is not None and shard.layout is not None)
+
+
+STRATEGY: Mark[TensorParallelLayer] = Mark("tp_strategy")
+"""The strategy that is bound to a module, on the module."""

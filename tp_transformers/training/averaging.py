@@ -27,9 +27,9 @@ def outside(model: nn.Module) -> list[nn.Parameter]:
 class Average:
     """Averages the gradients of a model over its copies, once at the end of every backward from its outputs.
 
-    Which parameters have a gradient is agreed on first (one all-reduce of a number a parameter), so that experts which
-    got no token on some copies keep the ranks together. To average once more what is average changes nothing, so
-    gradients may add up over several backwards.
+    The copies first agree on the parameters that have a gradient (one all-reduce of a number a parameter), so that
+    experts which got no token on some copies keep the ranks together. To average once more what is average changes
+    nothing, so gradients may add up over several backwards.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Average:
         return Average(self.process_group, self.sharing, self.reduce_dtype)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether a backward averages the gradients, those included that added up without."""
+        """True if a backward averages the gradients, those included that added up without."""
         self.enabled = requires_gradient_sync
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:

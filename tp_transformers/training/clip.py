@@ -1,17 +1,15 @@
-"""The norm of all gradients, and parameters in groups that torch's optimizers take."""
+"""The norm of all gradients of a model that is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, reduce
+from collections.abc import Iterable, Iterator
+from functools import reduce
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..strategies import local_tensor, settle_gradient, shard_of
 
@@ -52,7 +50,7 @@ def clip_grad_norm_(
     rank, process_group, device = shards[0].group.rank, shards[0].group.process_group, shards[0].group.device
     dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
     copies = next((shard.data_parallel for shard in shards if shard.is_cut_over_copies), None)
-    # 1. What counts on this rank: what is cut over the copies too, and what each copy has the whole of.
+    # 1. Gradients that count on this rank: those cut over the copies too, and those that each copy has completely.
     counted: dict[bool, list[Tensor]] = {False: [], True: []}
     grads = []
     for param in params:
@@ -88,57 +86,6 @@ def clip_grad_norm_(
     return norm
 
 
-def parameter_groups(
-    parameters: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]],
-) -> list[dict[str, Any]]:
-    """Groups for an optimizer, in each of which all parameters are DTensors of one mesh, or all are plain.
-
-    torch's optimizers compute a group at a time (`foreach`, `fused`), and its operators refuse to mix DTensors with
-    plain tensors or with those of another mesh. Values and states do not depend on the grouping. The optimizers of
-    torch that know `foreach` need no such groups once a model has been loaded with a plan: see `split_steps`.
-
-    Args:
-        parameters: a model, parameters, or groups of an optimizer, each of which keeps its other settings.
-    """
-    if isinstance(parameters, nn.Module):
-        parameters = list(parameters.parameters())
-    given = list(parameters)
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    result: list[dict[str, Any]] = []
-    for group in groups:
-        assert isinstance(group, Mapping)
-        held = group["params"]
-        kinds: dict[Any, list[Any]] = {}
-        for param in [held] if isinstance(held, Tensor) else held:
-            kinds.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
-        result += [{**group, "params": params} for params in kinds.values()]
-    return result
-
-
-@cache
-def split_steps() -> None:
-    """Let every optimizer of torch that knows `foreach` take groups that mix DTensors with plain parameters.
-
-    Each of its steps computes with the groups of `parameter_groups`; `param_groups` and states stay as they are. This
-    is a hook of all optimizers of the process, registered once.
-    """
-    register_optimizer_step_pre_hook(_split_step)
-
-
-def _split_step(
-    optimizer: Optimizer, args: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before a step: another optimizer of the same state, whose groups are not mixed, takes it."""
-    if not type(optimizer).__module__.startswith("torch.optim.") or "foreach" not in optimizer.defaults:
-        return None
-    groups = parameter_groups(optimizer.param_groups)
-    if len(groups) == len(optimizer.param_groups):
-        return None
-    apart = object.__new__(type(optimizer))
-    apart.__dict__.update(vars(optimizer), param_groups=groups)
-    return (apart, *args[1:]), keywords
-
-
 def _is_cut_over_copies(param: Tensor) -> bool:
     shard = shard_of(param)
     return shard is not None and shard.is_cut_over_copies
@@ -150,7 +97,7 @@ def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
     if shard is None and isinstance(param, DTensor) and any(isinstance(each, Shard) for each in param.placements):
         yield grad
         return
-    if shard is None or shard.layout is None:  # of a part that was added to the model, or of a whole parameter
+    if shard is None or shard.layout is None:  # a part that was added to the model, or a replicated parameter
         is_cut = shard is not None and shard.data_parallel is not None and not shard.is_cut_over_copies
         if rank == 0 or is_cut:
             yield grad

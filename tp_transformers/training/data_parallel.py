@@ -6,29 +6,29 @@ Two ways over the other axis of a mesh:
     shard        FSDP2 cuts dim 0 of every rank's shards once more, gathers a layer while it computes, and scatters
                  its averaged gradients
 
-Both take what a rank holds as it is, DTensor or plain, so that neither cares how a plan cuts. Where the ranks that
-share a model have batches of their own (`tp_batch_sharded`), what is outside the modules that gather them has copies on
+Both take what a rank holds as it is, DTensor or plain, so that neither cares how a plan cuts. If the ranks that share a
+model have batches of their own (`tp_batch_sharded`), parameters outside the modules that gather them have copies on
 these ranks, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from ..anatomy.layers import layers_of
 from ..errors import MeshError, UnsupportedError, describe
-from ..ranks.mesh import TP_AXIS, TensorParallelGroup, check_ranks
-from ..strategies import ParamShard, batch_sharded, local_tensor, shard_of
+from ..marks import untyped
+from ..ranks.group import GROUP, TP_AXIS, TensorParallelGroup
+from ..ranks.mesh import check_ranks
+from ..strategies import batch_sharded, local_tensor
 from .averaging import Average, outside
+from .fsdp import both_axes, shard_copies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,7 +82,7 @@ def data_parallel(
         MeshError: where the mesh has no such axis, or its `tp` axis is not the one that the model is split over.
         UnsupportedError: for a model without a plan, one that is data-parallel already, or an unknown mode.
     """
-    group: TensorParallelGroup | None = getattr(model, "tp_group", None)
+    group = GROUP.find(model)
     if group is None:
         raise UnsupportedError("data_parallel needs a model that was loaded with tp_plan")
     with group.agree():
@@ -96,19 +96,17 @@ def data_parallel(
     if any(batch_sharded(model)):
         _start_alike((*outside(model), *model.buffers()), group.process_group)
     _start_alike((*model.parameters(), *model.buffers()), process_group)
-    is_first = mesh[axis].get_local_rank() == 0
-    ranks = ranks_of(mesh, axis)
-    copy = dataclasses.replace(group, is_first_replica=is_first, copies=ranks, mesh_ranks=tuple(sorted(sum(ranks, ()))))
+    copy = dataclasses.replace(group, copies=ranks_of(mesh, axis), mesh=both_axes(mesh, axis))
     for module in model.modules():
         if "tp_group" in module.__dict__:
-            module.tp_group = copy  # type: ignore[assignment]
+            GROUP.put(module, copy)
     if mode == "shard":
-        _shard(model, copy, mesh, axis, options)
+        shard_copies(model, copy, mesh, axis, options)
     else:
         sharing = group.process_group if any(batch_sharded(model)) else None
         average = Average(process_group, sharing, group.reduce_dtype)
         model.register_forward_hook(average.watch)
-        model.set_requires_gradient_sync = average.set_requires_gradient_sync  # type: ignore[assignment]
+        untyped(model).set_requires_gradient_sync = average.set_requires_gradient_sync
     return model
 
 
@@ -129,14 +127,9 @@ def _start_alike(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | N
 
 def ranks_of(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:
     """The ranks of every copy of a model: those that share it, in the order of the `tp` axis."""
-    both = _both_axes(mesh, axis)
+    both = both_axes(mesh, axis)
     ranks = both.mesh if (both.mesh_dim_names or ())[0] == axis else both.mesh.T
     return tuple(map(tuple, ranks.tolist()))
-
-
-def _both_axes(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """The mesh of `axis` and `tp` alone, in the order that they have in `mesh`."""
-    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))]
 
 
 def _check_mesh(group: TensorParallelGroup, mesh: DeviceMesh, axis: str) -> None:
@@ -173,56 +166,3 @@ def _fault(model: nn.Module, mode: str, options: dict[str, Any]) -> str | None:
     if hasattr(model, "set_requires_gradient_sync"):
         return "data_parallel: the model is data-parallel already"
     return None
-
-
-def _shard(model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, axis: str, options: dict[str, Any]) -> None:
-    blocks = list(batch_sharded(model))
-    alone = set(outside(model)) if blocks else set()
-    # What has copies on all ranks is cut over those of the later axis, and copied over the other.
-    both = _both_axes(mesh, axis) if blocks else mesh[axis]
-    shards = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        shard = shard_of(param)
-        if shard is None and not isinstance(param, DTensor):  # added after the load: each rank has the whole
-            shard = ParamShard(param.shape, None, group, use_dtensor=False)
-        if shard is not None:
-            copies = both.get_group(both.ndim - 1) if param in alone else mesh[axis].get_group()
-            shards[name] = dataclasses.replace(shard, data_parallel=copies)
-    _unwrap(model, alone)
-    options.setdefault("reshard_after_forward", True)
-    if group.reduce_dtype is not None:
-        options.setdefault("mp_policy", MixedPrecisionPolicy(reduce_dtype=group.reduce_dtype))
-    for tied in _tied(blocks):
-        fully_shard(tied, mesh=mesh[axis], **options)
-    for layer in layers_of(model):
-        fully_shard(layer, mesh=both, **options)
-    fully_shard(model, mesh=both, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":  # gloo knows no mean
-            getattr(module, "set_force_sum_reduction_for_comms", lambda _: None)(True)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if name in shards:
-            param.tp_shard = shards[name]  # type: ignore[attr-defined]
-
-
-def _tied(modules: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
-    """The modules, those together that share a parameter."""
-    first: dict[nn.Parameter, nn.Module] = {}
-    together: dict[nn.Module, list[nn.Module]] = {}
-    for module in modules:
-        params = list(module.parameters())
-        other = next((first[param] for param in params if param in first), module)
-        first.update(dict.fromkeys(params, other))
-        together.setdefault(other, []).append(module)
-    return together.values()
-
-
-def _unwrap(model: nn.Module, params: Collection[nn.Parameter]) -> None:
-    """Put plain parameters in place of those `params` that are DTensors over the `tp` axis alone."""
-    plain: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param in params and isinstance(param, DTensor):
-                if param not in plain:
-                    plain[param] = nn.Parameter(local_tensor(param).detach(), requires_grad=param.requires_grad)
-                module._parameters[name] = plain[param]

@@ -1,4 +1,4 @@
-"""Which rank holds which modules, or which part of them, and which ranks make up groups."""
+"""The modules that each rank holds, or its part of them, and the ranks that make up groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..anatomy.names import folded, layer_number
 from ..errors import UnsupportedError
 from ..plans.bind import Resolution
-from ..ranks.mesh import TensorParallelGroup
+from ..ranks.group import GROUP
 from ..text import spans
 from .data_parallel import ranks_of
 
@@ -38,7 +38,7 @@ class Partition:
     """(folded name, whether it is partitioned), in the model's order."""
 
     def held(self, tp_rank: int) -> list[str]:
-        """What a rank of the `tp` axis holds."""
+        """The part that a rank of the `tp` axis holds."""
         return [f"{name}:{tp_rank}" if is_cut else name for name, is_cut in self.modules]
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ def partition(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, axis: s
     Raises:
         UnsupportedError: for a model without a plan.
     """
-    group: TensorParallelGroup | None = getattr(model, "tp_group", None)
+    group = GROUP.find(model)
     if group is None:
         raise UnsupportedError("partition needs a model that was loaded with tp_plan")
     copies = ranks_of(mesh, axis) if mesh is not None else group.copies or (tuple(group.global_ranks),)
@@ -84,7 +84,7 @@ def partition_of(model: nn.Module, resolution: Resolution, copies: tuple[tuple[i
 
 
 def _units(module: nn.Module, split: set[str], name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What stands in a partition by itself: the parts of layers, and what has parameters outside them."""
+    """Entries of a partition: the parts of layers, and modules with parameters outside layers."""
     for step, child in module.named_children():
         path = f"{name}.{step}".lstrip(".")
         if not _has_parameters(child):

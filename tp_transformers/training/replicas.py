@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import UnsupportedError
-from ..ranks.mesh import TensorParallelGroup
-from ..ranks.subgroups import subgroups
+from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import local_tensor, shard_of
+from ..strategies.shards.shard import SHARD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,13 +30,16 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Part(NamedTuple):
-    """Values that all of `ranks` hold."""
+    """Values that all of `ranks` hold, as every rank describes them."""
 
     name: str
     ranks: tuple[int, ...]
     """Ranks of the `tp` axis, the first of which counts."""
     number: int
     """Position among the parts of the same name and ranks."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
 
 
 @torch.no_grad()
@@ -61,7 +64,7 @@ def check_replicas(
     Raises:
         UnsupportedError: for a model without a plan.
     """
-    group: TensorParallelGroup | None = getattr(model, "tp_group", None)
+    group = GROUP.find(model)
     if group is None:
         raise UnsupportedError("check_replicas needs a model that was loaded with tp_plan")
     if group.size == 1:
@@ -80,15 +83,16 @@ def check_replicas(
     # 2. By how much, and the first one's values in place of the others'.
     own: dict[str, float] = {}
     for part in different:
-        ranks = tuple(group.global_ranks[rank] for rank in part.ranks)
-        process_group = group.process_group if len(ranks) == group.size else subgroups.of(ranks)
+        first = _first(part, parts.get(part), group)
         if group.rank in part.ranks:
-            difference = _compare(parts[part], process_group, synchronize=synchronize)
+            difference = _difference(parts[part], first)
             own[part.name] = max(own.get(part.name, 0.0), difference, key=_badness)
+            if synchronize:
+                parts[part].copy_(first)
     if synchronize:
         for name, whole in joined.items():
             param, value = values[name]
-            local_tensor(value).copy_(whole[slice(*param.tp_shard.rows)])  # type: ignore[attr-defined]
+            local_tensor(value).copy_(whole[slice(*SHARD.of(param).rows)])
     found: dict[str, float] = {}
     for differences in group.gather(own):
         for name, difference in differences.items():
@@ -115,21 +119,26 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
 def _parts(
     name: str, param: Tensor, value: Tensor, size: int, joined: dict[str, Tensor]
 ) -> Iterator[tuple[Part, Tensor]]:
-    """What this rank holds of `value` together with others; FSDP's rows of a cut one go, joined, into `joined`."""
+    """Parts of `value` that other ranks hold too; FSDP's rows of a cut one go, joined, into `joined`."""
     shard, local = shard_of(param), local_tensor(value)
     if shard is None:
         if not isinstance(param, DTensor):
-            yield Part(name, tuple(range(size)), 0), local
+            yield _part(name, tuple(range(size)), 0, local), local
     elif shard.layout is None:
         if shard.data_parallel is None or shard.is_cut_over_copies:
-            yield Part(name, tuple(range(size)), 0), local
+            yield _part(name, tuple(range(size)), 0, local), local
     elif shared := shard.layout.split.shared(shard.group.rank):
         if shard.data_parallel is not None:
             local = joined[name] = shard.joined(local)
         numbers: dict[tuple[int, ...], int] = {}
         for part in shared:
             number = numbers[part.ranks] = numbers.get(part.ranks, -1) + 1
-            yield Part(name, part.ranks, number), local.narrow(shard.layout.dim, part.local, part.length)
+            held = local.narrow(shard.layout.dim, part.local, part.length)
+            yield _part(name, part.ranks, number, held), held
+
+
+def _part(name: str, ranks: tuple[int, ...], number: int, value: Tensor) -> Part:
+    return Part(name, ranks, number, tuple(value.shape), value.dtype, value.device.type)
 
 
 def _fingerprint(value: Tensor) -> Tensor:
@@ -146,23 +155,31 @@ def _fingerprint(value: Tensor) -> Tensor:
 
 
 def _differs(part: Part, everyone: list[Mapping[Part, list[int]]]) -> bool:
-    """Whether ranks that hold `part`, and all have it by now, have other values than the first of them."""
+    """True if the ranks that hold `part`, and all have it by now, have other values than the first of them."""
     found = [everyone[rank].get(part) for rank in part.ranks]
     return all(each is not None for each in found) and any(each != found[0] for each in found)
 
 
-def _compare(value: Tensor, process_group: dist.ProcessGroup | None, *, synchronize: bool) -> float:
-    """The largest difference to the first rank's values, which `value` takes if asked to."""
-    first = value.contiguous().clone()
+def _first(part: Part, value: Tensor | None, group: TensorParallelGroup) -> Tensor:
+    """The `value` of the first rank that holds `part`, on all ranks of the axis, also those that hold none of it.
+
+    A broadcast over the axis needs no process group of the holders alone.
+    """
+    if value is not None:
+        first = value.contiguous().clone()
+    else:
+        first = torch.empty(part.shape, dtype=part.dtype, device=part.device_type)
     is_short = first.ndim and first.element_size() == 1  # float8 and bool, which not every backend sends
-    dist.broadcast(first.view(torch.uint8) if is_short else first, group=process_group, group_src=0)
+    dist.broadcast(first.view(torch.uint8) if is_short else first, group=group.process_group, group_src=part.ranks[0])
+    return first
+
+
+def _difference(value: Tensor, other: Tensor) -> float:
+    """The largest absolute difference of two tensors."""
     wide = torch.complex128 if value.is_complex() else torch.float64
-    difference = (value.to(wide) - first.to(wide)).abs().max().item() if value.numel() else 0.0
-    if synchronize:
-        value.copy_(first)
-    return difference
+    return (value.to(wide) - other.to(wide)).abs().max().item() if value.numel() else 0.0
 
 
 def _badness(difference: float) -> float:
-    """What is not a number is the largest difference of all."""
+    """A difference that is not a number is the largest of all."""
     return float("inf") if difference != difference else difference

@@ -30,11 +30,12 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
 from ..errors import CheckpointError, MeshError, UnsupportedError, describe
 from ..logs import get_logger
+from ..model.optimizer_groups import parameter_groups
 from ..model.parallelize import is_tensor_parallel
-from ..ranks.mesh import random_state, set_random_state
+from ..ranks.random_state import random_state, set_random_state
 from ..strategies import batch_sharded
 from ..strategies.loss.head import whole_logits
-from .clip import clip_grad_norm_, parameter_groups
+from .clip import clip_grad_norm_
 from .replicas import check_replicas
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 OPTIMIZER_FOLDER = "optimizer"
-"""Where a checkpoint of a tensor-parallel model has the state of the optimizer, as torch.distributed.checkpoint's."""
+"""Folder in a checkpoint of a tensor-parallel model that has the optimizer's state, as a distributed checkpoint."""
 
 
 class Trainer(transformers.Trainer):
@@ -51,9 +52,9 @@ class Trainer(transformers.Trainer):
 
     Gradients are clipped by the norm of the whole model's. Optimizers get groups that do not mix DTensors with plain
     parameters. Values that ranks share and that have drifted apart are brought together at every checkpoint. All ranks
-    save the model together. accelerate is told how many ranks share a batch, on CPUs too, where it refuses to be told.
+    save the model together. accelerate learns how many ranks share a batch, on CPUs too, where it takes no such number.
     Predictions are gathered from one rank of each copy, with whole logits also under loss parallelism. Everything else
-    is transformers'; a model without a plan is trained as ever.
+    is transformers'; a model without a plan is trained by it alone.
 
     With more ranks than the `tp` axis has, the model has to have been through `tp_transformers.data_parallel`.
     Training goes on from a checkpoint on any mesh, and in one process, with this class: the optimizer's state, which

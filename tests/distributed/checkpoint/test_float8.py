@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 import tp_transformers
 from tests.support.float8 import NOT_CONVERTED, quantize_folder
 from tests.support.models import assert_same_files, headers, llama_config
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -118,12 +119,15 @@ def file_bytes(name: str, param: torch.Tensor) -> int:
 
 @pytest.mark.parametrize(
     ("name", "size", "dtype"),
-    [
-        ("llama", 2, torch.bfloat16),
-        ("llama", 3, torch.float32),
-        ("qwen3_moe", 2, torch.bfloat16),
-        ("deepseek_v3", 3, torch.bfloat16),
-    ],
+    wide(
+        [
+            ("llama", 2, torch.bfloat16),
+            ("llama", 3, torch.float32),
+            ("qwen3_moe", 2, torch.bfloat16),
+            ("deepseek_v3", 3, torch.bfloat16),
+        ],
+        2,
+    ),
 )
 def test_ranks_read_their_values_and_the_scales_of_their_blocks(
     pool: Any, folders: Any, tmp_path: Path, name: str, size: int, dtype: torch.dtype

@@ -31,15 +31,17 @@ from tests.support.float8 import quantize_folder
 from tests.support.hub_server import HubServer, commit_of
 from tests.support.models import headers
 from tests.support.pool import Pool, WorkerError
+from tests.support.tiers import wide
 from tp_transformers.checkpoint.hub import fetch as exchange
 from tp_transformers.checkpoint.hub import fetch_plan as shares
-from tp_transformers.checkpoint.hub import remote_file as http
+from tp_transformers.checkpoint.hub import tries as http
+from tp_transformers.checkpoint.hub.remote_file import RemoteFile
 from tp_transformers.commands import cli
 from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.memory import outline
+from tp_transformers.commands.plan.memory import plan_memory
 from tp_transformers.commands.shard.offline import shard_checkpoint
 from tp_transformers.loading import load as loader
-from tp_transformers.ranks import mesh
+from tp_transformers.ranks import group as group_module
 
 pytestmark = pytest.mark.distributed
 
@@ -134,7 +136,7 @@ def stream(
 
 
 @pytest.mark.parametrize("sizes", [SMALL, {}], ids=["small blocks", "blocks as they are"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", wide([3, 2, 1], 1))
 @pytest.mark.parametrize("which", ["llama", "mixtral"])
 def test_parameters_are_those_of_the_folder_and_bytes_travel_once(
     hub_pool: Any, served: HubServer, cases: Any, mixtral: str, tmp_path: Path, which: str, size: int, sizes: Any
@@ -239,14 +241,17 @@ def test_a_channel_beside_a_group_of_gpus(hub_pool: Any, served: HubServer, case
 
 @pytest.mark.parametrize(
     "faults",
-    [
-        {"drop_every": 5},
-        {"error_every": 7},
-        {"error_every": 7, "error_status": 429, "retry_after": "0"},
-        {"expire_after": 3},
-        {"stall_every": 9, "stall": 4.0},
-        {"drop_every": 5, "error_every": 7, "expire_after": 3},
-    ],
+    wide(
+        [
+            {"drop_every": 5},
+            {"error_every": 7},
+            {"error_every": 7, "error_status": 429, "retry_after": "0"},
+            {"expire_after": 3},
+            {"stall_every": 9, "stall": 4.0},
+            {"drop_every": 5, "error_every": 7, "expire_after": 3},
+        ],
+        3,
+    ),
     ids=lambda faults: " ".join(faults),
 )
 def test_faults_cost_only_time(
@@ -308,7 +313,7 @@ def _fail(pool: Pool, size: int, *args: Any, **arguments: Any) -> str:
         ({"gzip": ""}, " bytes, expected "),
     ],
 )
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", wide([2, 3], 1))
 def test_one_error_on_all_ranks(
     hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, faults: dict[str, Any], says: str, size: int
 ) -> None:
@@ -336,7 +341,7 @@ def test_a_fetch_that_fails_on_one_rank_stops_the_others(
 
 def _break_reads_of_rank_1(cache: str) -> None:
     count = 0
-    original = http.RemoteFile.read
+    original = RemoteFile.read
 
     def read(self: Any, offset: int, buffers: Any) -> None:
         nonlocal count
@@ -345,7 +350,7 @@ def _break_reads_of_rank_1(cache: str) -> None:
             raise tp_transformers.CheckpointError("it broke")
         original(self, offset, buffers)
 
-    with mock.patch.object(http.RemoteFile, "read", read):
+    with mock.patch.object(RemoteFile, "read", read):
         stream("org/model", None, cache)
 
 
@@ -364,7 +369,7 @@ def _start_no_threads_on_rank_1(thread: str, cache: str) -> None:
         def submit(self, *args: Any) -> Any:
             raise RuntimeError("can't start new thread")
 
-    module = {"download": mesh, "fetch": exchange}[thread]
+    module = {"download": group_module, "fetch": exchange}[thread]
     with mock.patch.object(module, "ThreadPoolExecutor", NoThreads) if os.environ["RANK"] == "1" else nullcontext():
         stream("org/model", None, cache)
 
@@ -590,10 +595,11 @@ def test_a_download_that_fails_stops_all(hub_pool: Any, served: HubServer, cases
 def _in_a_hurry(folder: str, cache: str, tp_stream: bool) -> dict[str, Any]:
     """With collectives that give up after 4 seconds."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=4))
-    with mock.patch.object(mesh, "HEARTBEAT", 0.5):
+    with mock.patch.object(group_module, "HEARTBEAT", 0.5):
         return stream("org/model", folder, cache, tp_stream=tp_stream, sizes={})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp_stream", [True, False])
 def test_ranks_wait_longer_than_a_collective_may(
     hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, tp_stream: bool
@@ -620,7 +626,7 @@ def test_a_plan_of_what_is_on_the_hub_reads_headers_alone(
     served.add("org/moe", tmp_path)  # nothing; transformers 5.6 looks there for adapters, whatever the revision
     served.add("org/moe", mixtral, revision="old")
     (said,) = hub_pool.run(1, plan_alone, "org/moe", str(tmp_path), "--tp-size", "3", "--revision", "old")
-    here = outline(survey(mixtral), 3, context=64)  # as long as it can be
+    here = plan_memory(survey(mixtral), 3, context=64)  # as long as it can be
     assert [rank["total_bytes"] for rank in said["ranks"]] == list(here.total_bytes)
     assert here.survey.stock is not None
     assert said["checkpoint"]["bytes_read"] == here.survey.stock.bytes_read == served.weights_sent() == headers(mixtral)

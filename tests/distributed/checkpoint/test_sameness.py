@@ -16,7 +16,7 @@ import tp_transformers
 from tests.support.models import headers, held
 from tests.support.pool import Pool, WorkerError
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.checkpoint.reading.source import BLOCK_BYTES, BLOCKS, LocalFile
+from tp_transformers.checkpoint.reading.local_file import BLOCK_BYTES, BLOCKS, LocalFile
 
 pytestmark = pytest.mark.distributed
 

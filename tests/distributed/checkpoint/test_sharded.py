@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
@@ -21,8 +21,9 @@ from tests.distributed.strategies.test_expert_parallelism import PLANS
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import assert_same_files, held, llama_config
 from tests.support.pool import Pool, WorkerError
+from tests.support.tiers import wide
 from tp_transformers import save_sharded, verify_sharded
-from tp_transformers.checkpoint.reading.source import LocalFile
+from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
 from tp_transformers.checkpoint.saving.writer import SummedWriter
 
@@ -133,7 +134,7 @@ SAVED_AT = {"8/2 heads": 4}
 """At how many ranks a model is saved, where it is not 2: with replicated KV heads."""
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", wide([3, 2, 1, 4], 2))
 @pytest.mark.parametrize("name", MODELS)
 def test_shards_are_the_checkpoint_at_any_size(
     pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str, size: int
@@ -165,7 +166,7 @@ def test_tied_parameters_are_stored_once_and_buffers_where_they_persist(sharded:
     assert not any("inv_freq" in name for name in tied)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", wide(["mixtral", "gpt_oss"], 1))
 def test_cut_experts_become_whole_ones_and_back(
     pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str
 ) -> None:
@@ -251,7 +252,7 @@ def on_mesh(folder: str, target: str, parallel: bool, fails: str | None) -> bool
     )
 
 
-@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("parallel", wide([True, False], 1))
 def test_the_first_copy_saves_for_all(pool: Pool, checkpoint: Any, tmp_path: Path, parallel: bool) -> None:
     folder, target = checkpoint("9/3 heads"), tmp_path / "s"
     assert pool.run(4, on_mesh, folder, str(target), parallel, None) == [True] * 4
@@ -262,6 +263,24 @@ def test_the_first_copy_saves_for_all(pool: Pool, checkpoint: Any, tmp_path: Pat
         assert len(caught.value.errors) == 4
         assert all(says in error for error in caught.value.errors.values())
         assert len([*target.glob("rank-*")]) == 2, "the save before it is still there"
+
+
+def on_some_ranks(folder: str, target: str) -> bool:
+    """Run on every rank: two copies on ranks 0 and 1 of three, where rank 0 is in one more process group."""
+    dist.init_process_group("gloo")
+    dist.new_group([0])
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "tp"))
+    if dist.get_rank() == 2:
+        return True
+    model = load(folder, device_mesh=mesh)
+    save_sharded(model, target)
+    with pytest.raises(tp_transformers.CheckpointError, match=MANIFEST_NAME):
+        save_sharded(model, f"{target}/{MANIFEST_NAME}")
+    return (Path(target) / MANIFEST_NAME).is_file()
+
+
+def test_copies_on_some_ranks_beside_a_group_of_the_users_own(pool: Pool, checkpoint: Any, tmp_path: Path) -> None:
+    assert pool.run(3, on_some_ranks, checkpoint("9/3 heads"), str(tmp_path / "s"), timeout=60) == [True] * 3
 
 
 # -- what goes wrong: one error on all ranks
@@ -289,7 +308,7 @@ def damage_manifest(file: Path, other: Path) -> None:
     (file.parent / MANIFEST_NAME).write_text("{")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", wide([2, 3, 1], 1))
 @pytest.mark.parametrize(
     ("damage", "says"),
     [

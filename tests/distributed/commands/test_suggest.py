@@ -13,6 +13,7 @@ import tp_transformers
 from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
 from tests.support.models import relative
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tests.support.unplanned import CONFIGS, DBRX_RUNS, unplanned
 from tp_transformers.commands.suggest.suggestion import suggest
 from tp_transformers.commands.verify import small_model as probe
@@ -42,7 +43,7 @@ def compare(cls: str, folder: str, plan: str, reference: str) -> tuple[float, An
     return relative(logits, expected_logits), max(errors.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize(("name", "heads", "kv", "size"), SHAPES)
+@pytest.mark.parametrize(("name", "heads", "kv", "size"), wide(SHAPES, 2))
 def test_a_suggested_plan_computes_what_one_process_does(
     name: str, heads: int, kv: int, size: int, pool: Pool, tmp_path: Path
 ) -> None:

@@ -13,10 +13,12 @@ import yaml
 from transformers import LlamaConfig, LlamaModel, Olmo2Config, Phi3Config, Qwen3Config, Qwen3NextConfig
 
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
-from tp_transformers.anatomy.classes import without_memory
 from tp_transformers.commands import cli
+from tp_transformers.commands.verify import rank as rank_module
 from tp_transformers.commands.verify import verify
+from tp_transformers.commands.verify.small_config import meta_model
 from tp_transformers.commands.verify.verify import Verdict
 from tp_transformers.ranks.collectives import reduce_from_region
 from tp_transformers.strategies.loss.head import LossParallel
@@ -118,7 +120,7 @@ def changed(folder: Path, model_type: str, rules: dict[str, Any], section: str =
 def rank(*arguments: Any) -> None:
     """A rank of `verify` in a worker of the pool."""
     try:
-        verify._rank(*arguments)
+        rank_module.run_rank(*arguments)
     finally:
         for name in OWN:
             STRATEGIES.pop(name, None)
@@ -150,7 +152,7 @@ def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.slow
 def test_the_class_that_the_config_names_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     proven = []
-    monkeypatch.setattr(verify, "without_memory", lambda cls, config: proven.append(cls) or without_memory(cls, config))
+    monkeypatch.setattr(verify, "meta_model", lambda cls, config: proven.append(cls) or meta_model(cls, config))
     (verdict,) = verify.verify(LlamaConfig(**SIZES, architectures=["LlamaModel"]))
     assert verdict.ok
     assert verdict.logits is not None, "the states of a model without a head"
@@ -320,11 +322,14 @@ HEADS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_pro
 
 @pytest.mark.parametrize(
     ("rules", "fault"),
-    [
-        ({}, None),
-        ({"layers.*.mlp.shared_expert": "summed"}, "mlp.shared_expert: its output is the first that differs"),
-        ({"layers.*.self_attn.v_proj": "swapped"}, "self_attn"),
-    ],
+    wide(
+        [
+            ({}, None),
+            ({"layers.*.mlp.shared_expert": "summed"}, "mlp.shared_expert: its output is the first that differs"),
+            ({"layers.*.self_attn.v_proj": "swapped"}, "self_attn"),
+        ],
+        1,
+    ),
 )
 @pytest.mark.usefixtures("in_pool", "own_strategies")
 def test_rounding_is_far_from_any_fault_in_gated_delta_nets(

@@ -27,13 +27,14 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 import tp_transformers
 from tests.support.models import MASK, PROMPTS, headers, held, relative
 from tests.support.pool import WorkerError
+from tests.support.tiers import wide
 from tp_transformers.checkpoint.reading import prefetch, reader
 from tp_transformers.checkpoint.reading.file_map import FileMap
-from tp_transformers.checkpoint.reading.source import LocalFile
+from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
 from tp_transformers.loading import load as loader
-from tp_transformers.ranks import mesh
+from tp_transformers.ranks import group as group_module
 
 pytestmark = pytest.mark.distributed
 
@@ -68,7 +69,7 @@ def error_of(rank: dict[str, Any], reference: str) -> float:
     return relative(rank["logits"], torch.load(reference)["logits"])
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", wide([3, 2], 1))
 def test_the_report_adds_up(pool: Any, cases: Any, size: int) -> None:
     case = cases(9, 3)
     ranks = pool.run(size, report, case.folder, False, False)
@@ -204,7 +205,7 @@ def map_and_train(folder: str, sharded: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", wide([3, 2], 1))
 def test_parameters_may_live_in_the_files(pool: Any, cases: Any, tmp_path: Path, size: int) -> None:
     case = cases(9, 3)
     folder = shutil.copytree(case.folder, tmp_path / "model")
@@ -311,7 +312,7 @@ _FAULTS = {
 }
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", wide([1, 0], 1))
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -339,7 +340,7 @@ def test_a_fault_in_the_middle_stops_all_ranks(
 KILLED = """
     import os, signal, sys
     import tp_transformers
-    from tp_transformers.checkpoint import reader
+    from tp_transformers.checkpoint.reading import reader
     from transformers import AutoModelForCausalLM
 
     run = reader._run
@@ -398,7 +399,7 @@ def initialise(folder: str, rank: int) -> None:
         undo()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", wide([0, 1], 1))
 def test_an_initialisation_that_fails_on_one_rank_stops_the_others(
     pool: Any, cases: Any, tmp_path: Path, rank: int
 ) -> None:
@@ -431,7 +432,7 @@ def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     seen: list[str] = []
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(mesh, "HEARTBEAT", 0.3))
+        stack.enter_context(mock.patch.object(group_module, "HEARTBEAT", 0.3))
         for owner, name in (
             (loader, "open_checkpoint"),
             (LocalFile, "prefetch"),
@@ -457,7 +458,7 @@ def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", wide([0, 1], 1))
 def test_ranks_wait_longer_than_a_collective_may(pool: Any, cases: Any, tmp_path: Path, rank: int) -> None:
     seen = pool.run(2, in_a_hurry, cases(9, 3).folder, str(tmp_path), rank, timeout=120)
     assert seen[1 - rank] == (set(), set())

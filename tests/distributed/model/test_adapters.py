@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import tp_transformers
 from tests.support.models import MASK, PROMPTS, VOCAB, read_folder, relative
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -132,7 +133,7 @@ def train_all(folder: str, scratch: str) -> None:
     train(folder, scratch, ["q_proj", "v_proj", "o_proj", "embed_tokens", "lm_head"], {"lora_dropout": 0.3})
 
 
-@pytest.mark.parametrize(("heads", "size"), [((9, 3), 2), ((8, 2), 3), ((8, 4), 2)])
+@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 2), 3), ((8, 4), 2)], 2))
 def test_lora_is_that_of_one_process(pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, int], size: int) -> None:
     pool.run(size, train_all, cases(*heads).folder, str(tmp_path))
 

@@ -342,6 +342,7 @@ def compiled_otherwise(uneven: str, replicated: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_compiled(pool: Pool, cases: Any) -> None:
     for found in pool.run(2, compiled_otherwise, cases(9, 3).folder, cases(8, 1).folder):
         assert found["graphs"] == [(1, 0)] * 3

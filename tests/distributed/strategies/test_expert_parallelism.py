@@ -13,6 +13,7 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES, make_case, observe
 from tests.support.models import headers, held, read_folder, relative
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -68,7 +69,7 @@ def compare(name: str, plan: str, folder: str, reference_file: str, saved: str) 
     }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", wide([3, 2], 1))
 @pytest.mark.parametrize("name", sorted(PLANS))
 def test_whole_experts_a_rank(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
     case = make_case(tmp_path, name, 8, 4)

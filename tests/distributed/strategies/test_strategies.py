@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 import tp_transformers
 from tests.support.models import relative
+from tests.support.tiers import wide
 from tp_transformers import TensorParallelLayer
 from tp_transformers.plans.bind import Resolution
 from tp_transformers.ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
@@ -680,7 +681,7 @@ def test_every_strategy_is_here_by_name() -> None:
     assert sorted(CASES) == sorted(STRATEGIES)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", wide([3, 2], 1))
 @pytest.mark.parametrize("name", CASES)
 def test_strategy_matches_the_plain_module(pool: Any, name: str, size: int) -> None:
     everything = pool.run(size, run_cases, name, timeout=60)
@@ -813,7 +814,7 @@ def run_dtensor_inputs(name: str, is_cut: bool) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", wide([3, 2], 1))
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("name", ["colwise", "colwise_rep", "rowwise", "rowwise_rep", "packed_rowwise"])
 def test_inputs_may_be_dtensors(pool: Any, name: str, is_cut: bool, size: int) -> None:
@@ -851,7 +852,7 @@ def run_sequence_of_dtensors(length: int, form: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("form", ["whole", "cut", "plain"])
-@pytest.mark.parametrize("length", [4, 5, 6])  # 4 tokens on 3 ranks: the last one has none
+@pytest.mark.parametrize("length", wide([4, 5, 6], 2))  # 4 tokens on 3 ranks: the last one has none
 def test_sequences_leave_as_dtensors_of_their_length(pool: Any, length: int, form: str) -> None:
     for size in (2, 3):
         for differences in pool.run(size, run_sequence_of_dtensors, length, form, timeout=60):

@@ -84,6 +84,26 @@ def test_what_drifts_is_found_and_brought_together(
         assert result["drew nothing"]
 
 
+def beside_a_group_of_rank_0(folder: str) -> dict[str, float]:
+    """Run on every rank: a KV head that some ranks hold drifts, where rank 0 is in one more process group."""
+    dist.init_process_group("gloo")
+    dist.new_group([0])
+    model = load(folder)
+    shared = model.get_parameter("model.layers.0.self_attn.k_proj.weight")
+    assert shared.tp_shard.layout.split.holders == ((0, 1),)
+    if model.tp_group.rank == 1:
+        with torch.no_grad():
+            tp_transformers.local_tensor(shared)[0].add_(2)
+    found = tp_transformers.check_replicas(model, synchronize=True)
+    assert tp_transformers.check_replicas(model) == {}
+    return found
+
+
+def test_groups_of_the_users_own_do_not_matter(pool: Pool, cases: Any) -> None:
+    for found in pool.run(3, beside_a_group_of_rank_0, cases(8, 2).folder, timeout=60):
+        assert found == {"model.layers.0.self_attn.k_proj.weight": pytest.approx(2)}
+
+
 def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
     """Run on every rank: train, let a norm drift in every step, save; what differs then, and what was said."""
     from accelerate.state import AcceleratorState

@@ -19,7 +19,7 @@ from benchmarks.curves import compare, faults
 from benchmarks.meters import Log, Stopwatch, operations_per_token, peak_operations, read_log
 from benchmarks.train_llm import check, multiplied, parse
 from tp_transformers.errors import UsageError
-from tp_transformers.ranks.mesh import TensorParallelGroup
+from tp_transformers.ranks.group import TensorParallelGroup
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading.header import Checkpoint, check_files
-from tp_transformers.checkpoint.reading.reader import Request, read
-from tp_transformers.checkpoint.reading.source import LocalFile
+from tp_transformers.checkpoint.reading.jobs import Request
+from tp_transformers.checkpoint.reading.local_file import LocalFile
+from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.slices.layout import even
 
 
@@ -120,7 +121,7 @@ def stored(tmp_path: Path):
 @pytest.mark.parametrize("cast", [None, torch.float64])
 def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast: torch.dtype | None, monkeypatch) -> None:
     # A staging buffer smaller than a row, so that casts cross its borders.
-    monkeypatch.setattr("tp_transformers.checkpoint.reading.reader.JOB_BYTES", 64)
+    monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.JOB_BYTES", 64)
     checkpoint, path = stored
     requests, expected = [], []
     with safe_open(path, "pt") as reference:
@@ -148,9 +149,9 @@ def test_views_of_any_strides_are_filled_and_nothing_beside_them(
 ) -> None:
     # 16 bytes are less than a row of any tensor here, and two elements of a cast one.
     monkeypatch.setattr("tp_transformers.checkpoint.reading.reader.may_map", lambda: method == "map")
-    monkeypatch.setattr("tp_transformers.checkpoint.reading.reader.cheapest", lambda box, may_map: method)
-    monkeypatch.setattr("tp_transformers.checkpoint.reading.reader.BLOCK_BYTES", 100)
-    monkeypatch.setattr("tp_transformers.checkpoint.reading.reader.JOB_BYTES", staging)
+    monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.cheapest", lambda box, may_map: method)
+    monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.BLOCK_BYTES", 100)
+    monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.JOB_BYTES", staging)
     checkpoint, path = stored
     requests, expected, around = [], [], []
     with safe_open(path, "pt") as reference:
@@ -188,7 +189,7 @@ def test_views_of_any_strides_are_filled_and_nothing_beside_them(
 
 
 def test_staging_is_bounded(stored, monkeypatch) -> None:
-    monkeypatch.setattr("tp_transformers.checkpoint.reading.reader.JOB_BYTES", 1000)
+    monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.JOB_BYTES", 1000)
     monkeypatch.setattr("tp_transformers.checkpoint.reading.reader.may_map", lambda: False)
     checkpoint, _ = stored
     (source,) = checkpoint.sources

@@ -22,7 +22,8 @@ from tests.unit.slices.test_lazy import select
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.conversion.convert import Conversion, convert
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.checkpoint.reading.reader import Request, read
+from tp_transformers.checkpoint.reading.jobs import Request
+from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.slices.layout import even, packed
 from tp_transformers.slices.lazy import Deferred, LazyTensor
 from tp_transformers.slices.stored import Stored

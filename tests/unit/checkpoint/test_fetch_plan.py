@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tp_transformers.checkpoint.hub import fetch_plan as shares
 from tp_transformers.checkpoint.hub.fetch import _copy, _places
 from tp_transformers.checkpoint.hub.fetch_plan import Need, divide, pieces
-from tp_transformers.checkpoint.reading.reader import Request
+from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.source import Source
 from tp_transformers.slices.layout import even
 from tp_transformers.slices.stored import Stored
@@ -87,7 +87,7 @@ def test_each_needed_byte_is_fetched_once(drawn: tuple[int, list[Need]], direct:
     for need in needs:
         assert met[id(need)] == need.stored.nbytes * needs.count(need)
     for rank, own in enumerate(ranges):
-        assert all(need.rank == rank and need.run_bytes >= direct for part in own for need in part.needs)
+        assert all(need.rank == rank and need.stored.shortest_run >= direct for part in own for need in part.needs)
 
 
 @given(needs_of_ranks())
@@ -95,7 +95,7 @@ def test_span_and_run_are_those_of_the_runs(drawn: tuple[int, list[Need]]) -> No
     for need in drawn[1]:
         runs = sorted(need.stored.runs())
         assert (need.start, need.stop) == (runs[0][0], max(offset + length for offset, length in runs))
-        assert need.run_bytes <= min(length for _, length in runs)
+        assert need.stored.shortest_run <= min(length for _, length in runs)
         assert need.spans() == [(offset, offset + length) for offset, length in runs]
 
 

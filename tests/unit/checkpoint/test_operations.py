@@ -19,7 +19,8 @@ from tests.unit.slices.test_lazy import ranges, select
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.conversion.operations import _TABLE, express
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.checkpoint.reading.reader import Request, read
+from tp_transformers.checkpoint.reading.jobs import Request
+from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.slices.lazy import LazyTensor, Resident
 from tp_transformers.slices.stored import Stored
 

@@ -18,11 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.reading import costs, memory, reader
+from tp_transformers.checkpoint.reading import costs, jobs, memory, reader
 from tp_transformers.checkpoint.reading.file_map import FileMap, may_map, survive_truncation
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.checkpoint.reading.reader import Request, read
-from tp_transformers.checkpoint.reading.source import LocalFile
+from tp_transformers.checkpoint.reading.jobs import Request
+from tp_transformers.checkpoint.reading.local_file import LocalFile
+from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.slices.stored import Box
 
 
@@ -118,9 +119,9 @@ def test_other_threads_read_without_maps(big) -> None:
 @pytest.mark.parametrize("method", ["contiguous", "blocks", "reads"])
 def test_an_io_error_stops_all_threads(big, method: str, monkeypatch) -> None:
     checkpoint, _, _ = big
-    monkeypatch.setattr(reader, "JOB_BYTES", 1 << 16)
+    monkeypatch.setattr(jobs, "JOB_BYTES", 1 << 16)
     monkeypatch.setattr(reader, "may_map", lambda: False)
-    monkeypatch.setattr(reader, "cheapest", lambda box, may_map: method)
+    monkeypatch.setattr(jobs, "cheapest", lambda box, may_map: method)
     preadv, calls = os.preadv, []
 
     def failing(fd: int, buffers: Any, offset: int, *flags: int) -> int:
@@ -346,7 +347,7 @@ def test_buffers_are_used_again_only_when_their_copies_are_made(big, threads: in
     monkeypatch.setattr(torch, "get_device_module", lambda kind: device.module())
     monkeypatch.setattr(memory, "copy", device.copy)
     monkeypatch.setattr(reader, "may_map", lambda: False)
-    monkeypatch.setattr(reader, "JOB_BYTES", 1 << 18)
+    monkeypatch.setattr(jobs, "JOB_BYTES", 1 << 18)
     tensor = checkpoint.tensors["x"]
     whole = torch.empty(tensor.shape, dtype=torch.float32)
     turned = torch.empty(tensor.shape[::-1], dtype=tensor.dtype).t()

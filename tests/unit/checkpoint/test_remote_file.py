@@ -17,8 +17,9 @@ from huggingface_hub.utils import close_session
 from tests.support import hub_server
 from tests.support.hub_server import HubServer, commit_of
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.hub import remote_file as http
-from tp_transformers.checkpoint.hub.remote_file import RemoteFile, resolve
+from tp_transformers.checkpoint.hub import tries
+from tp_transformers.checkpoint.hub.remote_file import RemoteFile
+from tp_transformers.checkpoint.hub.tries import resolve
 
 CONTENT = bytes(os.urandom(300_000))
 
@@ -35,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 
 @pytest.fixture
 def server(served: HubServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(tries, "FIRST_WAIT", 0.01)
     served.forget()
     yield served
     served.forget()
@@ -99,7 +100,7 @@ def test_a_broken_answer_is_taken_up_where_it_broke(server: HubServer) -> None:
 
 
 def test_threads_read_at_once(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "TRIES", 30)  # half of all requests fail, in any order
+    monkeypatch.setattr(tries, "TRIES", 30)  # half of all requests fail, in any order
     server.faults.error_every, server.faults.drop_every, server.faults.expire_after = 7, 5, 9
     file = remote(server)
     with ThreadPoolExecutor(6) as executor:
@@ -178,7 +179,7 @@ def test_a_server_says_how_long_to_wait(server: HubServer) -> None:
 def test_nonsense_of_how_long_to_wait_is_left_alone(
     server: HubServer, retry_after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(tries, "FIRST_WAIT", 0.01)
     file = remote(server)
     server.faults.error_every, server.faults.error_status, server.faults.retry_after = 2, 429, retry_after
     assert [read(file, 0, 10), read(file, 0, 10)] == [[CONTENT[:10]]] * 2
@@ -193,8 +194,8 @@ def test_a_stalled_answer_is_given_up(server: HubServer, monkeypatch: pytest.Mon
 
 
 def test_closing_ends_reads_that_wait(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "FIRST_WAIT", 60.0)
-    monkeypatch.setattr(http, "LONGEST_WAIT", 60.0)
+    monkeypatch.setattr(tries, "FIRST_WAIT", 60.0)
+    monkeypatch.setattr(tries, "LONGEST_WAIT", 60.0)
     file = remote(server)
     server.faults.error_every = 1
     errors: list[Exception] = []

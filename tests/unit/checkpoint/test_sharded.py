@@ -25,7 +25,7 @@ from tests.unit.slices.test_layout import splits
 from tp_transformers import CheckpointError, UnsupportedError, save_sharded, verify_sharded
 from tp_transformers.checkpoint.saving import writer
 from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME, Manifest, RankFile, WholeTensor
-from tp_transformers.checkpoint.saving.sharded import ShardedCheckpoint
+from tp_transformers.checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
 from tp_transformers.slices.layout import Layout, Split, even, packed
 from tp_transformers.slices.stored import Stored

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
+from tp_transformers import __version__
 from tp_transformers.commands import cli
 
 
@@ -24,6 +27,32 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
         cli.main([name, "--help"])
     assert ended.value.code == 0
     assert f"example: tp-transformers {name}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join
+)
+def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from tp_transformers.commands import cli\n"
+        "try:\n"
+        f"    cli.main({arguments!r})\n"
+        "finally:\n"
+        "    assert not {'torch', 'transformers', 'yaml'} & sys.modules.keys()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("tp-transformers 0" if arguments == ["--version"] else "usage: tp-transformers")
+
+
+def test_version_names_the_libraries_too() -> None:
+    said = command("--version")
+    assert (
+        said.stdout
+        == f"tp-transformers {__version__} (torch {torch.__version__}, transformers {transformers.__version__})\n"
+    )
+    assert said.returncode == 0
 
 
 def test_run_is_torchrun_with_the_hook_on(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.float8 import quantize_folder
 from tests.support.models import VOCAB, headers, llama_config
 from tp_transformers import CheckpointError, PlanError
-from tp_transformers.commands.plan import memory as outline_room
+from tp_transformers.commands.plan import memory as memory_module
 from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.memory import outline, smallest_size
+from tp_transformers.commands.plan.memory import plan_memory, smallest_size
 
 
 def config_of(name: str, heads: int, kv_heads: int, folder: Path) -> str:
@@ -40,7 +40,7 @@ def llama(folder: Path, **changes: Any) -> str:
 def test_the_smallest_size_is_the_first_that_fits(name: str, tmp_path: Path) -> None:
     found = survey(config_of(name, *ARCHITECTURES[name].variants[-1], tmp_path))
     modules = [module for module, _ in found.model.named_modules()]
-    fullest = {size: max(outline(found, size, batch=3, context=9).total_bytes) for size in (1, 2, 3)}
+    fullest = {size: max(plan_memory(found, size, batch=3, context=9).total_bytes) for size in (1, 2, 3)}
     for memory in fullest.values():
         first = next(size for size, held in fullest.items() if held <= memory)
         assert smallest_size(found, memory, batch=3, context=9) == first
@@ -77,19 +77,19 @@ def test_seventy_billion_parameters_are_planned_from_headers(llama_70b: str, mon
     assert (stock.files, stock.missing, stock.unexpected) == (30, (), ())
     assert stock.bytes_read == sum(8 + length_of(file) for file in Path(llama_70b).glob("*.safetensors"))
     assert stock.bytes_read < 1e-6 * stock.nbytes
-    planned = outline(found, 8, batch=8, context=8192)
+    planned = plan_memory(found, 8, batch=8, context=8192)
     norms = 161 * 8192 * 2
     assert planned.parameter_bytes == ((stock.nbytes - norms) // 8 + norms,) * 8
     assert planned.cache_bytes == (8 * 8192 * 80 * 2 * 128 * 2,) * 8  # one KV head a rank
     # Sizes are tried on one layer, not on all that are like it.
     seen: list[int] = []
-    resolve = outline_room.resolve
+    resolve = memory_module.resolve
 
     def counting(plan: Any, model: Any, size: int) -> Any:
         seen.append(len(list(model.parameters())))
         return resolve(plan, model, size)
 
-    monkeypatch.setattr(outline_room, "resolve", counting)
+    monkeypatch.setattr(memory_module, "resolve", counting)
     assert smallest_size(found, 24 * 10**9, batch=8, context=8192) == 8  # 7 ranks: two KV heads on the first
     assert set(seen) == {3 + 9}  # embedding, norm, head, and the parameters of a layer
 
@@ -126,7 +126,7 @@ def test_what_is_missing_and_unexpected_is_what_a_load_reports(tmp_path: Path) -
 def test_dtypes_are_those_of_a_load(tmp_path: Path, dtype: Any) -> None:
     ARCHITECTURES["t5"].make(6, 6).save_pretrained(tmp_path)  # float16 leaves its `wo` in float32
     model = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype)
-    planned = outline(survey(str(tmp_path), dtype=dtype), 1)
+    planned = plan_memory(survey(str(tmp_path), dtype=dtype), 1)
     assert {one.name: one.dtype for one in planned.parameters} == {n: p.dtype for n, p in model.named_parameters()}
     assert planned.parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
 
@@ -137,7 +137,7 @@ def test_what_is_quantised_counts_as_it_is_held(tmp_path: Path) -> None:
     found = survey(str(tmp_path / "fp8"))
     with tp_transformers.enable():
         model = LlamaForCausalLM.from_pretrained(tmp_path / "fp8", tp_plan="auto")
-    assert outline(found, 1).parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
+    assert plan_memory(found, 1).parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
     assert found.stock is not None
     assert (found.stock.missing, found.stock.unexpected) == ((), ())
 
@@ -146,7 +146,7 @@ def test_every_whole_parameter_has_its_reason(tmp_path: Path) -> None:
     folder = llama(tmp_path, attention_bias=True, mlp_bias=True)
 
     def reasons(size: int, plan: Any = "auto") -> dict[str, str | None]:
-        planned = outline(survey(folder, tp_plan=plan), size)
+        planned = plan_memory(survey(folder, tp_plan=plan), size)
         return {parameter.name.removeprefix("model."): parameter.whole_because for parameter in planned.parameters}
 
     seen = reasons(2)
@@ -170,7 +170,7 @@ def test_heads_and_ties_and_a_config_alone(tmp_path: Path) -> None:
     found = survey(str(tmp_path), dtype="auto")
     assert found.stock is None
     assert isinstance(found.model, LlamaForCausalLM)
-    planned = outline(found, 2)
+    planned = plan_memory(found, 2)
     assert [heads.ranks for heads in planned.heads] == [((6, 2), (3, 1))] * 2
     (embedding,) = (one for one in planned.parameters if "lm_head.weight" in one.tied)
     assert (embedding.name, embedding.local_shape(0)) == ("model.embed_tokens.weight", (-(-VOCAB // 2), 72))

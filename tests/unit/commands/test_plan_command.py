@@ -21,9 +21,9 @@ from tests.support.models import llama_config
 from tp_transformers import Plan
 from tp_transformers.commands import cli
 from tp_transformers.commands.plan import picture
-from tp_transformers.commands.plan.brush import COLOURS, LONGEST
 from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.memory import outline
+from tp_transformers.commands.plan.memory import plan_memory
+from tp_transformers.commands.plan.picture import COLOURS, LONGEST
 from tp_transformers.commands.plan.text import by_rank
 from tp_transformers.errors import UsageError
 from tp_transformers.plans.catalogue import PROVEN_WITH, available_plans
@@ -100,7 +100,7 @@ def test_json_is_all_of_the_outline(folder: str, capsys: pytest.CaptureFixture[s
         "--dtype",
         "bf16",
     )
-    said, expected = json.loads(out), outline(survey(folder, dtype="bfloat16"), 5, batch=2, context=8)
+    said, expected = json.loads(out), plan_memory(survey(folder, dtype="bfloat16"), 5, batch=2, context=8)
     assert code == 0
     assert said["version"] == 1
     assert [rank["total_bytes"] for rank in said["ranks"]] == list(expected.total_bytes)
@@ -119,7 +119,7 @@ def test_json_is_all_of_the_outline(folder: str, capsys: pytest.CaptureFixture[s
 
 
 def test_the_exit_code_says_whether_it_fits(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    held = outline(survey(folder), 2, context=8).total_bytes[0]
+    held = plan_memory(survey(folder), 2, context=8).total_bytes[0]
     arguments = [folder, "--context", "8", "--tp-size", "2", "--gpu-memory"]
     assert plan(capsys, *arguments, f"{held}B")[0] == 0
     code, out, _ = plan(capsys, *arguments, str(held - 1))
@@ -189,7 +189,7 @@ def test_a_picture_wants_matplotlib(
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_picture_gives_every_rank_its_share(folder: str, tmp_path: Path, ranks: int) -> None:
     colors = pytest.importorskip("matplotlib.colors")  # an extra, which `.[dev]` has
-    planned = outline(survey(folder), ranks)
+    planned = plan_memory(survey(folder), ranks)
     (axes,) = picture.compose(planned).axes
     for rank in range(ranks):
         colour = colors.to_rgba(COLOURS[rank])
@@ -215,7 +215,7 @@ def test_there_is_a_picture_of_whatever_there_is_in_a_layer(name: str, tmp_path:
     getattr(transformers, ARCHITECTURES[name].config)(
         **ARCHITECTURES[name].settings(heads, kv_heads, True), architectures=[ARCHITECTURES[name].model]
     ).save_pretrained(tmp_path)
-    planned = outline(survey(str(tmp_path)), 3)
+    planned = plan_memory(survey(str(tmp_path)), 3)
     (axes,) = picture.compose(planned).axes
     assert {"embedding", "head"} <= {text.get_text() for text in axes.texts}
 
@@ -248,4 +248,4 @@ def test_what_plans_were_proven_with_is_what_ci_runs() -> None:
     assert f">={PROVEN_WITH[0].rpartition('.')[0]}," in claimed
     assert transformers.__version__ in PROVEN_WITH or Version(transformers.__version__) > Version(newest)
     assert "pytest.mark.slow" not in (ROOT / "tests/distributed/test_architectures.py").read_text()
-    assert 'pytest -m "not slow"' in (ROOT / "Makefile").read_text()
+    assert 'pytest -m "not slow" $(RELEASE_TESTS)' in (ROOT / "Makefile").read_text()

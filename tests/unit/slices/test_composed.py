@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 from tests.unit.slices.test_lazy import ranges, select
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.checkpoint.reading.reader import Request, read
+from tp_transformers.checkpoint.reading.jobs import Request
+from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.slices.composed import Concat, Squeeze, Stack, Transpose, concat, permute
 from tp_transformers.slices.lazy import Deferred, LazyTensor, Resident
 from tp_transformers.slices.stored import Stored

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from tests.unit.slices.test_lazy import ranges, select
 from tp_transformers.checkpoint.reading.header import Checkpoint
+from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.memory import copy
-from tp_transformers.checkpoint.reading.reader import Request, read
+from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.slices.composed import Stack, Transpose
 from tp_transformers.slices.lazy import LazyTensor, Resident
 from tp_transformers.slices.scaled import Scaled

@@ -1,8 +1,8 @@
 """transformers' renamings and converters -> for every model parameter, a lazy expression over checkpoint tensors.
 
 Renamings cost nothing. Converters are expressed by `operations`, so that slices of their results read slices of their
-sources. One that cannot be expressed falls back: its sources are read whole, converted by transformers itself, and
-then sliced; the load report says so.
+sources. A converter that cannot be expressed falls back: transformers itself converts its complete sources, and the
+result is sliced; the load report says so.
 
 The internals of transformers that are used here are the same from 5.6 on.
 """
@@ -15,16 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers import WeightConverter
 
 from ...errors import CheckpointError
+from ...marks import untyped
 from ...slices.lazy import Deferred, LazyTensor
+from ...transformers_api import WeightRenaming, build_glob_alternation, dot_natural_key, rename_source_key
 from .operations import express
 
 if TYPE_CHECKING:
@@ -33,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Conversion:
-    """What a checkpoint means to a model."""
+    """A checkpoint in terms of a model."""
 
     expressions: dict[str, LazyTensor] = field(default_factory=dict)
     """Model parameter or buffer -> its whole value, lazily."""
     unexpected: set[str] = field(default_factory=set)
     """Checkpoint tensors (renamed) that the model has no place for."""
     fallbacks: list[str] = field(default_factory=list)
-    """Parameters whose sources have to be read whole."""
+    """Parameters whose sources have to be read completely."""
 
 
 def convert(
@@ -94,12 +90,12 @@ def convert(
         else:
             result.expressions.update({target: group.take(expressed, target) for target in targets})
     # transformers reverts these on save.
-    model._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]  # type: ignore[attr-defined]
+    untyped(model)._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]
     return result
 
 
 def identity(entry: Any) -> list[Any]:
-    """What a transform of transformers is known by in another process, as JSON has it."""
+    """A name, as JSON, for a transform of transformers that is the same in other processes."""
     return [
         type(entry).__name__,
         [*entry.source_patterns],
@@ -109,7 +105,7 @@ def identity(entry: Any) -> list[Any]:
 
 
 def dtype_policy(dtype_plan: Mapping[str, torch.dtype]) -> Callable[[str], torch.dtype | None]:
-    """Which dtype transformers' `dtype_plan` keeps a parameter in; None where it has nothing to say."""
+    """A function from a parameter's name to the dtype that transformers' `dtype_plan` keeps it in, or None."""
     if not dtype_plan:
         return lambda name: None
     patterns, by_group, _ = build_glob_alternation(list(dtype_plan))

@@ -1,9 +1,9 @@
-"""The operations of transformers' converters, on lazy tensors: what is sliced afterwards is all that is read.
+"""The operations of transformers' converters, on lazy tensors: a slice of a result reads slices of its sources.
 
 transformers itself runs on empty tensors of the same shapes, and so decides on names, on sizes that come from the
-config or the model, on what an operation leaves alone, and on what is an error. The table below says only where the
-values of its results stand. A new operation is one entry; what is not in the table, or cannot be told from shapes, is
-not expressed, and the caller reads those sources whole.
+config or the model, on tensors that an operation leaves alone, and on errors. The table below says only where the
+values of its results come from. A new operation is one entry. An operation that is not in the table, or that depends on
+values, is not expressed, and the caller reads its complete sources.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import core_model_loading
-from transformers.core_model_loading import WeightConverter
+from transformers import WeightConverter
 
 from ...errors import CheckpointError, describe
 from ...slices.composed import Concat, Squeeze, Stack, Transpose, permute
 from ...slices.lazy import LazyTensor
+from ...transformers_api import core_model_loading
 
 Sources = Sequence[tuple[str, str, LazyTensor]]
-"""What a converter takes: (checkpoint name, source pattern that it matched, tensor), in checkpoint order."""
+"""Input of a converter: (checkpoint name, source pattern that it matched, tensor), in checkpoint order."""
 
 _SHORTEST_ROW = 64
 """Bytes of a row that are worth a read of their own; permuting smaller ones is left to whole tensors."""
 
 
 def express(converter: WeightConverter, target: str, sources: Sources, model: Any) -> dict[str, LazyTensor] | None:
-    """What `converter` makes of `sources`, lazily: {parameter name: lazy tensor}; None where it cannot be expressed.
+    """Results of `converter` on `sources`: {parameter name: lazy tensor}; None where it cannot be expressed.
 
     Args:
         converter: one of transformers' converters.
@@ -50,12 +50,12 @@ def express(converter: WeightConverter, target: str, sources: Sources, model: An
     try:
         values = lazily.convert(target, model=model, config=model.config)
         return {name: _only(value) for name, value in values.items()}
-    except ValueError:  # what the table and the expressions raise where they do not apply
+    except ValueError:  # the table or an expression does not apply
         return None
 
 
 def _is_known(operation: Any) -> bool:
-    """Whether it is the very operation of transformers that the table describes, and no other of its name."""
+    """True for an operation of transformers itself that the table describes, not for another of its name."""
     name = type(operation).__name__
     return name in _TABLE and getattr(core_model_loading, name, None) is type(operation)
 

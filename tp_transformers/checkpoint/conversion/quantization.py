@@ -27,10 +27,10 @@ class Float8:
     """How the weights of a checkpoint are quantised: `name` in float8, its scales in `name` + "_scale_inv"."""
 
     block: tuple[int, int] | None
-    """Rows and columns that have one scale; None where a whole weight has."""
+    """Rows and columns that share one scale; None for one scale a weight."""
 
     def dequantized(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """What the checkpoint would hold if it were not quantised; tensors without a scale stay as they are.
+        """The checkpoint's tensors without quantisation; tensors without a scale stay as they are.
 
         Raises CheckpointError where a weight in float8 has no scale, or scales do not fit their weight.
         """
@@ -45,7 +45,7 @@ class Float8:
         return result
 
     def _is_consumed(self, name: str, tensors: Mapping[str, LazyTensor]) -> bool:
-        """Whether it is a scale of another tensor; those of activations, which stay in floating point, too."""
+        """True for a scale of another tensor, also of activations, which stay in floating point."""
         if name.endswith(_ACTIVATION_SCALE):
             return name.removesuffix(_ACTIVATION_SCALE) + ".weight" + _SCALE in tensors
         return name.endswith(_SCALE) and name.removesuffix(_SCALE) in tensors
@@ -120,7 +120,7 @@ def _settings(quantization: Any) -> dict[str, Any]:
 
 
 def _method(settings: Mapping[str, Any] | None) -> str:
-    """What messages call it: gptq, awq, ..."""
+    """The method's name in messages: gptq, awq, ..."""
     if not settings:
         return "nothing"
     bits = next((f"bitsandbytes ({name[8:]})" for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)), None)

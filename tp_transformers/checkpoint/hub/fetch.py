@@ -1,12 +1,12 @@
 """Requests for remote bytes -> few large ranges, each fetched by one rank and passed on to those that need it.
 
 A tensor of which ranks need long runs of bytes, none of them the same, is fetched by those ranks, straight into place.
-Of all others (a row-parallel shard is one short run a row; norms; what ranks share) the ranks tell each other what they
-need, cut the union into blocks in file order, and fetch block i on rank i mod size. So together they fetch a checkpoint
-once, in ranges of megabytes, whatever the plan.
+For all other tensors (row-parallel shards, which are one short run a row; norms; replicated heads) the ranks exchange
+their needs, cut the union into blocks in file order, and fetch block i on rank i mod size. So together they fetch a
+checkpoint once, in ranges of megabytes, whatever the plan.
 
 They go in rounds: each rank fetches one block and one range of its own, all agree that none has failed, and the bytes
-of the blocks go round. What the next rounds need is under way meanwhile.
+of the blocks go round. Requests of the next rounds are under way meanwhile.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...ranks.mesh import TensorParallelGroup, bind_thread
+from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.stored import Selection, Stored
-from ..reading.reader import Request
+from ..reading.jobs import Request
 from ..reading.source import Source
 from .fetch_plan import Bytes, Need, Part, Positions, divide, pieces
 
@@ -46,7 +46,7 @@ def fetch(
 
     Raises CheckpointError on all ranks where one cannot fetch its part; `sources` are closed then.
     """
-    # 1. Tell each other what is needed.
+    # 1. Exchange needs.
     with group.agree():
         numbers = {id(source): number for number, source in enumerate(sources)}
         mine = [
@@ -58,7 +58,7 @@ def fetch(
     needs: list[Need] = []
     for rank, others in enumerate(group.gather(told)):
         needs += mine if rank == group.rank else [_need(rank, sources, *other) for other in others]
-    # 2. Say who fetches what, alike on all ranks.
+    # 2. Divide the fetches, alike on all ranks.
     blocks, ranges = divide(needs, group.size)
     count = max(-(-len(blocks) // group.size), *map(len, ranges))
     rounds = [_Round(number, group, sources, blocks, ranges[group.rank]) for number in range(count)]
@@ -106,10 +106,10 @@ class _Round:
         self.ranges = ranges[number : number + 1]
         self.number = number
         self.bytes: Bytes | None = None
-        """Those of this rank's block, once it is fetched."""
+        """Bytes of this rank's block, once it is fetched."""
 
     def jobs(self) -> list[Callable[[], None]]:
-        """What this rank has to fetch, each to be called in a thread of its own."""
+        """This rank's requests, each to be called in a thread of its own."""
         jobs: list[Callable[[], None]] = []
         for block in self.blocks[self.group.rank : self.group.rank + 1]:
             self.bytes = np.empty(block.stop - block.start, dtype=np.uint8)
@@ -119,7 +119,7 @@ class _Round:
         return jobs
 
     def prepare(self) -> None:
-        """Make room for what comes, so that nothing can fail while ranks wait for each other's bytes."""
+        """Allocate memory for the blocks, so that nothing can fail while ranks wait for each other's bytes."""
         for block in self.blocks:
             for need in block.of(self.group.rank):
                 len(need.memory)
@@ -141,7 +141,7 @@ class _Round:
         return count
 
     def _portions(self, owner: int, rank: int) -> Iterator[tuple[Need, Positions, Positions, Positions]]:
-        """What `rank` needs of the block of `owner`: (need, offsets in the block, lengths, positions)."""
+        """The needs of `rank` in the block of `owner`: (need, offsets in the block, lengths, positions)."""
         for block in self.blocks[owner : owner + 1]:
             for need in block.of(rank):
                 offsets, lengths, positions = need.within(block.start, block.stop)
@@ -151,7 +151,7 @@ class _Round:
         return sum(int(lengths.sum()) for _, _, lengths, _ in self._portions(owner, self.group.rank))
 
     def _pack(self, rank: int) -> Bytes:
-        """Those bytes of this rank's block that `rank` needs, one after the other."""
+        """The bytes of this rank's block that `rank` needs, one after the other."""
         portions = list(self._portions(self.group.rank, rank))
         packed = np.empty(sum(int(lengths.sum()) for _, _, lengths, _ in portions), dtype=np.uint8)
         filled = 0
@@ -163,7 +163,7 @@ class _Round:
         return packed
 
     def _unpack(self, owner: int, packed: Bytes) -> None:
-        """Put what `owner` has packed for this rank into place."""
+        """Copy the bytes that `owner` has packed for this rank into place."""
         taken = 0
         for need, _, lengths, positions in self._portions(owner, self.group.rank):
             ends = taken + np.cumsum(lengths)
@@ -172,7 +172,7 @@ class _Round:
 
 
 def _places(part: Part) -> Iterator[memoryview]:
-    """Where the consecutive bytes of a part go; what nobody needs goes nowhere."""
+    """Buffers for the consecutive bytes of a part; bytes that nobody needs go to scratch memory."""
     runs = []
     for need in part.needs:
         for offset, length, position in zip(*need.within(part.start, part.stop), strict=True):
@@ -217,10 +217,10 @@ def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, sender: int, 
 
 @contextmanager
 def _gloo(group: TensorParallelGroup) -> Iterator[dist.ProcessGroup | None]:
-    """A process group that sends between CPUs: the axis' own, or one beside it where that has no gloo.
+    """A process group that sends between CPUs: the axis' own, or a new one where the user started it without gloo.
 
-    torch names a group of some ranks by how many groups its process knows. Where ranks know different numbers, as with
-    groups of the user's own, those that know less first make groups of themselves alone.
+    torch names a group of some ranks by the number of groups that its process knows. Ranks may know different numbers
+    (other groups of the user), so those that know less first make groups of themselves alone.
     """
     if group.size == 1 or "gloo" in dist.get_backend_config(group.process_group):
         yield group.process_group

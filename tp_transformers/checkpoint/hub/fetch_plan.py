@@ -1,4 +1,4 @@
-"""What the ranks need of remote files -> which rank fetches which ranges: arithmetic that every rank does alike."""
+"""The ranks' needs of remote files -> the ranges that each rank fetches: arithmetic that every rank does alike."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from ...slices.layout import even
 from ...slices.stored import Stored, byte_view
+from ..reading.jobs import Request, is_same_memory
 from ..reading.memory import copy
-from ..reading.reader import Request, is_same_memory
 
 DIRECT_BYTES = 4 << 20
 """Runs of at least as many bytes are fetched by the rank that needs them."""
@@ -32,30 +32,24 @@ Positions = NDArray[np.int64]
 
 
 class Need:
-    """What one rank needs of one stored tensor; on that rank, also where it goes."""
+    """One rank's slice of one stored tensor; on that rank, also its destination."""
 
     last_part = -1
     """Number of the last part that it takes something from."""
 
     def __init__(self, rank: int, file: int, stored: Stored, destination: torch.Tensor | None = None) -> None:
         self.rank, self.file, self.stored, self.destination = rank, file, stored, destination
-        # The span of bytes in the file; and the shortest run: all within the last dim that is not whole.
-        itemsize = stored.dtype.itemsize
+        # The span of bytes in the file.
         self.start = last = stored.offset
-        self.run_bytes, step, whole = itemsize, itemsize, True
-        for length, ranges in zip(reversed(stored.stored_shape), reversed(stored.selection), strict=True):
-            self.start += min(begin for begin, _ in ranges) * step
-            last += (max(end for _, end in ranges) - 1) * step
-            if whole:
-                self.run_bytes = min(end - begin for begin, end in ranges) * step
-                whole = ranges == ((0, length),)
-            step *= length
-        self.stop = last + itemsize
+        for stride, ranges in zip(stored.strides, stored.selection, strict=True):
+            self.start += min(begin for begin, _ in ranges) * stride * stored.dtype.itemsize
+            last += (max(end for _, end in ranges) - 1) * stride * stored.dtype.itemsize
+        self.stop = last + stored.dtype.itemsize
 
     @cached_property
     def _runs(self) -> tuple[Positions, Positions, Positions]:
         """(offsets in the file, lengths, positions in the destination), in file order, in bytes."""
-        offsets, lengths = np.array(list(self.stored.runs()), dtype=np.int64).reshape(-1, 2).T
+        offsets, lengths = np.array(self.stored.runs(), dtype=np.int64).reshape(-1, 2).T
         positions = np.cumsum(lengths) - lengths
         order = np.argsort(offsets, kind="stable")
         return offsets[order], lengths[order], positions[order]
@@ -86,11 +80,11 @@ class Need:
 
     @property
     def memory(self) -> memoryview:
-        """Where the bytes go: the memory of the destination, or a tensor beside it until `finish`."""
+        """Memory for the bytes: the destination's, or a tensor beside it until `finish`."""
         return byte_view(self._values)
 
     def finish(self) -> None:
-        """Copy what stands beside the destination into it, and let go of both."""
+        """Copy bytes that were read beside the destination into it, and drop both."""
         if self.destination is not None and self._values is not self.destination:
             copy(self._values, self.destination)
         self.destination = None
@@ -139,7 +133,7 @@ def divide(needs: Iterable[Need], size: int) -> tuple[list[Part], list[list[Part
     together: list[Need] = []
     alone: list[list[Need]] = [[] for _ in range(size)]
     for some in tensors.values():
-        is_long = min(need.run_bytes for need in some) >= DIRECT_BYTES
+        is_long = min(need.stored.shortest_run for need in some) >= DIRECT_BYTES
         spans = sorted(span for need in some for span in need.spans()) if is_long else []
         overlap = any(start < stop for (_, stop), (start, _) in pairwise(spans))
         for need in some:

@@ -15,33 +15,35 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from huggingface_hub import constants, hf_hub_url, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-from transformers.modeling_utils import get_state_dict_dtype
-from transformers.utils.hub import cached_file
+from transformers.utils import cached_file
 
 from ...errors import CheckpointError, describe
-from ...ranks.mesh import TensorParallelGroup
+from ...ranks.group import TensorParallelGroup
+from ...transformers_api import get_state_dict_dtype
 from ..reading.header import HEADER_LIMIT, check_files, read_header
-from ..reading.source import LocalFile, Source
-from .remote_file import RemoteFile, ask_hub, refused, resolve
+from ..reading.local_file import LocalFile
+from ..reading.source import Source
+from .remote_file import RemoteFile
+from .tries import ask_hub, refused, resolve
 
 CONNECTIONS = 6
 """Requests that one rank has under way at a time."""
 HEAD_BYTES = 256 << 10
-"""How much of a file is fetched at first for its header, at most."""
+"""Most bytes of a file that are fetched at first for its header."""
 HEAD_SHARE = 1024
-"""How much of a file is fetched at first for its header: this part of it, or HEAD_BYTES if that is less."""
+"""Part of a file that is fetched at first for its header, if that is less than HEAD_BYTES."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where `from_pretrained` looks for weights on the Hub."""
+    """The place on the Hub where `from_pretrained` looks for weights."""
 
     repository: str
     revision: str
@@ -70,7 +72,7 @@ class Weights:
         )
 
     def url(self, file: str) -> str:
-        """Where the Hub answers for a file."""
+        """The URL at which the Hub answers for a file."""
         return hf_hub_url(self.repository, file, revision=self.revision, subfolder=self.subfolder or None)
 
     def path(self, file: str) -> str:
@@ -92,7 +94,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class _Remote:
-    """What one rank found out of a file, for the others."""
+    """One rank's findings about a file, for the others."""
 
     size: int
     etag: str
@@ -102,7 +104,7 @@ class _Remote:
 
 
 def is_on_hub(name: str | os.PathLike[str] | None, *, local_files_only: bool = False) -> bool:
-    """Whether `name` is one to be looked for on the Hub, which may be asked."""
+    """True for a name to be looked up on the Hub, unless the Hub may not be asked."""
     return name is not None and not os.path.exists(name) and not local_files_only and not is_offline_mode()
 
 
@@ -150,10 +152,9 @@ def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str
 
 
 def _on_rank_0(group: TensorParallelGroup, compute: Callable[[], T]) -> T:
-    """What `compute` returns on rank 0, on all ranks; they fail together."""
+    """The value of `compute()` on rank 0, on all ranks; they fail together."""
     value = group.together(lambda: compute() if group.rank == 0 else None)
-    result: Any = group.gather(value)[0]
-    return result  # type: ignore[no-any-return]
+    return cast(T, group.gather(value)[0])
 
 
 def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How to read rows: what each way costs, counted.
+"""Ways to read rows, and the estimated seconds of each.
 
 A shard of a trailing dim is `rows` runs of `run` bytes, `stride` bytes apart in the file. There are three ways:
 
@@ -31,14 +31,14 @@ BLOCK_BYTES = 1 << 20
 
 _SECONDS_A_READ = 1.4e-6
 _SECONDS_A_BYTE_COPIED = 1 / 12e9
-"""From the page cache to memory."""
+"""Time to copy from the page cache to memory."""
 _SECONDS_A_BYTE_INTO_BLOCK = 1 / 16e9
-"""From the page cache into a buffer that is in the processor's cache."""
+"""Time to copy from the page cache into a buffer that is in the processor's cache."""
 _SECONDS_A_BYTE_OUT_OF_BLOCK = 1 / 20e9
 _SECONDS_A_RUN = 10e-9
-"""That is copied by a strided copy."""
+"""Overhead of a strided copy."""
 _SECONDS_A_BYTE_MAPPED = 1 / 200e9
-"""Of the span: entering its pages into the page table, and taking them out again."""
+"""Time to enter the pages of the span into the page table, and to take them out again."""
 
 
 def costs(box: Box, *, may_map: bool) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""Files as memory maps, for what is in the page cache: strided copies out of a map need no buffer and no call a row.
+"""Files as memory maps, for bytes in the page cache: strided copies out of a map need no buffer and no call a row.
 
-A map has one danger. Where its file is truncated, touching what is gone raises SIGBUS, which ends the process without a
-word. `survive_truncation` turns that into an error: copies run in worker threads, and the main thread, when told of
-the signal, puts zero pages where the map was, so that the copy goes on to its end and can be thrown away.
+A map has one danger: a read beyond the end of a truncated file raises SIGBUS, which ends the process without a message.
+`survive_truncation` turns that into an error: copies run in worker threads, and the main thread, in its handler of the
+signal, maps zero pages over the file, so that the copy runs to its end and can be discarded.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _MAP_FIXED = 0x10
 _SIGACTION_BYTES = 512
 """Room for a `struct sigaction`, with some to spare."""
 _SIGNALS = 100
-"""After so many the signal is of something else than a map, and may end the process."""
+"""Number of signals after which their cause is no map, and they may end the process."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class FileMap:
-    """A map of a whole file; `close` it to unmap it with the last tensor that views it."""
+    """A map of a complete file; `close` it to unmap it with the last tensor that views it."""
 
     def __init__(self, fd: int, size: int, *, own: bool = False) -> None:
-        """Map the `size` bytes of the open file `fd`; with `own`, what is written to them is this process' alone."""
+        """Map the `size` bytes of the open file `fd`; with `own`, copy-on-write instead of read-only."""
         self.size = size
         self.lost = False
-        """Whether bytes have gone while they were mapped; what has been copied is worth nothing then."""
+        """True once mapped bytes have vanished, which makes all copies from the map worthless."""
         flags = mmap.MAP_PRIVATE if own else mmap.MAP_SHARED
         access = mmap.PROT_READ | mmap.PROT_WRITE if own else mmap.PROT_READ
-        with warnings.catch_warnings():  # torch warns of memory that is not writable, as it should be
+        with warnings.catch_warnings():  # torch warns of memory that is not writable
             warnings.simplefilter("ignore")
             self._bytes = torch.frombuffer(mmap.mmap(fd, size, flags, access), dtype=torch.uint8)
 
@@ -47,11 +47,11 @@ class FileMap:
         return self._bytes[offset : offset + nbytes].view(dtype).as_strided(tuple(shape), tuple(strides))
 
     def close(self) -> None:
-        """Let go of the map; a second call does nothing."""
+        """Drop the map; a second call does nothing."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def replace(self) -> None:
-        """Put zero pages where the file was mapped."""
+        """Map zero pages over the file, at the same addresses."""
         self.lost = True
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
@@ -94,12 +94,12 @@ def handle_signals() -> None:
     """Run the handlers of signals that have come, if this is the main thread.
 
     The interpreter would do so by itself, but not reliably while another thread is signalled without end: that thread
-    takes back, each time, the flag by which the main thread is told.
+    clears, each time, the flag that the main thread looks at.
     """
     if threading.current_thread() is threading.main_thread():
         signal.pthread_kill(threading.get_ident(), 0)  # sends nothing, and then looks for signals
 
 
 def may_map() -> bool:
-    """Whether truncation can be survived here: signals reach the main thread alone."""
+    """True where truncation can be survived: on the main thread, which alone handles signals."""
     return hasattr(signal, "SIGBUS") and threading.current_thread() is threading.main_thread()

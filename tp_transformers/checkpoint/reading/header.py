@@ -1,4 +1,4 @@
-"""Safetensors headers -> which tensor stands where. Reads headers only, and trusts none of them."""
+"""Safetensors headers -> the offset of every tensor. Reads headers only, and trusts none of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import torch
 from ...errors import CheckpointError, describe
 from ...slices.lazy import LazyTensor
 from ...slices.stored import Stored
-from .source import LocalFile, Source
+from .local_file import LocalFile
+from .source import Source
 
 # Names of dtypes in safetensors headers: https://github.com/huggingface/safetensors (README, "Format").
 _DTYPES: dict[str, torch.dtype] = {
@@ -105,7 +106,7 @@ class Checkpoint:
 
     @property
     def signature(self) -> object:
-        """What is the same on all ranks if they read the same checkpoint, whatever its files hold."""
+        """A value that is the same on all ranks if they read the same checkpoint, whatever its files hold."""
         return [os.path.basename(source.name) for source in self.sources]
 
     def close(self) -> None:
@@ -161,7 +162,7 @@ def check_files(files: Iterable[str] | None, *, folder: str | os.PathLike[str] |
 def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) -> dict[str, Stored]:
     """Parse and check the header of a safetensors file: {name: lazy tensor}, in file order.
 
-    `metadata` is what the file's own has to hold; None is anything.
+    `metadata` are entries that the file's own metadata has to have.
 
     Raises CheckpointError on anything that is not a well-formed header whose tensors lie inside the file.
     """

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 _SMALLEST = 2 << 20
-"""Bytes of a huge page. What is smaller is left to the allocator, which has touched its memory before."""
+"""Bytes of a huge page. Smaller tensors are left to the allocator, which has touched its memory before."""
 
 _MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14; Python's mmap does not name it."""
+"""An advice since Linux 5.14; Python's mmap has no name for it."""
 
 _SLOW = 0.6e-9
 """Seconds to clear a byte from which on huge pages are slow: small ones take 0.3e-9, huge ones 0.1e-9 or 2.2e-9."""
@@ -58,7 +58,7 @@ class Pages:
 
 
 def _advise(tensor: torch.Tensor, advice: int | str) -> None:
-    """Tell the kernel about the pages that lie within a tensor; one that does not know the advice does nothing."""
+    """Advise the kernel on the pages within a tensor; a kernel that does not know the advice does nothing."""
     if tensor.device.type != "cpu" or tensor.nbytes < _SMALLEST or not sys.platform.startswith("linux"):
         return
     number = getattr(mmap, advice) if isinstance(advice, str) else advice
@@ -119,7 +119,7 @@ class Staging:
         # torch.cpu has streams and events that do nothing, so that this is the same code on every device.
         self._module: Any = torch.get_device_module(device.type)
         self._stream = self._module.Stream(device)
-        self._stream.wait_stream(self._module.current_stream(device))  # which allocated the destinations
+        self._stream.wait_stream(self._module.current_stream(device))  # the destinations were allocated on it
         self._free: SimpleQueue[tuple[torch.Tensor, Any]] = SimpleQueue()
         for _ in range(count):
             buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
@@ -127,7 +127,7 @@ class Staging:
 
     @contextmanager
     def buffer(self) -> Iterator[torch.Tensor]:
-        """A free uint8 buffer, waited for; what the block delivers from it is copied before it is free again."""
+        """A free uint8 buffer, waited for; its deliveries are copied before it is free again."""
         buffer, event = self._free.get()
         try:
             event.synchronize()
@@ -144,7 +144,7 @@ class Staging:
             copy(values, destination)
 
     def close(self) -> None:
-        """Wait for all copies; what comes after on the device's current stream sees them."""
+        """Wait for all copies; later work on the device's current stream sees them."""
         self._module.current_stream(self.device).wait_stream(self._stream)
         done = self._module.Event()
         done.record(self._stream)

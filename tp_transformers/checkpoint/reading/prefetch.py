@@ -1,9 +1,9 @@
 """A cold page cache: the ranks of a node read the files together, each block once, before any of them gathers its rows.
 
-Without that, every rank would fetch for itself what a row shard needs of every row, which from a disk or a network is
-the whole of it. So the spans that the ranks of a node need are cut into blocks in file order, which those that need
-something of a file take in turn. What is in the page cache already is left alone, and so is everything where memory is
-too short to hold it.
+Otherwise every rank would read a few bytes of every row for a row-parallel shard, which from a disk or a network means
+the complete file. So the spans that the ranks of a node need are cut into blocks in file order, which the ranks that
+need bytes of a file take in turn. Bytes that are in the page cache are not read again; nothing is prefetched if memory
+is too short for it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ...logs import get_logger
-from ...ranks.mesh import TensorParallelGroup, bind_thread
+from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.layout import Range, union
 from ...text import size
-from .reader import Request
-from .source import LocalFile, node
+from .jobs import Request
+from .local_file import LocalFile, node
 
 logger = get_logger(__name__)
 
@@ -33,11 +33,11 @@ def prefetch(
     *,
     wanted: bool | None = None,
 ) -> int:
-    """Bring what `requests` need of `files` into the page cache, with the other ranks of this node; all ranks call it.
+    """Read what `requests` need into the page cache, with the other ranks of this node; all ranks call it.
 
     Args:
         files: the files, in the same order on all ranks; None for one that this rank has not opened and needs not.
-        requests: what this rank will read.
+        requests: the reads that this rank will make.
         group: the ranks.
         wanted: True even if the bytes seem to be there, None where some are not there; False leaves out what this rank
             needs.
@@ -83,11 +83,12 @@ def prefetch(
 
 
 def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> list[list[Range]]:
-    """What is needed of every file, in file order; of rows, what is between them too."""
+    """The needed spans of every file, in file order; for rows, with the bytes between them."""
     spans: dict[LocalFile, list[Range]] = {file: [] for file in files if file is not None}
     for request in requests:
         for box, _ in request.tensor.boxes(request.destination):
-            spans[box.source].append((box.offset, box.stop))  # type: ignore[index]
+            if isinstance(box.source, LocalFile):
+                spans[box.source].append((box.offset, box.stop))
     return [union(spans[file]) if file is not None else [] for file in files]
 
 

@@ -1,4 +1,4 @@
-"""What a load did, in one object."""
+"""The report of a load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...text import size
 
 @dataclass(frozen=True)
 class LoadReport:
-    """How one rank came by its shard: `model.tp_report`; `print` shows it in a line."""
+    """One rank's load of its shard: `model.tp_report`; `print` shows it in a line."""
 
     rank: int
     shares: tuple[int, ...]
@@ -17,7 +17,7 @@ class LoadReport:
     seconds: float
     """From opening the files until the parameters were in place."""
     reading_seconds: float
-    """Of these, while bytes came in."""
+    """Seconds of these while bytes came in."""
     bytes_read: int
     """Bytes that this rank copied out of files, headers included."""
     reads: int

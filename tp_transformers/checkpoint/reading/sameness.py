@@ -1,8 +1,8 @@
-"""Ranks that read files of one name on several nodes: whether these are the same files.
+"""A check that ranks which read files of one name on several nodes read the same files.
 
-Two fine-tunes of one architecture have files of the same sizes, often with the same headers. Ranks tell each other the
-sizes, the hashes of headers and, where they are known, commits and ETags. Where ranks have copies of their own (not one
-inode of one node), a few blocks of each copy are read too, by one rank, and their hashes compared.
+Two fine-tunes of one architecture have files of the same sizes, often with the same headers. Ranks compare sizes,
+hashes of headers and, if they are known, commits and ETags. If ranks have copies of their own (not one inode of one
+node), one rank reads a few blocks of each copy too, and their hashes are compared.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError, describe
-from ...ranks.mesh import TensorParallelGroup, agreed, bind_thread
+from ...ranks.group import TensorParallelGroup, agreed, bind_thread
 from ..hub.remote_file import RemoteFile
 from .header import Checkpoint
-from .source import LocalFile, Source
+from .local_file import LocalFile
+from .source import Source
 
 _THREADS = 8
 """Files that a rank samples at a time; the threads wait for a disk or a network, not for a core."""
@@ -39,11 +40,11 @@ class _File:
     etag: str | None
     """The Hub's name of the contents; None where it is not known."""
     copy: object
-    """The same for ranks that read one copy of the file; None for a file on the Hub."""
+    """A value that ranks have in common if they read one copy of the file; None for a file on the Hub."""
 
     @classmethod
     def of(cls, source: Source) -> _File:
-        """What this rank sees of an open file, whose header it has read."""
+        """This rank's view of an open file, whose header it has read."""
         if isinstance(source, RemoteFile):
             return cls(source.name, source.size, source.header_hash, _commit(source.url), source.etag, None)
         assert isinstance(source, LocalFile)
@@ -71,16 +72,20 @@ def check_same_files(group: TensorParallelGroup, checkpoint: Checkpoint) -> int:
     samplers = [_samplers(number, file) for number, file in enumerate(files)]
     if not any(samplers):
         return 0
-    own = {number: checkpoint.opened[number] for number, ranks in enumerate(samplers) if group.rank in ranks}
+    own = {
+        number: source
+        for number, (source, ranks) in enumerate(zip(checkpoint.opened, samplers, strict=True))
+        if group.rank in ranks and isinstance(source, LocalFile)
+    }
 
     def sample() -> dict[int, str]:
         with ThreadPoolExecutor(_THREADS, "sample", bind_thread, (group.device,)) as pool:
-            return dict(zip(own, pool.map(LocalFile.sample, own.values()), strict=True))  # type: ignore[arg-type]
+            return dict(zip(own, pool.map(LocalFile.sample, own.values()), strict=True))
 
     samples = group.gather(group.together(sample))
     for number, (file, ranks) in enumerate(zip(files, samplers, strict=True)):
         _compare(file, "content", {rank: samples[rank][number] for rank in ranks})
-    return sum(source.bytes_sampled for source in own.values() if isinstance(source, LocalFile))
+    return sum(source.bytes_sampled for source in own.values())
 
 
 def _commit(path: str) -> str | None:

@@ -1,7 +1,7 @@
-"""What torch.distributed.checkpoint needs to know of a shard that is a plain tensor: where it stands in the whole.
+"""Shards that are plain tensors, with the place in the parameter that torch.distributed.checkpoint asks for.
 
-A DTensor says so itself. A plain tensor of a rank (uneven heads, replicated KV heads) would be saved as if all ranks
-held the same.
+A DTensor has its place. A plain tensor (uneven heads, replicated KV heads) would be saved as if all ranks held the same
+values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LocalShard(Tensor):
-    """This rank's values of a parameter, and where they stand in the whole, as torch.distributed.checkpoint asks.
+    """This rank's values of a parameter, and their place in it, as torch.distributed.checkpoint asks.
 
     It computes as a plain tensor does, and is one when it is pickled or copied. Values that several ranks hold are
     saved by the first of them, and loaded by all.
@@ -36,13 +36,13 @@ class LocalShard(Tensor):
 
     @staticmethod
     def of(local: Tensor, shard: ParamShard) -> LocalShard:
-        """`local` itself, of which `shard` tells the place."""
+        """`local` itself, in the place that `shard` gives."""
         tensor = local.detach().as_subclass(LocalShard)
         tensor.tp_shard = shard
         return tensor
 
     def size(self, dim: int | None = None) -> Any:
-        """That of the whole, as a DTensor's is: checkpoints compare it. `shape` is this rank's."""
+        """Size of the complete parameter, as of a DTensor: checkpoints compare it. `shape` is this rank's."""
         return self.tp_shard.shape if dim is None else self.tp_shard.shape[dim]
 
     def plain(self) -> Tensor:
@@ -86,7 +86,7 @@ class LocalShard(Tensor):
 
     @property
     def _held(self) -> Iterator[Piece]:
-        """What this rank holds, those indices included that others hold too."""
+        """The pieces that this rank holds, those that other ranks hold too included."""
         rank, local, pieces = self.tp_shard.group.rank, 0, []
         for start, stop in self._layout.split.ranges[rank]:
             pieces.append(Piece(rank, local, start, stop - start))
@@ -94,7 +94,7 @@ class LocalShard(Tensor):
         return self._kept(pieces)
 
     def _kept(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """What FSDP leaves on this rank of the pieces of its shard, and where it stands in that."""
+        """The parts of `pieces` that FSDP leaves on this rank, with their places in its shard."""
         start, stop = self.tp_shard.rows if self._layout.dim == 0 else (0, self.tp_shard.local_shape[self._layout.dim])
         for piece in pieces:
             first, last = max(piece.local, start), min(piece.local + piece.length, stop)
@@ -115,7 +115,7 @@ def placed(local: Tensor, param: Tensor) -> Tensor:
     shard: ParamShard | None = getattr(param, "tp_shard", None)
     if shard is None or shard.layout is None or local.shape != param.shape:
         return local
-    # Torch takes what FSDP cuts of an uneven DTensor for something else than it is.
+    # Torch misplaces the rows that FSDP cuts of an uneven DTensor.
     is_even = len(set(shard.layout.split.widths)) == 1
     if shard.placement is not None and (shard.data_parallel is None or is_even):
         return local
@@ -140,7 +140,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     params = dict(model.named_parameters(remove_duplicate=False))
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_options())  # type: ignore[assignment]
+    state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=_options())}
     for key, value in state.items():
         param = params.get(_name(key))
         if isinstance(value, Tensor) and param is not None:
@@ -167,5 +167,5 @@ def _options() -> StateDictOptions:
 
 
 def _name(key: str) -> str:
-    """The parameter of which a flat state of an optimizer has `state.NAME.exp_avg`."""
+    """The parameter's NAME in `state.NAME.exp_avg`, a key of a flat optimizer state."""
     return key.removeprefix("state.").rpartition(".")[0]

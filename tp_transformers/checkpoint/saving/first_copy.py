@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ranks.mesh import TensorParallelGroup
-from ...ranks.subgroups import subgroups
+from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 
 
 def by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
     """Run `save` on the ranks of the first copy; all ranks of all copies have to call it, and return once it is done.
 
-    Raises on every rank what the first copy raises, which agrees on an error by itself.
+    Raises on every rank the error of the first copy, whose ranks agree on it by themselves.
     """
-    if len(group.mesh_ranks) <= group.size:
+    if group.mesh is None or group.mesh.size() == group.size:
         save()
         return
     failure: Exception | None = None
@@ -25,17 +23,15 @@ def by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
             save()
         except Exception as error:
             failure = error
-    with _everyone(group).agree():
-        if failure is not None:
-            failure._agreed_on = False  # type: ignore[attr-defined]  # among the ranks of the first copy alone
-            raise failure
-
-
-def _everyone(group: TensorParallelGroup) -> TensorParallelGroup:
-    """The ranks of all copies."""
-    ranks = group.mesh_ranks
-    world = dist.group.WORLD
-    process_group = world if len(ranks) == dist.get_world_size() else subgroups.of(ranks)
-    assert process_group is not None
-    mesh = DeviceMesh.from_group(process_group, group.device.type)
-    return TensorParallelGroup(mesh, mesh.get_local_rank(), len(ranks), group.device)
+    report = reported(failure)
+    # The report spreads along one axis of the mesh after the other, so no further process group is needed.
+    for axis in group.mesh.mesh_dim_names or ():
+        if axis != TP_AXIS:
+            mesh = DeviceMesh.from_group(group.mesh.get_group(axis), group.device.type)
+            copies = TensorParallelGroup(mesh, mesh.get_local_rank(), mesh.size(), group.device)
+            report = next(filter(None, copies.gather(report)), None)
+    if failure is not None:
+        raise failure
+    if report is not None:
+        kind, text = report
+        raise agreed(kind(text))

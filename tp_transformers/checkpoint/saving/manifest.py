@@ -1,4 +1,4 @@
-"""The manifest of a pre-sharded checkpoint: which rank's file holds what. Trusts nothing that it reads.
+"""The manifest of a pre-sharded checkpoint: the content of every rank's file. Trusts nothing that it reads.
 
 It is a JSON file beside the rank files, and the index of a variant in the terms of transformers: with
 `variant="sharded"`, transformers finds the rank files by its `weight_map`; without, it finds no weights in the folder
@@ -35,30 +35,30 @@ from ..reading.header import DTYPE_NAMES
 from .writer import write_text
 
 VARIANT = "sharded"
-"""What `from_pretrained` has to be given as `variant` for transformers to find the rank files."""
+"""The `variant` with which transformers finds the rank files."""
 
 MANIFEST_NAME = f"model.safetensors.index.{VARIANT}.json"
 
 RANK_FILE = re.compile(r"rank-\d{5}-of-\d{5}-[0-9a-f]{8}\.safetensors")
-"""What rank files are called: no name of another form is opened or removed."""
+"""Names of rank files: no name of another form is opened or removed."""
 
 _VERSION = 1
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ORDINARY = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 _DISTRIBUTED_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-"""What transformers' distributed checkpoints are made of."""
+"""Names of files of transformers' distributed checkpoints."""
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank wrote."""
+    """The file of one rank."""
 
     name: str
     size: int
     """In bytes."""
     crc32: str
-    """Of the whole file, as 8 hexadecimal digits."""
+    """CRC-32 of the complete file, as 8 hexadecimal digits."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class WholeTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     layout: Layout | None
-    """Who holds what; None where every rank holds it whole."""
+    """Ranges that each rank holds; None for a replicated tensor."""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what the file of `rank` holds."""
+        """Shape of the tensor in the file of `rank`."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that is known of a pre-sharded checkpoint without opening its files."""
+    """A pre-sharded checkpoint, without the content of its files."""
 
     folder: Path
     save: str
@@ -169,7 +169,7 @@ def refuse_distributed(folder: Path) -> None:
 
 
 class _Parser:
-    """The parts of a manifest, each checked; the first that is not as it should be is a CheckpointError."""
+    """The parts of a manifest, each checked; the first faulty one is a CheckpointError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

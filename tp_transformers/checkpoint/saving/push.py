@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import PushToHubMixin
 
 if TYPE_CHECKING:
-    from ...ranks.mesh import TensorParallelGroup
+    from ...ranks.group import TensorParallelGroup
 
 
 class _Saved(PushToHubMixin):
-    """What `push_to_hub` takes for a model: one whose files are there already."""
+    """A stand-in for a model in `push_to_hub`, whose files are written already."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.files = list(files)
@@ -29,7 +29,7 @@ class _Saved(PushToHubMixin):
 def push(
     group: TensorParallelGroup, save: Callable[[str], object], repo_id: str, *, tags: Iterable[str] = (), **options: Any
 ) -> Any:
-    """Upload what `save` writes into a folder, from rank 0; every rank has to call it.
+    """Upload the files that `save` writes into a folder, from rank 0; every rank has to call it.
 
     Args:
         group: the ranks, all of which call `save`.
@@ -39,7 +39,7 @@ def push(
         **options: of transformers' `push_to_hub`.
 
     Returns:
-        What transformers' `push_to_hub` does, on rank 0; None on the others.
+        The result of transformers' `push_to_hub` on rank 0; None on the others.
     """
     with tempfile.TemporaryDirectory() as folder:
         save(folder)

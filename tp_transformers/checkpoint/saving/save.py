@@ -15,26 +15,25 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...anatomy.names import tied_parameters
 from ...errors import UnsupportedError
 from ...logs import get_logger
+from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import local_tensor, shard_of, whole_like
+from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import WholeModel
 from .writer import Writer, make_folder, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...ranks.mesh import TensorParallelGroup
 
 logger = get_logger(__name__)
 
@@ -57,7 +56,7 @@ def save_pretrained(
         is_main_process: False on rank 0 writes nothing; the others never write.
         max_shard_size: the largest weight file, in bytes or such as "5GB".
         variant: put into the file names, as in `model.fp16.safetensors`.
-        save_original_format: whether weights are renamed and split back to the form that they were loaded from.
+        save_original_format: True if weights are renamed and split back to the form that they were loaded from.
         **unsupported: other arguments of transformers' `save_pretrained`.
 
     Raises:
@@ -75,10 +74,10 @@ def save_pretrained(
             f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; a "
             "plain model that is loaded from it takes them all."
         )
-    group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
+    group = GROUP.of(model)
     writes = group.writes and is_main_process
     folder = Path(save_directory)
-    # 1. What will stand in which file: from shapes alone, the same on all ranks.
+    # 1. The tensors of every file: from shapes alone, the same on all ranks.
     tensors = saved_state(model)
     meta = {name: whole_like(tensor) for name, tensor in tensors.items()}
     whole_model = WholeModel(model, {name: tensor.shape for name, tensor in meta.items()})
@@ -125,7 +124,7 @@ def save_pretrained(
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What is saved: parameters and persistent buffers by name, each tied one once."""
+    """Tensors to save: parameters and persistent buffers by name, each tied one once."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for target, source in tied_parameters(model).items():
         if state.get(target) is state.get(source):
@@ -149,8 +148,7 @@ def _reverted(model: WholeModel, state: dict[str, Tensor], save_original_format:
     """The state in the names and pieces of the checkpoint that the model was loaded from."""
     if not save_original_format:
         return state
-    reverted: dict[str, Tensor] = revert_weight_conversion(model, state)  # type: ignore[arg-type]
-    return reverted
+    return dict(revert_weight_conversion(cast(Any, model), state))
 
 
 def _convertible_groups(

@@ -61,7 +61,7 @@ def put_in_place(partial: Path, path: Path) -> None:
 class Writer:
     """A safetensors file whose header is written first, and whose tensors come in any order.
 
-    It has its name when it is complete: until then a file that stands there stays, which parameters may live in.
+    It has its name when it is complete: until then an earlier file stays, which parameters may live in.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
@@ -127,7 +127,7 @@ class SummedWriter(Writer):
     """A safetensors file that is written from its first byte to its last, and whose CRC-32 is known when it ends."""
 
     crc32 = 0
-    """Of all bytes so far, header included."""
+    """CRC-32 of all bytes so far, header included."""
     _end = 0
 
     def write_all(self, tensors: Mapping[str, Tensor]) -> None:

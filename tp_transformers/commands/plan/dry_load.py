@@ -1,7 +1,6 @@
-"""A name or a folder -> what a load of it would find: the model on the meta device, its plan, its checkpoint's tensors.
+"""A load that stops before the first weight: the model on the meta device, its plan, its checkpoint's tensors.
 
-Config and headers are read, in one process, and no weight: a load is begun, and ended where it would read the first
-one. So dtypes, conversions and what is tied are those of a load, by construction.
+One process reads the config and the headers. Dtypes, conversions and tied weights are those of a load, by construction.
 """
 
 from __future__ import annotations
@@ -31,36 +30,36 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
 @dataclass(frozen=True)
 class Stock:
-    """What a checkpoint has of what a model needs; nothing is known of it where there is only a config."""
+    """The tensors of a checkpoint, compared with those that the model needs."""
 
     files: int
     """Number of files."""
     nbytes: int
     """Bytes of their tensors."""
     bytes_read: int
-    """Bytes that were read to know it: the headers."""
+    """Bytes of the headers, which were read."""
     missing: tuple[str, ...] = ()
-    """Parameters that it lacks; a load would initialise them anew."""
+    """Parameters that are not stored; a load would initialise them."""
     unexpected: tuple[str, ...] = ()
-    """Tensors that the model has no place for; a load would leave them out."""
+    """Tensors that the model has no place for; a load would ignore them."""
     twice: tuple[tuple[str, str], ...] = ()
-    """Tied parameters of which it holds both: a load keeps both if they turn out to differ, and one else."""
+    """Pairs of tied parameters that are both stored: a load keeps both if they differ, else one."""
     read_whole: tuple[str, ...] = ()
-    """Parameters that are converted in a way that slices cannot be pushed through: every rank reads all of them."""
+    """Parameters whose conversion does not commute with slicing: every rank reads all of them."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What a load would find."""
+    """The findings of a load."""
 
     name: str
     model: PreTrainedModel
-    """The model, whole, on the meta device."""
+    """The unsharded model on the meta device."""
     plan: Plan
     dtypes: Mapping[str, torch.dtype]
-    """Dtype in which a rank would hold a parameter or buffer, where it is not the model's own."""
+    """Dtypes of parameters and buffers on a rank, if other than the model's own."""
     stock: Stock | None
-    """What the checkpoint has; None where there is only a config."""
+    """The checkpoint; None if there is only a config."""
 
 
 def survey(
@@ -76,10 +75,10 @@ def survey(
         revision: of a name on the Hub.
 
     Raises:
-        UsageError: where there is no such model.
-        CheckpointError: where a load could not take the checkpoint, tensors of the wrong shape among it.
-        PlanError: where there is no plan, or it is malformed.
-        UnsupportedError: where a load would refuse the model.
+        UsageError: if there is no such model.
+        CheckpointError: if a load would refuse the checkpoint, for a tensor of the wrong shape, say.
+        PlanError: if there is no plan, or it is malformed.
+        UnsupportedError: if a load would refuse the model.
     """
     if os.path.isfile(name) and os.path.basename(name) == "config.json":
         name = os.path.dirname(name) or "."
@@ -90,7 +89,7 @@ def survey(
         fix = "Correct the path, or name a model on the Hub (org/name)."
         raise UsageError(describe(name, got="no such folder", expected="one with config.json", fix=fix))
     kwargs: dict[str, Any] = {"revision": revision, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
-    with _told_plainly(name):
+    with _plain_errors(name):
         config = AutoConfig.from_pretrained(name, revision=revision)
         has_weights = not os.path.isdir(name) or any(file.endswith(WEIGHTS) for file in os.listdir(name))
         if not has_weights:
@@ -110,7 +109,7 @@ def survey(
 
 
 class _FoundError(Exception):
-    """The end of a load that only looks."""
+    """Ends a load before its first weight."""
 
 
 def _stop(model: PreTrainedModel, plan: Plan, request: LoadRequest) -> NoReturn:
@@ -141,8 +140,8 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
 
 
 @contextmanager
-def _told_plainly(name: str) -> Iterator[None]:
-    """Whatever transformers makes of a config or a folder is an error of ours: the first line of what it says."""
+def _plain_errors(name: str) -> Iterator[None]:
+    """Turn any error of transformers about a config or a folder into a CheckpointError with its first line."""
     try:
         yield
     except TensorParallelError:

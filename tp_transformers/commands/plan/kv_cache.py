@@ -1,7 +1,7 @@
-"""What keys and values of every attention cost in memory, a head: transformers' own cache, filled on the meta device.
+"""Memory of the KV cache, a head: transformers' own cache, filled on the meta device.
 
-The cache of transformers decides which layer keeps what (all tokens, a window, nothing since another layer's are used);
-here it is filled with tensors that have no data, of one head, and measured.
+The cache of transformers decides the tokens that a layer keeps: all, a window, or none if another layer's are used.
+Here it is filled with tensors of one head and without data, and measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers import DynamicCache, DynamicLayer
 
 from ...anatomy.attention import cached_widths, is_around_attention, is_attention, is_cross_attention
 from ...plans.heads import AttentionHeads
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """What one attention module keeps of the tokens that it has seen."""
+    """Keys and values that one attention module keeps."""
 
     name: str
     heads: int
-    """Heads of which it keeps keys and values, in the whole model."""
+    """Number of cached heads in the unsharded model."""
     tokens: int
-    """Tokens of each sequence that memory holds them of."""
+    """Cached tokens of each sequence."""
     head_bytes: int
-    """Bytes of the keys and values of one head, of the whole batch."""
+    """Bytes of one head's keys and values, of all sequences."""
 
     def widths(self, heads: AttentionHeads | None, size: int) -> tuple[int, ...]:
-        """How many heads each of `size` ranks keeps, its attention being cut as `heads`; None: not at all."""
+        """Cached heads on each of `size` ranks if the attention is sharded as `heads`; None: replicated."""
         cuts = (heads.kv, heads.query) if heads is not None else ()
         return next((cut.widths for cut in cuts if cut.length == self.heads), (self.heads,) * size)
 
@@ -42,13 +42,13 @@ class CachedAttention:
 def cached_attention(
     model: PreTrainedModel, *, batch: int, context: int, encoder_context: int | None = None
 ) -> list[CachedAttention]:
-    """What the attention of `model` keeps once a batch is `context` tokens long, the last of which came alone.
+    """The KV cache of `model` for a batch of `context` tokens, the last of which was generated.
 
     Args:
-        model: any transformers model; the meta device will do. One that caches nothing has nothing here.
+        model: a transformers model, on any device; the list is empty if it has no cache.
         batch: number of sequences.
         context: tokens of each.
-        encoder_context: tokens that an encoder has seen, for attention to them; None for as many.
+        encoder_context: tokens of the encoder, for cross-attention; None for `context`.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     prefix = next(name for name, module in model.named_modules() if module is decoder)
@@ -59,7 +59,7 @@ def cached_attention(
         index = getattr(module, "layer_idx", None)
         if not is_attention(module) or not isinstance(index, int) or is_around_attention(module):
             continue
-        # What has no layer attends to what an earlier one keeps, or keeps no keys and values.
+        # A module without a layer of the cache uses an earlier one's, or keeps no keys and values.
         if index >= len(layers) or not isinstance(layers[index], DynamicLayer):
             continue
         if is_cross_attention(name):
@@ -74,7 +74,7 @@ def cached_attention(
 
 
 def _fill(layer: DynamicLayer, batch: int, steps: Sequence[int], widths: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of memory behind one head's keys and values once `steps` tokens have come, one step after the other."""
+    """Bytes of one head's keys and values after updates of `steps` tokens each."""
     layer = copy.copy(layer)
     for step in filter(None, steps):
         layer.update(*(torch.empty(batch, 1, step, width, dtype=dtype, device="meta") for width in widths))

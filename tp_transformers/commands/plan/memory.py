@@ -1,6 +1,6 @@
-"""What every rank would hold of a model, and for how many ranks it fits into memory: arithmetic, on any machine.
+"""Each rank's memory, and the least number of ranks whose memory suffices: arithmetic, on any machine.
 
-The cut is `resolve`'s, of the model on the meta device; shapes and bytes are those of its layouts.
+Layouts are those of `resolve` for the model on the meta device; shapes and bytes follow from them.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from .dry_load import Survey
 from .kv_cache import CachedAttention, cached_attention
 
 MOST_RANKS = 64
-"""Up to how many ranks the smallest number that fits is looked for."""
+"""Largest number of ranks that `smallest_size` tries."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter, and what every rank holds of it."""
+    """One parameter, and its shards."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """That in which ranks hold it."""
+    """Dtype on the ranks."""
     layout: Layout | None
-    """Who holds what; None where every rank holds all of it."""
+    """Layout of the shards; None if every rank holds all of it."""
     strategy: str | None
-    """What the plan calls its strategy; None where no rule covers it."""
+    """Name of its strategy in the plan; None if no rule covers it."""
     whole_because: str | None
-    """Why every rank holds all of it; None where it is cut."""
+    """Reason why every rank holds all of it; None if it is sharded."""
     tied: tuple[str, ...] = ()
-    """Other names of it."""
+    """Other names of the same weight."""
     heads: int | None = None
-    """Heads, all parts together, along the dim that is cut by whole heads; None where it is not."""
+    """Heads along the dim that is sharded by whole heads, all parts together; None without such a dim."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the unsharded parameter."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what `rank` holds."""
+        """Shape of the shard of `rank`."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
     def local_bytes(self, size: int) -> list[int]:
-        """Bytes that each of `size` ranks holds."""
+        """Bytes of the shard of each of `size` ranks."""
         if self.layout is None:
             return [self.nbytes] * size
         slice_bytes = self.nbytes // max(self.shape[self.layout.dim], 1)
@@ -65,7 +65,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one attention module: (query, KV), in the whole model and on every rank."""
+    """The heads of one attention module, (query, KV): in the unsharded model and on every rank."""
 
     name: str
     whole: tuple[int, int]
@@ -78,14 +78,14 @@ class Cached:
 
     name: str
     tokens: int
-    """Tokens of each sequence that memory holds."""
+    """Cached tokens of each sequence."""
     nbytes: tuple[int, ...]
     """Bytes on every rank."""
 
 
 @dataclass(frozen=True)
-class Outline:
-    """What every rank would hold."""
+class MemoryPlan:
+    """Each rank's parameters, buffers and KV cache."""
 
     survey: Survey
     size: int
@@ -95,10 +95,10 @@ class Outline:
     """In the model's order; tied ones once."""
     heads: tuple[Heads, ...]
     buffer_bytes: int
-    """Bytes of buffers, which every rank holds whole."""
+    """Bytes of buffers, which are replicated."""
     cached: tuple[Cached, ...]
     notes: tuple[str, ...]
-    """What a load would warn of."""
+    """Warnings of a load."""
 
     @cached_property
     def parameter_bytes(self) -> tuple[int, ...]:
@@ -119,18 +119,18 @@ class Outline:
         )
 
 
-def outline(
+def plan_memory(
     survey: Survey, size: int, *, batch: int = 1, context: int = 0, encoder_context: int | None = None
-) -> Outline:
-    """Say what each of `size` ranks would hold; `batch`, `context`, `encoder_context`: see `cached_attention`.
+) -> MemoryPlan:
+    """The memory of each of `size` ranks; `batch`, `context`, `encoder_context`: see `cached_attention`.
 
-    Raises PlanError where a load would: the plan does not fit, or cuts no layer.
+    Raises PlanError if a load would: the plan does not fit, or shards no layer.
     """
     model = survey.model
     resolution = resolve(survey.plan, model, size)
     warning = check_layers_are_cut(model, survey.plan, resolution, size) if survey.plan.declared else None
     cached = cached_attention(model, batch=batch, context=context, encoder_context=encoder_context) if context else []
-    return Outline(
+    return MemoryPlan(
         survey,
         size,
         batch,
@@ -151,9 +151,9 @@ def outline(
 
 
 def smallest_size(survey: Survey, memory: int, *, batch: int = 1, context: int = 0) -> int | None:
-    """The least number of ranks of which each holds at most `memory` bytes; None where MOST_RANKS are too few.
+    """The least number of ranks of which each holds at most `memory` bytes; None if MOST_RANKS are too few.
 
-    Layers that are alike are cut alike, so one of each kind is looked at, and counted as often as there are such.
+    Layers of one kind are sharded alike: the plan is bound to one of each kind, whose bytes are multiplied.
     """
     cached = cached_attention(survey.model, batch=batch, context=context) if context else []
     room = memory - _buffer_bytes(survey)
@@ -169,7 +169,7 @@ def smallest_size(survey: Survey, memory: int, *, batch: int = 1, context: int =
 
 
 def _fullest(survey: Survey, size: int, cached: Iterable[CachedAttention], kinds: Mapping[str, str]) -> int:
-    """Bytes of parameters, keys and values that the fullest of `size` ranks would hold; see `_one_of_each`."""
+    """Bytes of parameters, keys and values on the fullest of `size` ranks; see `_one_of_each`."""
     resolution = resolve(survey.plan, survey.model, size)
     counts = Counter(kinds.values())
     held = []
@@ -184,12 +184,12 @@ def _fullest(survey: Survey, size: int, cached: Iterable[CachedAttention], kinds
 
 
 def _layer(name: str, kinds: Mapping[str, str]) -> str:
-    """The layer that a parameter or module is in; "" where it is in none."""
+    """The layer that a parameter or module is in, or ""."""
     return next((around for around in names_around(name) if around in kinds), "")
 
 
 def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[Parameter]:
-    """Every parameter of the model once, as ranks would hold it."""
+    """Every parameter of the model once, with its layout."""
     named = dict(survey.model.named_parameters(remove_duplicate=False))
     ties = tied_parameters(survey.model)
     homes = {param: name for name, param in reversed(named.items())}
@@ -218,7 +218,7 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
 
 
 def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]:
-    """The heads of every attention of which the plan says where they are."""
+    """The heads of every attention that the plan describes."""
     for name, whole in resolve(survey.plan, survey.model, 1).attention.items():
         cut, counts = resolution.attention.get(name), (whole.query.length, whole.kv.length)
         ranks = tuple(zip(cut.query.widths, cut.kv.widths, strict=True)) if cut is not None else (counts,) * size
@@ -226,7 +226,7 @@ def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]
 
 
 def _whole_because(name: str, resolution: Resolution, size: int) -> str:
-    """Why every rank holds all of a parameter."""
+    """The reason why every rank holds all of a parameter."""
     strategy, rule = resolution.param_strategies.get(name), resolution.rule_names.get(name)
     if size == 1:
         return "there is one rank"
@@ -247,16 +247,15 @@ def _buffer_bytes(survey: Survey) -> int:
 
 
 def _sum(size: int, rows: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """Add up what each of `size` ranks holds."""
+    """The sum of each of `size` columns."""
     return tuple(map(sum, zip([0] * size, *rows, strict=True)))
 
 
 @contextmanager
 def _one_of_each(survey: Survey) -> Iterator[Mapping[str, str]]:
-    """Leave one layer of each kind in the model for as long as it lasts; yields {layer: the one that is left for it},
-    and "" for what is in no layer.
+    """Keep one layer of each kind in the model while the context lasts; yields {layer: the one that is kept for it}.
 
-    Layers are of one kind where their modules, parameters, rules and heads are.
+    The key "" stands for modules in no layer. Layers of one kind have like modules, parameters, rules and heads.
     """
     model = survey.model
     names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
@@ -286,7 +285,7 @@ def _one_of_each(survey: Survey) -> Iterator[Mapping[str, str]]:
 
 
 def _kind(survey: Survey, own: str, layer: nn.Module, rules: Mapping[str, list[int]]) -> object:
-    """What layers have in common that are cut alike."""
+    """The kind of a layer: layers of one kind are sharded alike."""
     params = dict(layer.named_parameters(remove_duplicate=False))
     names = [f"{own}.{name}".rstrip(".") for name in (*dict(layer.named_modules()), *params)]
     dtypes = [survey.dtypes.get(f"{own}.{name}", param.dtype) for name, param in params.items()]

@@ -1,4 +1,4 @@
-"""An outline as text: a tree of parameters in which layers that are alike, and ranks that agree, are folded."""
+"""Each rank's share of a model as text: a tree of parameters, in which like layers and ranks that agree are folded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ...anatomy.names import folded, layer_number
 from ...text import size, spans
-from .memory import Outline, Parameter
+from .memory import MemoryPlan, Parameter
 
 T = TypeVar("T")
 
@@ -21,12 +21,12 @@ class Node:
 
     children: dict[str, Node] = field(default_factory=dict)
     row: tuple[str, str, str] | None = None
-    """What is told of it: (in the whole model, on the ranks, how)."""
+    """Cells of its line: (in the unsharded model, on the ranks, strategy)."""
     is_whole: bool = False
-    """Whether it is a parameter that every rank holds all of, though there are several."""
+    """True for a parameter that each of several ranks holds all of."""
 
     def key(self) -> object:
-        """What nodes have in common that may be folded."""
+        """The key of a node; nodes of one key are folded."""
         return self.row, tuple((name, child.key()) for name, child in self.children.items())
 
 
@@ -40,46 +40,46 @@ class Line:
     is_whole: bool
 
 
-def tree(outline: Outline) -> list[Line]:
+def tree(planned: MemoryPlan) -> list[Line]:
     """The lines of the tree."""
     root = Node()
-    for parameter in outline.parameters:
+    for parameter in planned.parameters:
         node = _descend(root, parameter.name)
-        node.row = (shape(parameter.shape), _on_ranks(parameter, outline.size), _how(parameter))
-        node.is_whole = parameter.whole_because is not None and outline.size > 1
-    for heads in outline.heads:
+        node.row = (shape(parameter.shape), _on_ranks(parameter, planned.size), _how(parameter))
+        node.is_whole = parameter.whole_because is not None and planned.size > 1
+    for heads in planned.heads:
         on_ranks = [f"{query}/{kv} heads" for query, kv in heads.ranks]
         _descend(root, heads.name).row = ("{}/{} heads".format(*heads.whole), by_rank(on_ranks), "")
     return list(_lines(_folded(root), 0))
 
 
-def table(outline: Outline) -> list[tuple[str, ...]]:
-    """A row for the ranks that hold alike, below a row of titles: heads where all attention has as many, and bytes."""
-    held = zip(outline.parameter_bytes, outline.cache_bytes, outline.total_bytes, strict=True)
-    alike = {heads.ranks for heads in outline.heads}
-    heads = [f"{query}/{kv}" for query, kv in alike.pop()] if len(alike) == 1 else ["-"] * outline.size
+def table(planned: MemoryPlan) -> list[tuple[str, ...]]:
+    """A row of titles, then one for ranks that agree: heads, if all attention has as many, and bytes."""
+    held = zip(planned.parameter_bytes, planned.cache_bytes, planned.total_bytes, strict=True)
+    alike = {heads.ranks for heads in planned.heads}
+    heads = [f"{query}/{kv}" for query, kv in alike.pop()] if len(alike) == 1 else ["-"] * planned.size
     rows = [
-        (count, *map(size, (parameters, outline.buffer_bytes, cache, total)))
+        (count, *map(size, (parameters, planned.buffer_bytes, cache, total)))
         for count, (parameters, cache, total) in zip(heads, held, strict=True)
     ]
     titles = ("", "query/KV heads", "parameters", "buffers", "KV cache", "total")
     return [titles, *((f"{_ranks(ranks)}", *row) for row, ranks in _alike(rows).items())]
 
 
-def cache_lines(outline: Outline) -> list[str]:
-    """Which layers hold how many tokens."""
+def cache_lines(planned: MemoryPlan) -> list[str]:
+    """Lines of the KV cache: layers, and their tokens."""
     return [
         f"{pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {tokens} tokens"
-        for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in outline.cached).items()
+        for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in planned.cached).items()
         for tokens, names in by_tokens.items()
     ]
 
 
-def whole_lines(outline: Outline) -> list[str]:
-    """What every rank holds all of, by the reason."""
+def whole_lines(planned: MemoryPlan) -> list[str]:
+    """Lines of replicated parameters: bytes, number and reason."""
     counts: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
-    for parameter in outline.parameters:
+    for parameter in planned.parameters:
         if parameter.whole_because is not None:
             counts[parameter.whole_because] += 1
             nbytes[parameter.whole_because] += parameter.nbytes
@@ -92,7 +92,7 @@ def shape(lengths: Sequence[int]) -> str:
 
 
 def by_rank(values: Sequence[str]) -> str:
-    """What each rank has; told once where all agree."""
+    """Each rank's value, in ranks that agree; alone if all do."""
     alike = _alike(values)
     if len(alike) == 1:
         return values[0]
@@ -112,7 +112,7 @@ def _alike(values: Iterable[T]) -> dict[T, list[int]]:
 
 
 def _descend(root: Node, name: str) -> Node:
-    """The node of a module or parameter; those above it are made on the way."""
+    """The node of a module or parameter; nodes above it are made if needed."""
     for step in name.split("."):
         root = root.children.setdefault(step, Node())
     return root
@@ -123,7 +123,7 @@ def _on_ranks(parameter: Parameter, ranks: int) -> str:
 
 
 def _how(parameter: Parameter) -> str:
-    """How a parameter is cut, or why it is not, and what else there is to know."""
+    """The strategy of a parameter, or the reason why it is replicated; shared parts and tied names."""
     words = [f"whole: {parameter.whole_because}" if parameter.whole_because else str(parameter.strategy)]
     if parameter.layout is not None and (holders := parameter.layout.split.holders):
         words.append(f"some of it on {' or '.join(sorted({str(len(ranks)) for ranks in holders}))} ranks at once")
@@ -133,7 +133,7 @@ def _how(parameter: Parameter) -> str:
 
 
 def _folded(node: Node) -> Node:
-    """The same tree with numbered children that are alike folded into one, whose label tells their numbers."""
+    """The same tree, in which like children with numbers are one, labelled with their numbers."""
     kinds: dict[object, tuple[Node, list[str]]] = {}
     for name, child in node.children.items():
         folded = _folded(child)
@@ -148,7 +148,7 @@ def _folded(node: Node) -> Node:
 def _lines(node: Node, depth: int) -> Iterator[Line]:
     for name, child in node.children.items():
         label = name
-        while child.row is None and len(child.children) == 1:  # nothing to tell of it, and nothing beside what is in it
+        while child.row is None and len(child.children) == 1:  # an only child
             ((step, child),) = child.children.items()
             label = f"{label}.{step}"
         if child.row is None and child.children and all(re.fullmatch(r"[\d, -]+", step) for step in child.children):

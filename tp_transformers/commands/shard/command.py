@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ...text import size
-from .offline import shard_checkpoint
-
 SUMMARY = "cut a checkpoint for N ranks, one file a rank, in this process alone and piece by piece"
 EXAMPLE = "tp-transformers shard Qwen/Qwen3-8B sharded --tp-size 4"
 
@@ -33,6 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the files, and say what they are."""
+    from ...text import size
+    from .offline import shard_checkpoint
+
     where = {} if arguments.revision is None else {"revision": arguments.revision}
     manifest = shard_checkpoint(
         arguments.model,

@@ -1,8 +1,8 @@
-"""A checkpoint -> what `save_sharded` writes on N ranks, in one process and without those ranks.
+"""The files that `save_sharded` writes on N ranks, made by one process without those ranks.
 
-transformers does its part as for a load: config, dtype, names, conversions. In place of the load, every parameter is
-cut as each rank would cut it, and each piece goes straight into the file of its rank. In memory is one piece at a time;
-of a checkpoint on the Hub, one parameter, so that every byte is fetched once.
+transformers does its part as for a load: config, dtype, names, conversions. Then every parameter is sharded as each
+rank would shard it, and each shard goes into the file of its rank. One shard is in memory at a time; one parameter for
+a checkpoint on the Hub, so that every byte is fetched once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ...loading.request import LoadRequest, express, leaves, open_checkpoint
 from ...model.parallelize import parallelize
 from ...plans.bind import Resolution
 from ...plans.rules import Plan
-from ...ranks.mesh import TensorParallelGroup
+from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor, Resident
 from ...strategies import whole_like
@@ -61,7 +61,7 @@ _COMPANIONS = (
     "processor_config.json",
     "preprocessor_config.json",
 )
-"""Files beside the weights that the tokenizer and the processor are made of."""
+"""Files of the tokenizer and the processor."""
 
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 """Arguments of `from_pretrained` that say where files are."""
@@ -72,7 +72,7 @@ _COMPARED = 16 << 20
 
 @dataclass(frozen=True)
 class AbsentRanks(TensorParallelGroup):
-    """Ranks that are not there, seen from the first: each would say what this one says."""
+    """A group whose other ranks do not exist: each would send what this one sends."""
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` as often as there are ranks."""
@@ -88,19 +88,19 @@ def shard_checkpoint(
     show_progress: bool = False,
     **arguments: Any,
 ) -> Manifest:
-    """Write what `save_sharded(folder)` writes on `size` ranks that have loaded `name`, and the tokenizer's files.
+    """Write the files of `save_sharded(folder)` on `size` ranks that have loaded `name`, and the tokenizer's.
 
     Args:
         name: a folder, or a name on the Hub.
-        folder: where to; it may hold an earlier save, which stays what it is until this one is complete.
+        folder: the destination; an earlier save in it stays valid until this one is complete.
         size: the number of ranks.
-        plan: what `from_pretrained` takes as `tp_plan`.
-        show_progress: whether to draw a bar on stderr.
+        plan: `tp_plan` of `from_pretrained`.
+        show_progress: True for a progress bar on stderr.
         **arguments: others of `from_pretrained`: dtype, revision, subfolder, token, tp_stream, ...
 
     Raises:
-        UsageError: where `name` is no model that can be found, or `size` no number of ranks.
-        PlanError: where the plan does not fit.
+        UsageError: if no model `name` is found, or `size` is not positive.
+        PlanError: if the plan does not fit.
         CheckpointError: on files that are missing or damaged, and on weights that a load would initialise.
     """
     if size < 1:
@@ -127,7 +127,7 @@ def shard_checkpoint(
 
 
 class _Work:
-    """What stands in for a load; afterwards `files` are complete, and the model is as if rank 0 had loaded it."""
+    """Takes the place of a load; afterwards `files` are complete, and the model is as if rank 0 had loaded it."""
 
     def __init__(self, folder: Path, size: int, show_progress: bool) -> None:
         self.folder, self.size, self.show_progress = folder, size, show_progress
@@ -145,7 +145,7 @@ class _Work:
         dtype_of = dtype_policy(request.dtype_plan)
         dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in whole.items()}
         with open_checkpoint(request, rank=0) as checkpoint:
-            # 1. What every parameter is, and what of it each rank would hold.
+            # 1. Every parameter: its expression, layout and dtype.
             conversion, mismatched = express(model, checkpoint, whole, request)
             values = {
                 name: _Value(value, resolution.layouts.get(name), dtypes[name], request, checkpoint, self.one)
@@ -158,7 +158,7 @@ class _Work:
             with ExitStack() as stack:
                 make_folder(self.folder)
                 writers = [
-                    stack.enter_context(closing(open_writer(path, _outlines(kept, rank), save=self.save, rank=rank)))
+                    stack.enter_context(closing(open_writer(path, _shards(kept, rank), save=self.save, rank=rank)))
                     for rank, (_, path) in enumerate(self.paths)
                 ]
                 with self._progress(sum(writer.size for writer in writers)) as done:
@@ -174,7 +174,7 @@ class _Work:
         for (path, temporary), writer in zip(self.paths, writers, strict=True):
             put_in_place(temporary, path)
             self.files.append(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
-        for name, tensor in _outlines(values, 0).items():
+        for name, tensor in _shards(values, 0).items():
             place(model, name, tensor)
         missing = whole.keys() - values.keys()  # tied: transformers does that
         for name in missing:
@@ -200,18 +200,18 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Value:
-    """A whole parameter or buffer, lazily, and how it is cut."""
+    """A parameter or buffer, not read yet, and its layout."""
 
     tensor: LazyTensor
     layout: Layout | None
     dtype: torch.dtype
-    """That in which ranks hold it."""
+    """Dtype on the ranks."""
     request: LoadRequest
     checkpoint: Checkpoint
     group: TensorParallelGroup
 
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """What each of `size` ranks holds, read when it is asked for."""
+        """The shard of each of `size` ranks, read when it is asked for."""
         is_read_once = self.layout is None or self.request.shared
         source: LazyTensor = Resident(self.read(self.tensor)) if is_read_once else self.tensor
         for rank in range(size):
@@ -221,7 +221,7 @@ class _Value:
                 yield self.read(source.select(self.layout.dim, self.layout.split.ranges[rank]))
 
     def read(self, tensor: LazyTensor) -> torch.Tensor:
-        """The values of `tensor`, which is a part of this one."""
+        """The values of `tensor`, a part of this one."""
         value = torch.empty(tensor.shape, dtype=self.dtype)
         stored, others = leaves({"": tensor}, {"": value})
         read([each for each in stored if not each.tensor.source.is_remote], threads=self.group.threads)
@@ -233,7 +233,7 @@ class _Value:
         return value
 
     def is_same(self, other: _Value) -> bool:
-        """Whether the values are those of `other`; some rows of both are in memory at a time."""
+        """True if the values are those of `other`; some rows of both are in memory at a time."""
         if (self.tensor.shape, self.dtype) != (other.tensor.shape, other.dtype):
             return False
         rows = max(len(self.tensor) * _COMPARED // max(self.tensor.nbytes, 1), 1)
@@ -244,8 +244,8 @@ class _Value:
         )
 
 
-def _outlines(values: Mapping[str, _Value], rank: int) -> dict[str, torch.Tensor]:
-    """Meta tensors of what `rank` holds."""
+def _shards(values: Mapping[str, _Value], rank: int) -> dict[str, torch.Tensor]:
+    """The shards of `rank`, on the meta device."""
     return {
         name: torch.empty(
             value.tensor.shape if value.layout is None else value.layout.local_shape(value.tensor.shape, rank),
@@ -257,7 +257,7 @@ def _outlines(values: Mapping[str, _Value], rank: int) -> dict[str, torch.Tensor
 
 
 def _settle_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
-    """Keep one of those that are tied, under the name that a save gives it."""
+    """Keep one of tied parameters, under the name that a save gives it."""
     for name in tie(model, values, lambda target, source: values[target].is_same(values[source]), say=True):
         del values[name]
     for target, source in tied_parameters(model).items():

@@ -1,4 +1,4 @@
-"""Which features of attention's projections are queries, keys and values of which head: by what reaches what.
+"""Roles of the features of attention's projections (query, key, value, and head), from the features they reach.
 
 In the input of the output projection, a query feature reaches its own head, for its own token; a key feature all heads
 of its group, for other tokens too; a value feature one feature of every head of its group.
@@ -15,13 +15,13 @@ from torch import Tensor
 from .reach import Link
 
 
-class Refused(Exception):  # noqa: N818 - no error: what is not understood stays whole
-    """Why a block is not cut."""
+class Refused(Exception):  # noqa: N818 - no error: such a block is replicated
+    """The reason why a block is replicated."""
 
 
 @dataclass
 class Roles:
-    """The roles of the modules that feed an output projection; see the module `plan`."""
+    """The roles of the modules that feed an output projection, as a plan's attention names them."""
 
     query: int
     """Query heads."""
@@ -30,21 +30,21 @@ class Roles:
     head_dim: int
     """Features of a head in the output projection's input."""
     by_module: dict[str, str] = field(default_factory=dict)
-    """Module -> its role; "latent" for what makes the rotary key of latent attention."""
+    """Module -> its role; "latent" for the projection to the rotary key of latent attention."""
     parts: tuple[str, ...] = ()
     """The parts of a fused projection, in order."""
     shared: set[str] = field(default_factory=set)
-    """What else the modules may feed: the projection from the latent."""
+    """Other modules that these may feed: the projection from the latent."""
 
 
 Unit = tuple[str, int]
-"""What a feature is ("query", "key", "value" or "gate"), and of which head or KV group; group -1 is all of several."""
+"""Kind of a feature ("query", "key", "value" or "gate"), and its head or KV group; group -1 is all of several."""
 
 
 def attention_roles(consumer: str, links: Mapping[str, Link], embeddings: set[str]) -> Roles:
     """The roles of `links`' modules, which feed the output projection `consumer`.
 
-    Raises Refused where they are not those of attention that a plan can name.
+    Raises Refused if a plan cannot name such attention.
     """
     heads = _heads(links)
     roles = Roles(len(heads), 0, len(heads[0]))
@@ -74,16 +74,14 @@ def attention_roles(consumer: str, links: Mapping[str, Link], embeddings: set[st
 
 
 ENOUGH = 16
-"""Features that have to be seen in their places before the others are taken to be in theirs."""
+"""Least number of features seen in order; the others are then taken to be in order too."""
 _COMPLETE = ({"query", "key", "value"}, {"fused"}, {"interleaved"}, {"query", "key_value"})
 
 
 def feature_order(made: Sequence[int | None], width: int) -> tuple[str, int]:
-    """How the features that indices make are stored: ("in order" or "alternating", how many times each).
+    """The order of the features that indices make: ("in order" or "alternating", how many times each).
 
-    None stands for an index that made nothing, since its activation was zero.
-
-    Raises Refused where they are in another order.
+    None stands for an index that made nothing, since its activation was zero. Raises Refused for another order.
     """
     times = len(made) // width
     in_order = list(range(width)) * times
@@ -96,7 +94,7 @@ def feature_order(made: Sequence[int | None], width: int) -> tuple[str, int]:
 
 
 def _heads(links: Mapping[str, Link]) -> list[tuple[int, ...]]:
-    """The features of every query head. Raises Refused where there are no queries, or heads of different widths."""
+    """The features of every query head. Raises Refused without queries, or if widths of heads differ."""
     found = {
         tuple(row.nonzero().flatten().tolist())
         for link in links.values()
@@ -113,7 +111,7 @@ def _heads(links: Mapping[str, Link]) -> list[tuple[int, ...]]:
 
 
 def _rows(name: str, link: Link, head_dim: int) -> list[tuple[str, tuple[int, ...]]]:
-    """What every output feature is, and the heads that it reaches."""
+    """The kind of every output feature, and the heads that it reaches."""
     rows = []
     for row, mixes in zip(link.reaches, link.mixes, strict=True):
         touched = tuple(sorted({int(feature) // head_dim for feature in row.nonzero().flatten()}))
@@ -137,7 +135,7 @@ def _unit(kind: str, touched: tuple[int, ...], groups: list[tuple[int, ...]]) ->
 
 
 def _role(name: str, sequence: list[Unit], roles: Roles, is_embedding: bool) -> str:
-    """The role of one module. Raises Refused where no role stands for what it makes."""
+    """The role of one module. Raises Refused if there is none for its features."""
     kinds = {kind for kind, _ in sequence}
     if is_embedding and [head for _, head in sequence] == list(range(roles.query)):
         return "with_query"
@@ -168,7 +166,7 @@ def _role(name: str, sequence: list[Unit], roles: Roles, is_embedding: bool) -> 
 
 
 def _in_order(heads: list[int], count: int) -> bool:
-    """Whether features belong to heads 0, 1, ... of as many features each."""
+    """True if the features belong to heads 0, 1, ... of equal width."""
     each = len(heads) // count
     return heads == [head for head in range(count) for _ in range(each)]
 

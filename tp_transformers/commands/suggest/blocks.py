@@ -1,8 +1,8 @@
-"""What is cut together: blocks of linears, experts and embeddings, by what reaches what in a small model.
+"""Blocks of linears, experts and embeddings that are sharded together, from the flow of features in a small model.
 
-A linear can be cut along its input features, and those that feed it along their output features, if every feature of
-theirs reaches only features that stay together: one feature (an MLP), or a head or KV group (attention). Names are
-asked only for what gradients cannot tell.
+A linear can be sharded along its input features, and the linears that feed it along their output features, if every
+feature of theirs reaches only features that stay together: one feature (an MLP), or a head or KV group (attention).
+Names decide only where gradients cannot.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .experts import Feeds
 from .reach import Flow
 
 BIASES = ("alibi", "position_bias", "attention_mask")
-"""The keyword arguments by which attention may be given biases of all heads, which the strategy `alibi` cuts."""
+"""Keyword arguments of attention that may be biases of all heads, which the strategy `alibi` slices."""
 
 
 @dataclass
 class Block:
-    """What is cut together: the rules of one kind of attention, MLP, experts, or of the vocabulary."""
+    """Rules of modules that are sharded together: one kind of attention, MLP, experts, or the vocabulary."""
 
     kind: str
     name: str
@@ -36,20 +36,20 @@ class Block:
     rules: dict[str, Any] = field(default_factory=dict)
     """Folded name in the full model -> the rule, as in YAML."""
     roles: dict[str, list[str]] = field(default_factory=dict)
-    """Of attention: role -> children."""
+    """Role -> children, for attention."""
     heads: tuple[int, int] | None = None
-    """Of attention: query and KV heads, in the small model."""
+    """Query and KV heads of attention in the small model."""
     remarks: dict[str, str] = field(default_factory=dict)
-    """Folded name -> what is not sure about its rule, and why."""
+    """Folded name -> assumption that its rule rests on."""
 
 
 def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> tuple[list[Block], dict[str, str]]:
-    """The blocks of an architecture that can be cut, and what cannot, with the reason.
+    """The blocks of an architecture that can be sharded, and the reasons why others cannot.
 
     Args:
         small: a small model of it.
-        flow: what reaches what in that.
-        model: the whole model, on the meta device.
+        flow: the flow of features in that.
+        model: the full model on the meta device.
     """
     whole: dict[str, str] = {}
     blocks = [*_linears(small, flow, whole), *_experts(small, model, flow, whole), *_vocabulary(model)]
@@ -68,7 +68,7 @@ def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> t
 
 
 def _linears(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
-    """Attention and MLPs: linears whose input features can be cut, with those that feed them."""
+    """Attention and MLPs: linears whose input features can be sharded, with the linears that feed them."""
     modules = {fold_lists(model, name): module for name, module in model.named_modules()}
     params = {fold_lists(model, name): param for name, param in model.named_parameters()}
     blocks = []
@@ -133,7 +133,7 @@ _ROLE_ORDER = ["query", "fused", "interleaved", "key", "key_value", "value", "ou
 
 
 def _has_heads(key: str, shape: tuple[int, ...], heads: int) -> bool:
-    """Whether an argument of attention has something for every head."""
+    """True if an argument of attention has values for every head."""
     if key == "alibi":
         return True
     if key == "position_bias":
@@ -149,7 +149,7 @@ def _between_heads(
     params: Mapping[str, nn.Parameter],
     roles: Roles,
 ) -> None:
-    """The rule of a parameter that stands between the projections of attention. Raises Refused where there is none."""
+    """Add the rule of a parameter between the projections of attention. Raises Refused if there is none."""
     shape, owner = tuple(params[name].shape), name.rpartition(".")[0]
     source = flow.norms.get(owner)
     role = roles.by_module.get(source, "") if source is not None else ""
@@ -210,7 +210,7 @@ def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Ma
 
 
 def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
-    """Merged experts: every expert is cut."""
+    """Merged experts: every expert is sharded."""
     blocks = []
     shapes = {fold_lists(model, name): param for name, param in model.named_parameters()}
     modules = {fold_lists(meta, name): module for name, module in meta.named_modules()}
@@ -236,7 +236,7 @@ def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: d
 
 
 def _stack(block: Block, count: int, module: nn.Module) -> None:
-    """The rules of experts whose matrices stand one below the other."""
+    """Add the rules of experts that are stacked as (experts * features, hidden)."""
     widths: set[str] = set()
     for own, param in module.named_parameters():
         name = f"{block.name}.{own}"
@@ -263,7 +263,7 @@ def _expert_rule(feed: Feeds, ndim: int, block: Block, name: str) -> Any:
 
 
 def _vocabulary(model: PreTrainedModel) -> list[Block]:
-    """The embedding of the vocabulary, what is tied to it, and the head, all cut along the vocabulary."""
+    """The embedding, embeddings tied to it, and the head, all sharded along the vocabulary."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding):
         return []
@@ -277,7 +277,7 @@ def _vocabulary(model: PreTrainedModel) -> list[Block]:
 
 
 def _apart(blocks: Iterable[Block], whole: dict[str, str]) -> list[Block]:
-    """Blocks that share no rule: attention comes first."""
+    """Blocks that share no rule; attention has precedence."""
     kept: list[Block] = []
     taken: set[str] = set()
     for block in sorted(blocks, key=lambda block: ("attention", "experts", "mlp", "vocabulary").index(block.kind)):

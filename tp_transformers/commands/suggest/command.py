@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-
-import transformers
-from transformers.utils import logging
+from typing import TYPE_CHECKING
 
 from ...errors import UsageError, describe
-from ...plans.catalogue import available_plans
-from ...plans.rules import Plan
-from ...plans.shares import shares
-from ..verify.command import told
-from ..verify.verify import Verdict, read_config
-from .suggestion import Suggestion, prove, suggest
+from ..verify.command import summary
+
+if TYPE_CHECKING:
+    from ..verify.verify import Verdict
+    from .suggestion import Suggestion
 
 SUMMARY = "write a plan for an architecture that has none: inferred from a small model of it, and proven"
 EXAMPLE = "tp-transformers suggest mosaicml/mpt-7b mpt.yaml"
@@ -31,7 +28,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the plan and say what it does; returns 1 where nothing is cut, or it is not proven."""
+    """Write the plan and report on it; returns 1 if it shards nothing, or is not proven."""
+    from transformers.utils import logging
+
+    from ...plans.catalogue import available_plans
+    from ...plans.rules import Plan
+    from ..verify.verify import read_config
+    from .suggestion import prove, suggest
+
     out, size = arguments.out, arguments.tp_size
     if size < 2:
         raise UsageError(describe("--tp-size", got=str(size), expected="2 or more", fix="Give a number of ranks."))
@@ -50,13 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     out.write_text(suggestion.text(_proven(size, verdict)), encoding="utf-8")
     Plan.from_yaml(out)
     print("\n".join(_report(suggestion, size)))
-    print(told(verdict) if verdict is not None else "not verified")
+    print(summary(verdict) if verdict is not None else "not verified")
     print(f"wrote {out}")
     return 0 if suggestion.blocks and (verdict is None or verdict.ok) else 1
 
 
 def _proven(size: int, verdict: Verdict | None) -> str:
-    """What the plan's header says of its proof."""
+    """The result of the proof, for the plan's header."""
     if verdict is None:
         return "Not verified."
     if not verdict.ok:
@@ -65,7 +69,11 @@ def _proven(size: int, verdict: Verdict | None) -> str:
 
 
 def _report(suggestion: Suggestion, size: int) -> list[str]:
-    """What is cut, what stays whole and why, and what each rank holds."""
+    """Lines about sharded blocks, replicated modules with reasons, and each rank's share of the bytes."""
+    import transformers
+
+    from ...plans.shares import shares
+
     resolution = suggestion.resolve(size)
     config = suggestion.model.config
     lines = [f"{config.model_type}, {type(suggestion.model).__name__}, transformers {transformers.__version__}"]

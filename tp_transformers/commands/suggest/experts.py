@@ -1,6 +1,6 @@
-"""How the parameters of merged experts fit together: which slices make the features that others take.
+"""Matching of the parameters of merged experts: slices of one that make the features another takes.
 
-A feature that is changed in what makes it changes one slice of the gradient of what takes it, and no other.
+A change to the slice that makes a feature changes one slice of the gradient of the parameter that takes it.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch import Tensor, nn
 from ...anatomy.linears import stacked_experts
 
 TRIED = 32
-"""Indices of an experts' parameter that are tried, along each dim."""
+"""Indices that are tried along each dim of a parameter."""
 ROWS = 2
-"""Tokens that merged experts are tried with: the time goes by how many experts they take."""
+"""Tokens that merged experts are run with; the time grows with the number of experts they take."""
 
 
 @dataclass(frozen=True)
 class Feeds:
-    """Which indices of one experts' parameter, along `dim`, are the features that their down projection takes."""
+    """The features of the down projection that the indices of one parameter along `dim` make."""
 
     dim: int
     features: tuple[int | None, ...]
-    """For every index along `dim`, the feature that it makes; None where that was not seen."""
+    """Feature that each index along `dim` makes; None if none was seen."""
     width: int
-    """How many features there are."""
+    """Number of features."""
 
 
 def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]:
-    """How the parameters of merged experts fit together.
+    """{parameter: the features it makes or takes}, for merged experts.
 
-    The matrix of which one slice along a dim changes, whatever is changed elsewhere, is the down projection. Where
-    there is none, the result is empty. `args` and `kwargs` are those of the module's forward.
+    The down projection is the matrix whose gradient changes in one slice along a dim, for each change of another
+    parameter. The result is empty without one. `args` and `kwargs` are those of the module's forward.
     """
     params = {name: param.detach().double() for name, param in module.named_parameters()}
     is_stacked = stacked_experts(module) > 0

@@ -1,7 +1,7 @@
-"""Which features reach which: a small model is run once, and gradients tell what every linear's input depends on.
+"""The flow of features between linears: a small model is run once, and gradients show what each input depends on.
 
-The output of every linear and embedding is cut off from its past, so that the gradient of one input feature of a linear
-ends at the linears that feed it directly: `Link.reaches` is exact, since what does not depend has a gradient of zero.
+The output of every linear and embedding is detached from its past, so that the gradient of one input feature of a
+linear ends at the linears that feed it directly. `Link.reaches` is exact: without a dependence the gradient is zero.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import ModelOutput
+from transformers.utils import ModelOutput
 
 from ...anatomy.linears import features, holds_experts, stacked_experts
 from ...anatomy.names import fold_lists
@@ -26,45 +26,45 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Link:
-    """How the output features of one module reach the input features of a linear, with no linear between."""
+    """Paths from the output features of one module to the input features of a linear, with no linear between."""
 
     reaches: Tensor
     """bool (output features, input features)."""
     mixes: Tensor
-    """bool (output features): whether what they are for one token reaches another token, as keys and values do."""
+    """bool (output features): True if its value for one token reaches another token, as keys and values do."""
 
     @property
     def is_dense(self) -> bool:
-        """Whether most features reach most: a residual stream with a norm, say."""
+        """True if most features reach most, as through a residual stream with a norm."""
         return bool(self.reaches.float().mean() > 0.9) and min(self.reaches.shape) > 1
 
 
 @dataclass
 class Flow:
-    """What reaches what in a model; names are folded."""
+    """The flow of features in a model; names are folded."""
 
     links: dict[str, dict[str, Link]] = field(default_factory=dict)
     """Linear -> the modules that feed it."""
     between: dict[str, set[str]] = field(default_factory=dict)
-    """Linear -> the parameters, not of linears or embeddings, that stand between those and it."""
+    """Linear -> parameters between it and the modules that feed it."""
     tangled: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
-    """Linear that was not looked into -> (a convolution's or like parameter that stands before it, what feeds it)."""
+    """Linear that was not examined -> (parameter of a convolution or the like before it, modules that feed it)."""
     readers: dict[str, set[str]] = field(default_factory=dict)
     """Module -> the linears that it feeds; "" for the model's output."""
     norms: dict[str, str] = field(default_factory=dict)
-    """Norm -> the module whose output alone it norms, which the links look through."""
+    """Norm -> the module whose output it normalises; links ignore its mean."""
     biased: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Module -> its keyword arguments that are tensors, and their shapes."""
+    """Module -> shapes of its keyword arguments that are tensors."""
     experts: dict[str, dict[str, Feeds]] = field(default_factory=dict)
-    """Module of merged experts -> its parameters, and what they are to the widest one's partner."""
+    """Module of merged experts -> its parameters and the features they make or take."""
     outside: set[str] = field(default_factory=set)
-    """Modules whose parameters are read while another one's forward runs, so that they have to be plain tensors."""
+    """Modules whose parameters another module's forward reads, so that they have to be plain tensors."""
     ran: set[str] = field(default_factory=set)
     """The linears, embeddings and experts that ran."""
 
 
 def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
-    """Run a model once, and see what reaches what."""
+    """Run a model once, and return its flow."""
     flow = Flow(outside=_read_outside(model, run))
     seen = _Seen(model, flow)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -82,7 +82,7 @@ def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
 
 
 class _Seen:
-    """Hooks on a model, and what they saw while it ran."""
+    """Hooks on a model, and their records."""
 
     def __init__(self, model: PreTrainedModel, flow: Flow) -> None:
         self.flow = flow
@@ -113,7 +113,7 @@ class _Seen:
             handle.remove()
 
     def first_inputs(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the linears of one folded name, the input of the first that ran and was fed by anything."""
+        """(name, input) of the first linear of each folded name whose input depends on any module."""
         done = set()
         for name, x in self.inputs:
             if name not in done and x.requires_grad:
@@ -129,7 +129,7 @@ class _Seen:
             if not isinstance(output, Tensor):  # a router
                 return None
             leaf = output.detach().requires_grad_()
-            copied = leaf.clone()  # which may be worked on in place
+            copied = leaf.clone()  # the model may change it in place
             self.leaves.append((name, leaf))
             self.outputs[copied.untyped_storage().data_ptr()] = (name, copied)
             return copied
@@ -163,7 +163,7 @@ class _Seen:
 
 
 def _trace(seen: _Seen, flow: Flow, consumer: str, x: Tensor) -> None:
-    """What feeds one linear, feature by feature."""
+    """Find the links to one linear, feature by feature."""
     flat = x.reshape(-1, x.shape[-1])
     tensors = [leaf for _, leaf in seen.leaves]
     noise = torch.randn_like(flat)
@@ -193,9 +193,9 @@ def _trace(seen: _Seen, flow: Flow, consumer: str, x: Tensor) -> None:
 
 
 def _features(flat: Tensor, noise: Tensor, sources: list[Tensor], count: int | None = None) -> list[Tensor]:
-    """Which features of which tokens every feature of `flat: (rows, n)`, or the first, depends on.
+    """Gradients (n, tokens, features) of every feature of `flat: (rows, n)`, or of the first `count`, for each source.
 
-    Returns gradients (n, tokens, features) for each source.
+    They are zero where a feature does not depend on the source's.
     """
     each = torch.diag_embed(noise).transpose(0, 1)[:count]  # (n, rows, n)
     parts = [
@@ -205,7 +205,7 @@ def _features(flat: Tensor, noise: Tensor, sources: list[Tensor], count: int | N
 
 
 def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
-    """Which linears, or the output, every module feeds."""
+    """Find the linears that every module feeds, and the modules that feed the output."""
     tensors = [leaf for _, leaf in seen.leaves]
     values = output.values() if isinstance(output, ModelOutput | dict) else output
     ends = [("", value) for value in values if isinstance(value, Tensor) and value.requires_grad]
@@ -218,7 +218,7 @@ def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
 
 
 class _Watched(nn.Parameter):
-    """A parameter that remembers whether anything was computed with it."""
+    """A parameter that records if anything is computed with it."""
 
     is_read = False
 

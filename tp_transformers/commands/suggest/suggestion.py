@@ -1,6 +1,6 @@
 """A plan for an architecture that has none: inferred from a small model of it, checked, and written as YAML.
 
-What is not understood stays whole, and so does what `resolve` refuses or `verify` finds wrong; the plan says why.
+Blocks that are not understood, that `resolve` refuses or that `verify` finds wrong are replicated; the plan says why.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ import transformers
 import yaml
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.classes import generating_class, without_memory
+from ...anatomy.classes import generating_class
 from ...anatomy.names import base_prefix, fold_layers, fold_lists
 from ...errors import PlanError, TensorParallelError
 from ...plans.bind import Resolution, resolve
 from ...plans.heads import AttentionHeads
 from ...plans.rules import Plan
 from ..verify import small_model as probe
-from ..verify.small_config import shrink, supported
+from ..verify.small_config import meta_model, shrink, supported
 from ..verify.verify import Verdict, verify
 from .blocks import Block, find_blocks
 from .reach import Flow, flow_of
 
 TRIES = 4
-"""How often a plan that is found wrong is tried again with a block less, before everything stays whole."""
+"""Number of tries with one block less after a plan is found wrong; then everything is replicated."""
 WIDTH = 120
 """Columns of the YAML."""
 
 
 @dataclass
 class Suggestion:
-    """A proposed plan: what is cut, what stays whole, and why."""
+    """A proposed plan, with reasons for replicated modules."""
 
     model: PreTrainedModel
-    """The whole model, on the meta device."""
+    """The full model on the meta device."""
     blocks: list[Block]
     reasons: dict[str, str]
-    """Folded names of modules whose parameters every rank holds -> why, where that does not go without saying."""
+    """Folded name of a replicated module -> reason, if that is not obvious."""
     plain: set[str] = field(default_factory=set)
-    """Modules whose parameters something else computes with, so that they are held as plain tensors."""
+    """Modules whose parameters other modules compute with, so that they are plain tensors."""
 
     @property
     def whole(self) -> dict[str, str]:
-        """The reasons for what no block cuts."""
+        """The reasons for modules that no block shards."""
         cut = {name for block in self.blocks for name in block.rules}
         return {name: why for name, why in self.reasons.items() if name not in cut}
 
@@ -57,12 +57,12 @@ class Suggestion:
         return Plan.parse(self.data(), source="suggested")
 
     def without(self, block: Block, why: str) -> Suggestion:
-        """The same with a block held whole."""
+        """The same with a block replicated."""
         reasons = {**self.reasons, **dict.fromkeys(block.rules, why)}
         return replace(self, blocks=[other for other in self.blocks if other is not block], reasons=reasons)
 
     def resolve(self, size: int, model: PreTrainedModel | None = None) -> Resolution:
-        """Bind the plan. Raises PlanError where it does not fit."""
+        """Bind the plan. Raises PlanError if it does not fit."""
         return resolve(self.plan, model or self.model, size)
 
     def data(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Suggestion:
         return {key: value for key, value in sections.items() if value}
 
     def text(self, verdict: str) -> str:
-        """The plan as commented YAML; `verdict` is what was proven of it."""
+        """The plan as commented YAML; `verdict` is the result of its proof."""
         config = self.model.config
         page = type(config).__module__.split(".")[-2]
         header = (
@@ -107,14 +107,14 @@ class Suggestion:
         return "\n".join([*lines, ""])
 
     def relative(self, name: str) -> str | None:
-        """A name in the base model; None where it is outside."""
+        """A name in the base model; None if it is outside."""
         prefix = base_prefix(self.model)
         if not prefix:
             return name
         return name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else None
 
     def suspects(self, message: str) -> list[Block]:
-        """The blocks, those first that a message of what is wrong names first, then those with most remarks."""
+        """The blocks in the order in which an error message names them, then by their number of remarks."""
 
         message = fold_layers(message)
 
@@ -125,12 +125,12 @@ class Suggestion:
         return sorted(self.blocks, key=rank)
 
     def _spellings(self, block: Block) -> set[str]:
-        """The names by which a message may mean a block."""
+        """The names of a block in messages."""
         names = {block.name, *block.rules} - {""}
         return names | {inside for name in names if (inside := self.relative(name))}
 
     def _rules(self) -> dict[str, Any]:
-        """The rule of everything, in the model's order: what is cut, and every other module with parameters."""
+        """The rule of every module with parameters, in the model's order."""
         cut = {name: rule for block in self.blocks for name, rule in block.rules.items()}
         rules: dict[str, Any] = {}
         for name, module in self.model.named_modules():
@@ -145,9 +145,9 @@ class Suggestion:
 def suggest(config: PretrainedConfig, *, size: int = 2) -> Suggestion:
     """A plan for the architecture of a config, which fits its model on `size` ranks.
 
-    Raises UnsupportedError where the config makes no model, or no small one of its kind runs.
+    Raises UnsupportedError if the config makes no model, or its small model does not run.
     """
-    model = _outline(config)
+    model = meta_model(generating_class(config), config)
     small, flow = _observe(config)
     blocks, reasons = find_blocks(small, flow, model)
     return _settle(_settle(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size)
@@ -161,15 +161,15 @@ def prove(
     check: Callable[..., list[Verdict]] = verify,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[Suggestion, Verdict]:
-    """A suggestion that computes what one process does, and the verdict on it.
+    """A suggestion that verify proves, and its verdict.
 
-    Blocks that the verdict names are held whole, one after the other; after TRIES of them everything is.
+    Blocks that a verdict names are replicated one by one; after TRIES of them everything is.
 
     Args:
-        suggestion: what to try first.
+        suggestion: the first one to try.
         config: the architecture's.
         size: number of ranks.
-        check: what is asked, as `verify`.
+        check: a function like `verify`.
         tell: called with a line about every try that failed.
     """
     for tried in range(TRIES + 1):
@@ -189,7 +189,7 @@ def prove(
 
 
 def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
-    """Hold blocks whole until `resolve` accepts the plan, and reads the same heads as were seen."""
+    """Replicate blocks until `resolve` accepts the plan and counts the heads that were seen."""
     while True:
         try:
             resolution = suggestion.resolve(size, model)
@@ -218,7 +218,7 @@ def _misread(block: Block, by_name: Mapping[str, AttentionHeads]) -> bool:
 
 
 def _observe(config: PretrainedConfig) -> tuple[PreTrainedModel, Flow]:
-    """A small random model of the config's kind, and what reaches what in it."""
+    """A small random model of the config's architecture, and its flow."""
     small = shrink(config)
     for owner in (small, *(getattr(small, name, None) for name in small.sub_configs)):
         if hasattr(owner, "use_cache"):
@@ -231,12 +231,6 @@ def _observe(config: PretrainedConfig) -> tuple[PreTrainedModel, Flow]:
         return model, flow_of(model, lambda: model(**question))
 
 
-def _outline(config: PretrainedConfig) -> PreTrainedModel:
-    """The whole model of a config, without values. Raises UnsupportedError where the config makes none."""
-    with supported(f"a {config.model_type} of this config"):
-        return without_memory(generating_class(config), config)
-
-
 def _comment(text: str, indent: int = 0) -> list[str]:
     return textwrap.wrap(
         text, WIDTH - indent, initial_indent=" " * indent + "# ", subsequent_indent=" " * indent + "# "
@@ -244,7 +238,7 @@ def _comment(text: str, indent: int = 0) -> list[str]:
 
 
 def _line(name: str, rule: Any) -> list[str]:
-    """A rule as YAML, on two lines where one is too long."""
+    """A rule as YAML, on two lines if one is too long."""
     if isinstance(rule, str):
         return [f"  {name}: {rule}"]
     value = yaml.safe_dump(rule, default_flow_style=True, sort_keys=False, width=10 * WIDTH).strip()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-
-from transformers.utils import logging
+from typing import TYPE_CHECKING
 
 from ...errors import UsageError, describe
-from .verify import Verdict, verify
+
+if TYPE_CHECKING:
+    from .verify import Verdict
 
 SUMMARY = "prove a plan: a small random model on N ranks of this machine, held against one process"
 EXAMPLE = "tp-transformers verify Qwen/Qwen3-8B --tp-size 2,3 --grads"
@@ -27,6 +28,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a verdict for every size; returns 1 where one of them is not proven."""
+    from transformers.utils import logging
+
+    from .verify import verify
+
     try:
         sizes = [int(size) for size in arguments.tp_size.split(",")]
     except ValueError:
@@ -38,11 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model, plan=arguments.plan, sizes=sizes, grads=arguments.grads, timeout=arguments.timeout
     )
     for verdict in verdicts:
-        print(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}) if arguments.json else told(verdict))
+        print(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}) if arguments.json else summary(verdict))
     return 0 if all(verdict.ok for verdict in verdicts) else 1
 
 
-def told(verdict: Verdict) -> str:
+def summary(verdict: Verdict) -> str:
     """A line with the numbers, and one for each fault and note."""
     seen = []
     if verdict.logits is not None:

@@ -1,8 +1,8 @@
-"""Where ranks first differ from one process, by what each module returned, and which rule of the plan that is.
+"""The first module whose output differs from one process, and its rule in the plan.
 
-A module's output is held against the whole one in the way that its strategy says: this rank's slice of it where its
-features stay sharded, a part of a sum where something around it adds up. Modules without such a strategy may return
-what their inputs are: the whole, or a slice by any cut that is in force.
+A module's output is compared with the full one as its strategy demands: with this rank's slice if the features stay
+sharded, as a partial sum if a module around it sums. Modules without such a strategy may return the full output, or
+a slice by any split of the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .small_model import Call, Trace
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# fp32 sums in another order, where a model cannot compute in fp64; the same as in the tests of every architecture.
+# A model that cannot compute in fp64 sums in fp32 in another order; the tests of architectures allow as much.
 OUTPUT_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3
 NOISE = 1e-6
@@ -30,7 +30,7 @@ NOISE = 1e-6
 
 
 def relative(value: Tensor, reference: Tensor) -> float:
-    """Largest difference, in units of the largest magnitude of the reference; infinite where it is not a number."""
+    """Largest difference by the largest magnitude of the reference; infinite if any value is not finite."""
     if value.shape != reference.shape or not value.isfinite().all():
         return float("inf")
     if not value.numel():
@@ -39,7 +39,7 @@ def relative(value: Tensor, reference: Tensor) -> float:
 
 
 def gradient_errors(seen: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative errors of gradients; of those that are noise around zero, how large they are beside the largest."""
+    """Relative errors of gradients; a gradient that is noise around zero is compared with the largest one."""
     largest = max((grad.abs().max().item() for grad in expected.values()), default=1.0)
     errors = {}
     for name, grad in expected.items():
@@ -56,10 +56,10 @@ class Differences:
     """One process held against `size` ranks that loaded `model` with `plan`.
 
     Args:
-        model: the whole model, on the meta device.
+        model: the unsharded model on the meta device.
         resolution: the plan, bound to it, and rewritten by its options.
         size: number of ranks.
-        reference: what modules were given and returned in one process.
+        reference: inputs and outputs of modules in one process.
     """
 
     def __init__(self, model: PreTrainedModel, resolution: Resolution, size: int, reference: Trace) -> None:
@@ -70,7 +70,7 @@ class Differences:
         self.sums = {name for name, strategy in resolution.module_strategies.items() if strategy.sums_output}
 
     def first_output(self, traces: Mapping[int, Trace]) -> str | None:
-        """The first module whose output differs on some rank, with its rule and a hint; None where none does."""
+        """The first module whose output differs on some rank, with its rule and a hint; None if none does."""
         calls = {rank: _numbered(trace) for rank, trace in traces.items()}
         for (name, count), whole in _numbered(self.reference).items():
             seen = {rank: found[name, count] for rank, found in calls.items() if (name, count) in found}
@@ -82,12 +82,12 @@ class Differences:
         return None
 
     def _worst(self, name: str, whole: Tensor, outputs: Mapping[int, Tensor]) -> tuple[float, int]:
-        """(largest relative error of what a module returned, rank)."""
+        """(largest relative error of a module's output, rank)."""
         errors = [(self._error(name, whole, output, rank, outputs), rank) for rank, output in outputs.items()]
         return max(errors, default=(0.0, 0))
 
     def _blame(self, name: str, whole: Call, seen: Mapping[int, Call], index: int, error: float, rank: int) -> str:
-        """What to say of the first module whose output differs; its input may differ already."""
+        """The message about the first module whose output differs; its input may differ already."""
         what, hint = "output", self._hint(name, whole.returned[index], {r: c.returned[index] for r, c in seen.items()})
         strategy = self.resolution.module_strategies.get(name)
         split = strategy.sharded_input if strategy is not None else None
@@ -104,7 +104,7 @@ class Differences:
         )
 
     def made_from(self, name: str) -> str:
-        """Which modules of the same block make the features that a module computes on, and what to ask of them."""
+        """A hint at the modules of the same block that make the input features of a module; "" without any."""
         block, strategies = name.rpartition(".")[0], self.resolution.module_strategies
         own = strategies.get(name)
         if own is not None and not own.takes_sharded_input:
@@ -122,11 +122,11 @@ class Differences:
     def first_gradient(
         self, errors: Sequence[Mapping[str, float]], wrong: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
     ) -> str | None:
-        """The first parameter in the order of the backward whose gradient differs; None where none does.
+        """The first parameter in the order of the backward whose gradient differs; None if none does.
 
         Args:
             errors: relative errors of every rank, by parameter.
-            wrong: the gradients themselves of every rank, where they differ.
+            wrong: gradients of every rank that differ.
             whole: the gradients of one process.
         """
         worst = {name: max(error[name] for error in errors) for name in errors[0]}
@@ -157,7 +157,7 @@ class Differences:
         )
 
     def _fed_by(self, position: int) -> list[str]:
-        """The modules that cut features soonest after a position in the forward, until some module sums again."""
+        """The modules after a position in the forward that shard features, up to the next module that sums."""
         fed = []
         for call in self.reference.calls[position + 1 :]:
             strategy = self.resolution.module_strategies.get(call.name)
@@ -171,7 +171,7 @@ class Differences:
         return f"{name.rpartition('.')[2]} ({self.rule(name)})"
 
     def rule(self, name: str) -> str:
-        """What the plan says of a module or parameter: its own rule, its module's or those of its parameters."""
+        """The rule of a module or parameter: its own, its module's, or those of its parameters."""
         owner = name.rpartition(".")[0]
         about = [name, *(known for known in self.parameters if known.rpartition(".")[0] == name)]
         if name in self.parameters:
@@ -184,7 +184,7 @@ class Differences:
         return "no rule names it" + (f", but {fold_layers(block)}, around it, sums its output" if block else "")
 
     def _error(self, name: str, whole: Tensor, output: Tensor, rank: int, outputs: Mapping[int, Tensor]) -> float:
-        """How far one rank's output is from what it may be; 0 where it is not known what that is."""
+        """Relative error of one rank's output; 0 if the expected output is unknown."""
         strategy = self.resolution.module_strategies.get(name)
         inside = any(block in self.sums for block in names_around(name.rpartition(".")[0]))
         split = strategy.sharded_output if strategy is not None else None
@@ -201,7 +201,7 @@ class Differences:
         return self._sliced_error(whole, output, rank)
 
     def _sliced_error(self, whole: Tensor, output: Tensor, rank: int) -> float:
-        """How far an output is from the nearest slice of the whole by a cut in force; 0 where none is of its shape."""
+        """Relative error to the nearest slice of the full output by a split of the plan; 0 if none has its shape."""
         if output.ndim != whole.ndim:
             return 0.0
         dims = [dim for dim in range(whole.ndim) if output.shape[dim] != whole.shape[dim]]
@@ -216,16 +216,16 @@ class Differences:
         return min(errors, default=0.0)
 
     def _splits(self) -> set[Split]:
-        """Every cut in force."""
+        """Every split of the plan."""
         splits = {layout.split for layout in self.resolution.layouts.values() if layout is not None}
         return splits.union(*((heads.query, heads.kv) for heads in self.resolution.attention.values()))
 
     def _slice(self, whole: Tensor, split: Split, rank: int) -> Tensor:
-        """This rank's features of the whole output; all of it where it is not as wide as the split says."""
+        """This rank's features of the full output; all of it if its width is not the split's."""
         return _taken(whole, Layout(whole.ndim - 1, split), rank) if whole.shape[-1] == split.length else whole
 
     def _hint(self, name: str, whole: Tensor, outputs: Mapping[int, Tensor]) -> str:
-        """What a difference looks like, and what that usually is."""
+        """The usual cause of such a difference."""
         parts = list(outputs.values())
         if len(parts) == self.size and all(part.shape == whole.shape for part in parts):
             if _close(sum(parts[1:], parts[0]), whole):
@@ -246,7 +246,7 @@ class Differences:
 
 
 def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:
-    """(module, how often it was called before) -> the call, in the order in which they returned."""
+    """{(module, number of earlier calls of it): call}, in the order in which calls returned."""
     counts: dict[str, int] = {}
     numbered = {}
     for call in trace.calls:
@@ -270,7 +270,7 @@ def _taken(whole: Tensor, layout: Layout, rank: int) -> Tensor:
 
 
 def _are_columns(part: Tensor, whole: Tensor) -> bool:
-    """Whether every feature of `part` is some feature of `whole`, for every token."""
+    """True if every feature of `part` is some feature of `whole`, for every token."""
     if not part.numel() or part.isnan().any():
         return False
     ours, theirs = part.flatten(0, -2).T, whole.flatten(0, -2).T

@@ -1,8 +1,7 @@
-"""A config -> the config of a small model of the same architecture, which ranks share in the same way.
+"""The config of a small model of the same architecture, which is sharded in the same way.
 
-What decides how ranks share a model stays as it is: how many heads, experts and groups there are, and how many experts
-a token takes. Widths shrink, and so does depth, to the first layers among which every kind of layer occurs. Nothing
-here knows an architecture by name; what configs of transformers call things is in the tables below.
+Numbers of heads, experts, groups and experts a token stay. Widths shrink, and so does depth, to the first layers among
+which every kind of layer occurs. No architecture is known by name; the tables below hold names of config fields.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 HIDDEN = ("embed_dim", "n_embd", "d_model", "hidden_size")
-"""The width that heads share, where a config does not say how wide a head is."""
+"""Width that heads share, if a config has no width of a head."""
 DEPTHS = (
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"),
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
@@ -39,12 +38,12 @@ INDICES = re.compile(r"\w+_(layers|indexes|indices)")
 """Lists of the layers that are of some kind."""
 TOKEN_ID = re.compile(r"\w+_token_(id|index)")
 WINDOWS = {"sliding_window": 4, "attention_chunk_size": 8}
-"""Shorter than the prompts that are tried, so that they are felt."""
+"""Windows shorter than the prompts, so that they matter."""
 LENGTHS = {"chunk_size": 8, "mamba_chunk_size": 8, "max_source_positions": 12}
-"""What else memory grows with: chunks of state-space layers, frames of speech."""
+"""Other lengths that memory grows with: chunks of state-space layers, frames of speech."""
 
 BLOCK = 48
-"""Widths keep their remainder by this: what 2, 3, 4, 6 or 8 ranks can share evenly stays so, what they cannot too."""
+"""Modulus of widths: a small width divides by 2, 3, 4, 6 or 8 ranks if the true one does."""
 VOCAB = 4 * BLOCK
 FIRST_ID = 3
 HEAD_WIDTHS = (8, 16, 32, 64)
@@ -53,7 +52,7 @@ PATCHES = 4
 
 _UNUSED = (
     *("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version", "output_attentions"),
-    *("out_features", "out_indices", "stage_names"),  # of a backbone: by default its last layer
+    *("out_features", "out_indices", "stage_names"),  # a backbone's: by default its last layer
 )
 
 Level = dict[str, Any]
@@ -90,7 +89,7 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
 
 @contextmanager
 def supported(subject: str) -> Iterator[None]:
-    """Whatever transformers raises within is an UnsupportedError about `subject`, such as a small model."""
+    """Turn any error of transformers into an UnsupportedError about `subject`, such as a small model."""
     try:
         yield
     except TensorParallelError:
@@ -106,14 +105,14 @@ def supported(subject: str) -> Iterator[None]:
         ) from (None if isinstance(error, StopIteration) else error)  # contextlib would raise that cause itself
 
 
-def outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model without values."""
+def meta_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """The model of a config on the meta device. Raises UnsupportedError if the config makes none."""
     with supported(f"a {config.model_type}"):
         return without_memory(cls, config)
 
 
 def _levels(level: Level) -> Iterator[Level]:
-    """The config and those within it; what is in `rope_parameters` belongs to the level around it."""
+    """The config and those within it; `rope_parameters` belong to the level around them."""
     yield level
     for name, value in level.items():
         if isinstance(value, dict) and name.endswith("_config"):
@@ -145,7 +144,7 @@ def _shrink_widths(levels: list[Level]) -> None:
 
 
 def _attention(level: Level) -> tuple[int, int, int]:
-    """(query heads, the width that they are counted from, the width of one); 0 where the level does not say."""
+    """(query heads, their width together, the width of one); 0 if the level has none."""
     named = [level[name] for name in HEADS if level.get(name)]
     heads = math.lcm(*named) if named else 0
     hidden = next((level[name] for name in HIDDEN if level.get(name)), 0)
@@ -156,13 +155,13 @@ def _attention(level: Level) -> tuple[int, int, int]:
 
 
 def _shrink_heads(level: Level, scale: float) -> None:
-    """Multiply what is about one head by `scale`."""
+    """Multiply the fields about one head by `scale`."""
     for name, value in level.items():
         if (HEAD_WIDTH.fullmatch(name) or name in ("rotary_dim", "query_pre_attn_scalar")) and value:
             level[name] = round(value * scale)
     for rope in _dicts(level):
         for name, values in rope.items():
-            if name == "mrope_section":  # parts of half a head: their sum is what counts
+            if name == "mrope_section":  # parts of half a head: their sum counts
                 ends = [round(sum(values[: stop + 1]) * scale) for stop in range(len(values))]
                 rope[name] = [end - start for start, end in pairwise([0, *ends])]
             elif isinstance(values, list) and values and all(isinstance(value, float | int) for value in values):
@@ -171,13 +170,13 @@ def _shrink_heads(level: Level, scale: float) -> None:
 
 
 def _rotates(width: int, level: Level) -> bool:
-    """Whether the part of a head of `width` that is rotated is made of pairs."""
+    """True if the rotated part of a head of `width` features consists of pairs."""
     factors = [found[name] for found in (level, *_dicts(level)) for name in ROTATED if found.get(name)]
     return all(int(width * factor) >= 2 and int(width * factor) % 2 == 0 for factor in factors)
 
 
 def _dicts(level: Level) -> Iterator[Level]:
-    """What is said about rotation, for all layers or for each kind of layer."""
+    """Fields about rotation, for all layers or for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = level.get(name)
         if isinstance(rope, dict):
@@ -226,7 +225,7 @@ def _first_layers(level: Level, count: int) -> Level:
 
 
 def _layers_needed(config: PretrainedConfig, levels: list[Level]) -> int:
-    """After how many layers (2 at least) every kind of layer of a model has occurred, in every stack."""
+    """Number of layers (2 at least) among which every kind of layer of a model occurs, in every stack."""
     model = without_memory(generating_class(config), config)
     depths = {level[name] for level in levels for name in DEPTHS if level.get(name)}
     needed = 2

@@ -1,4 +1,4 @@
-"""A small random model, something to ask it, and what it does: the same for one process and for every rank."""
+"""A small random model, its inputs and a record of its outputs: the same for one process and for every rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ...anatomy.norms import is_of_norm_or_bias
@@ -23,8 +24,8 @@ NEW_TOKENS = 6
 ORDINARY_IDS = range(48, 192)
 """Ids that `shrink` leaves to no special token."""
 SPREAD = 1.6
-"""Standard deviation of a random linear's outputs, by that of its inputs: logits are well spread, a greedy choice is no
-coin toss, and attention looks at some tokens more than at others."""
+"""Standard deviation of a random linear's outputs by that of its inputs; large enough that logits and attention differ
+clearly between tokens."""
 
 
 @dataclass
@@ -39,31 +40,31 @@ class Call:
 
 @dataclass
 class Trace:
-    """What the modules of a model were given and returned in one forward."""
+    """Inputs and outputs of the modules of a model in one forward."""
 
     calls: list[Call] = field(default_factory=list)
-    """In the order in which they returned: a module comes after all that is inside it."""
+    """Calls in the order in which they returned: a module comes after all inside it."""
     running: list[Call] = field(default_factory=list)
-    """Where the forward raised: the modules that had not returned, from the outside in."""
+    """Modules that had not returned when the forward raised, from the outside in."""
 
 
 @dataclass
 class Observation:
-    """What one process, or one rank, saw."""
+    """Results of one process or one rank."""
 
     trace: Trace = field(default_factory=Trace)
     logits: Tensor | None = None
     loss: Tensor | None = None
-    """Of a model that was given labels."""
+    """Loss, if the model takes labels."""
     tokens: Tensor | None = None
     errors: dict[str, float] | None = None
     """Relative errors of gradients."""
     gradients: dict[str, Tensor] | None = None
-    """All whole gradients; of a rank, those that are wrong."""
+    """Unsharded gradients; for a rank, those that are wrong."""
     doing: str = "loading"
-    """How far it has come."""
+    """Step that it has come to."""
     failure: str | None = None
-    """What was raised."""
+    """Message of the exception, if one was raised."""
 
 
 def make(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -85,14 +86,16 @@ def make(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedMode
 
 
 class _Doubled(TorchFunctionMode):
-    """Whatever asks for float32 gets float64."""
+    """Gives float64 to code that asks for float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             func = Tensor.double
         args = [torch.float64 if arg is torch.float32 else arg for arg in args]
         kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
-        if func is getattr(torch, "_grouped_mm", None) and args[0].dtype == torch.float64:  # which it does not know
+        if (
+            func is getattr(torch, "_grouped_mm", None) and args[0].dtype == torch.float64
+        ):  # not implemented for float64
             return _grouped_product(args[0], args[1], kwargs["offs"])
         return func(*args, **kwargs)
 
@@ -109,7 +112,7 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
     """Let models of `dtype` compute in it from end to end: with float64, casts to float32 within a forward too.
 
     A gated delta rule, whose code casts to float32, multiplies the rounding of sums by thousands: in float32, ranks
-    that are right cannot be told from ranks that are wrong.
+    that are right cannot be distinguished from ranks that are wrong.
     """
     if dtype != torch.float64:
         yield
@@ -131,7 +134,7 @@ def in_dtype(question: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Te
 def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
     """(arguments of the forward, arguments of generate, whether there is an image) of a left-padded batch of two.
 
-    There is an image where the model sees, and takes it in one of the two usual ways: as `pixel_values` of images, or
+    There is an image if the model takes one in one of the two usual ways: as `pixel_values` of images, or
     of flattened patches with `image_grid_thw`.
     """
     config: Any = model.config
@@ -167,8 +170,8 @@ def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tens
     return seeing, seeing, True
 
 
-def _image(model: PreTrainedModel, generator: torch.Generator) -> tuple[int, int, dict[str, Tensor]] | None:
-    """(tokens of an image, the token that stands for one, arguments) for two images; None where it is unknown how."""
+def _image(model: Any, generator: torch.Generator) -> tuple[int, int, dict[str, Tensor]] | None:
+    """(tokens of an image, the token that stands for one, arguments) for two images; None if the model takes others."""
     config: Any = model.config
     vision: Any = getattr(config, "vision_config", None)
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
@@ -188,7 +191,7 @@ def _image(model: PreTrainedModel, generator: torch.Generator) -> tuple[int, int
     seen = {"pixel_values": torch.randn((2, channels, size, size), generator=generator)}
     try:
         with torch.no_grad():
-            found: Any = model.get_image_features(**seen)  # type: ignore[operator]
+            found: Any = model.get_image_features(**seen)
     except Exception:  # it wants more than an image: then only its text is tried
         return None
     features = getattr(found, "pooler_output", found)
@@ -198,7 +201,7 @@ def _image(model: PreTrainedModel, generator: torch.Generator) -> tuple[int, int
 
 @contextmanager
 def traced(model: nn.Module, trace: Trace) -> Iterator[None]:
-    """Record what every module is given and returns while the context lasts, without gradients."""
+    """Record the inputs and outputs of every module while the context lasts, without gradients."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def before(module: nn.Module, args: Any, keywords: Any) -> None:
@@ -225,17 +228,14 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     """All floating-point tensors of a module's output."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
-            yield output.full_tensor() if hasattr(output, "full_tensor") else output  # type: ignore[operator]
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
+            yield output.full_tensor() if isinstance(output, DTensor) else output
+    elif isinstance(output, Mapping | tuple | list):
+        for value in output.values() if isinstance(output, Mapping) else output:
             yield from _tensors(value)
 
 
 def labels(model: PreTrainedModel, question: Mapping[str, Tensor]) -> Tensor | None:
-    """The tokens that were asked with, those ignored that are not ordinary; None where that gives a model no loss."""
+    """The tokens of a question, special ones ignored; None if the model has no loss for them."""
     ids = question.get("decoder_input_ids", question.get("input_ids"))
     if ids is None or model.get_output_embeddings() is None:
         return None
@@ -258,7 +258,7 @@ def loss_of(model: PreTrainedModel, question: Mapping[str, Tensor], labels: Tens
 def observe(
     model: PreTrainedModel, questions: Sequence[dict[str, Tensor]], seen: Observation, labels: Tensor | None = None
 ) -> None:
-    """Let a model answer the two `questions`, and note it in `seen`, which has what came before where this raises."""
+    """Record the outputs of a model for the two `questions` in `seen`, as far as it comes."""
     seen.doing = "answering"
     with torch.no_grad(), traced(model, seen.trace):
         seen.logits = answer(model, questions[0])
@@ -271,17 +271,18 @@ def observe(
 
 
 def answer(model: PreTrainedModel, question: dict[str, Tensor]) -> Tensor:
-    """The logits of a model, or the states of one that has none."""
+    """The logits of a model, or its states if it has no head."""
     outputs: Any = model(**question)
     logits: Tensor = outputs["logits"] if "logits" in outputs else outputs[0]
     return logits
 
 
 def generate(model: PreTrainedModel, question: dict[str, Tensor]) -> Tensor | None:
-    """Greedy tokens, by the cached way; None of a model that does not generate."""
+    """Greedy tokens, with the KV cache; None if the model does not generate."""
     if not model.can_generate():
         return None
-    tokens: Tensor = model.generate(**question, max_new_tokens=NEW_TOKENS, do_sample=False)  # type: ignore[operator]
+    generating: Any = model
+    tokens: Tensor = generating.generate(**question, max_new_tokens=NEW_TOKENS, do_sample=False)
     return tokens
 
 

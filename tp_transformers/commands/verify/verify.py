@@ -1,18 +1,16 @@
-"""Prove a plan: a small random model of the architecture, on ranks of this machine, held against one process.
+"""Prove a plan: a small random model of the architecture, on ranks of this machine, compared with one process.
 
-The plan is first held against the model in its true shapes, which starts nothing. Then a small model of the same head
-counts, experts and kinds of layers is written to a folder that lasts as long as the proof; one process computes logits,
-greedy tokens and gradients from it, and so does every number of ranks, each by a start of torchrun.
+The plan is first bound to the model in its true shapes, which starts nothing. Then a small model of the same head
+counts, experts and kinds of layers is written to a temporary folder. One process computes logits, greedy tokens and
+gradients from it, and so does every number of ranks, each started by torchrun.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,23 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, PretrainedConfig
 
 from ...anatomy.classes import model_class
 from ...errors import PlanError, UnsupportedError, UsageError, describe
 from ...loading.from_pretrained import auto_plan, read_plan
-from ...loading.hook import enable
 from ...plans.bind import Resolution, resolve
 from ...plans.rules import Plan
 from ...plans.shares import check_layers_are_cut
 from ...ranks.launch import torchrun
-from ...ranks.mesh import TP_AXIS
-from ...strategies import STRATEGIES, ParallelInterface, full_tensor
+from ...strategies import STRATEGIES, ParallelInterface
 from . import small_model as probe
-from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, gradient_errors, relative
-from .small_config import outline, shrink, supported
+from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, relative
+from .small_config import meta_model, shrink, supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,25 +38,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was seen on `size` ranks; numbers are None where they were not computed."""
+    """Results on `size` ranks; numbers are None if they were not computed."""
 
     size: int
     faults: tuple[str, ...] = ()
-    """What is wrong, each with the module or rule that it is about."""
+    """Errors, each with its module or rule."""
     logits: float | None = None
     """Worst relative error of the logits, over the ranks."""
     loss: float | None = None
-    """Worst relative error of the loss, of a model that takes labels, some of which are ignored."""
+    """Worst relative error of the loss, if the model takes labels; some labels are ignored."""
     tokens: bool | None = None
-    """Whether all greedy tokens are those of one process."""
+    """True if all greedy tokens are those of one process."""
     gradient: tuple[str, float] | None = None
-    """The parameter whose gradient has the worst relative error, and that."""
+    """Parameter with the worst relative error of its gradient, and that error."""
     notes: tuple[str, ...] = ()
-    """What the proof does not cover, and what the plan leaves whole."""
+    """Limits of the proof, and modules that the plan replicates."""
 
     @property
     def ok(self) -> bool:
-        """Whether the ranks compute what one process does."""
+        """True if the ranks compute what one process computes."""
         return not self.faults
 
 
@@ -74,14 +68,14 @@ def verify(
     grads: bool = False,
     timeout: float = 600,
 ) -> list[Verdict]:
-    """Hold tensor parallelism on `sizes` ranks against one process, in fp64 on CPUs; returns a verdict for each size.
+    """Compare tensor parallelism on `sizes` ranks with one process, in fp64 on CPUs; returns a verdict for each size.
 
     Args:
         config: a config, the path of a config.json, a folder with one, or a name on the Hub; no weights are read.
         plan: as `tp_plan` of `from_pretrained`; None for the one that `tp_plan="auto"` takes.
         sizes: numbers of ranks.
-        grads: whether gradients are compared too.
-        timeout: seconds that the ranks of one size may take.
+        grads: True to compare gradients too.
+        timeout: seconds for the ranks of one size.
 
     Raises:
         UsageError: if there is no such config, or a size is not positive.
@@ -92,7 +86,7 @@ def verify(
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
     config = read_config(config)
     cls, small = model_class(config), shrink(config)
-    true, model = outline(cls, config), outline(cls, small)
+    true, model = meta_model(cls, config), meta_model(cls, small)
     given = read_plan("auto" if plan is None else plan)
     chosen = given if isinstance(given, Plan) else auto_plan(true, quietly=True)
     verdicts: dict[int, Verdict] = {}
@@ -126,7 +120,7 @@ def verify(
 
 
 class _Proof:
-    """A small model in a folder, and what one process makes of it."""
+    """A small model in a folder, and the results of one process."""
 
     def __init__(
         self,
@@ -153,14 +147,14 @@ class _Proof:
         built_in = ParallelInterface()
         own = {name: strategy for name, strategy in STRATEGIES.items() if built_in.get(name) is not strategy}
         with (folder / "request.pickle").open("wb") as file:
-            pickle.dump(sys.path, file)  # first: what follows may be of modules that are found by it
+            pickle.dump(sys.path, file)  # first: needed to unpickle the rest
             pickle.dump((cls, plan, own, grads, self.dtype), file)
 
     def _ask(self, cls: type[PreTrainedModel], made: PreTrainedModel) -> tuple[Any, Any]:
         """Let one process answer, in `self.dtype`; returns the questions and the labels."""
-        # Loaded, as ranks load it: what is converted while it loads has another form in a model that was made.
+        # Loaded, as ranks load it: conversions give a loaded model another form than a new one.
         model: PreTrainedModel = cls.from_pretrained(self.folder / "checkpoint", dtype=self.dtype)
-        for name, param in made.named_parameters():  # what a class freezes may thaw when one process loads it
+        for name, param in made.named_parameters():  # a load by one process may unfreeze parameters
             model.get_parameter(name).requires_grad_(param.requires_grad)
         *asked, self.has_image = probe.questions(made)
         questions = [probe.in_dtype(question, self.dtype) for question in asked]
@@ -172,18 +166,18 @@ class _Proof:
         return questions, labels
 
     def run(self, model: PreTrainedModel, resolution: Resolution, verdict: Verdict) -> Verdict:
-        """The verdict on one size; `verdict` has what was known before."""
+        """The verdict on one size; `verdict` is the one before its ranks ran."""
         size = verdict.size
         reports = self.folder / f"ranks-{size}"
         reports.mkdir()
         with (reports / "output").open("wb") as output:
-            deadline = time.time() + 0.9 * self.timeout  # of the ranks, so that they can say where they are
-            program = ["-m", "tp_transformers.commands.verify.verify", str(self.folder), str(reports), str(deadline)]
+            deadline = time.time() + 0.9 * self.timeout  # for the ranks, so that they can report where they are
+            program = ["-m", "tp_transformers.commands.verify.rank", str(self.folder), str(reports), str(deadline)]
             try:
                 code = torchrun(program, ranks=size, timeout=self.timeout, output=output)
             except subprocess.TimeoutExpired:
                 code = 1
-        # In the order in which the ranks ended: where one fails, others may fail for that.
+        # In the order in which the ranks ended: one failure may cause others.
         ended = sorted(reports.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns)
         seen: dict[int, probe.Observation] = {int(path.stem): torch.load(path, weights_only=False) for path in ended}
         if code and len(seen) < size and all(found.failure is None for found in seen.values()):
@@ -196,10 +190,10 @@ class _Proof:
         return self._judge(verdict, seen, differences)
 
     def _judge(self, verdict: Verdict, seen: dict[int, probe.Observation], differences: Differences) -> Verdict:
-        """Compare what the ranks saw with one process."""
+        """Compare the results of the ranks with those of one process."""
         faults = []
         failed = {rank: found for rank, found in seen.items() if found.failure is not None}
-        for rank, found in list(failed.items())[:1]:  # the others fail because it did, or say the same
+        for rank, found in list(failed.items())[:1]:  # others fail because it did, or for the same reason
             inside = found.trace.running[-1].name if found.trace.running else None
             where = f" (in {inside}; {differences.rule(inside)}) {differences.made_from(inside)}" if inside else ""
             faults.append(f"rank {rank}, {found.doing}: {found.failure}{where}".strip())
@@ -207,7 +201,7 @@ class _Proof:
         if worst is not None and worst > OUTPUT_TOLERANCE:
             faults.append(f"the logits differ (relative error {worst:.1e})")
         loss = _worst("loss", seen, self.whole)
-        if loss is not None and loss > OUTPUT_TOLERANCE and not faults:  # that of other logits is another one
+        if loss is not None and loss > OUTPUT_TOLERANCE and not faults:  # other logits have another loss
             faults.append(f"the loss differs (relative error {loss:.1e}), though the logits agree")
         tokens = None
         if len(seen) == verdict.size and not failed:
@@ -223,7 +217,7 @@ class _Proof:
         if errors:
             name, error = max(((name, max(e[name] for e in errors)) for name in errors[0]), key=lambda item: item[1])
             gradient = (name, error)
-            if error > GRADIENT_TOLERANCE and not faults:  # gradients of wrong logits say nothing more
+            if error > GRADIENT_TOLERANCE and not faults:  # gradients of wrong logits are wrong too
                 wrong = [found.gradients or {} for found in seen.values()]
                 faults.append(str(differences.first_gradient(errors, wrong, self.gradients)))
         unseen = ("images were not tried: only text was",) if self.sees and not self.has_image else ()
@@ -231,56 +225,9 @@ class _Proof:
 
 
 def _worst(what: str, seen: dict[int, probe.Observation], whole: probe.Observation) -> float | None:
-    """The largest relative error, over the ranks that have come so far, of their "logits" or "loss"."""
+    """Largest relative error of the "logits" or "loss", over the ranks that have them."""
     found = [getattr(each, what) for each in seen.values()]
     return max((relative(value, getattr(whole, what)) for value in found if value is not None), default=None)
-
-
-def _rank(folder: Path, reports: Path, deadline: float) -> int:
-    """One rank: load, answer, and leave an Observation in `reports`; ends with 1 where something was raised."""
-    with (folder / "request.pickle").open("rb") as file:
-        sys.path[:] = pickle.load(file)
-        cls, plan, own, grads, dtype = pickle.load(file)
-    for name, strategy in own.items():
-        STRATEGIES[name] = strategy
-    questions, labels, expected = torch.load(folder / "questions.pt")
-    seen, path = probe.Observation(), reports / f"{os.environ['RANK']}.pt"
-
-    def report() -> None:
-        torch.save(seen, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)  # whole or not at all: torchrun ends the ranks when one has failed
-
-    def fail(failure: str) -> None:
-        seen.failure = failure
-        report()
-        os._exit(1)  # without a word to the others, which may be in a collective
-
-    late = threading.Timer(max(1.0, deadline - time.time()), fail, ["no end in time; do all ranks communicate alike?"])
-    late.daemon = True
-    late.start()
-    try:
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
-        with enable():
-            model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, device_mesh=mesh, dtype=dtype)
-        with probe.computing_in(dtype):
-            probe.observe(model, questions, seen, labels)
-            if grads:
-                seen.doing = "computing gradients"
-                grown = probe.gradients(model, questions[0], labels)
-        if grads:
-            params = dict(model.named_parameters())
-            whole = {
-                name: full_tensor(params[name], grown.get(name, torch.zeros_like(params[name]))) for name in expected
-            }
-            seen.errors = gradient_errors(whole, expected)
-            seen.gradients = {name: whole[name] for name in whole if seen.errors[name] > GRADIENT_TOLERANCE}
-    except Exception as error:
-        fail(f"{type(error).__name__}: {error}")
-    late.cancel()
-    report()
-    dist.destroy_process_group()
-    return 0
 
 
 def read_config(config: PretrainedConfig | str | Path) -> PretrainedConfig:
@@ -302,10 +249,4 @@ def read_config(config: PretrainedConfig | str | Path) -> PretrainedConfig:
 
 
 def _same(tokens: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    return (tokens is None and expected is None) or (
-        tokens is not None and expected is not None and torch.equal(tokens, expected)
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(_rank(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])))
+    return tokens is expected is None or (tokens is not None and expected is not None and torch.equal(tokens, expected))

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.utils.loading_report import LoadStateDictInfo
 
 from ...checkpoint.saving.push import push
 from ...checkpoint.saving.save import gather
 from ...errors import CheckpointError, UnsupportedError
-from ...ranks.mesh import TensorParallelGroup
+from ...ranks.group import GROUP
+from ...transformers_api import LoadStateDictInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
     """`save_pretrained` of a PeftModel: rank 0 writes whole adapters; every rank has to call it."""
-    group: TensorParallelGroup = peft_model.base_model.model.tp_group
+    group = GROUP.of(peft_model.base_model.model)
     save = type(peft_model).save_pretrained
     given = inspect.signature(save).bind(peft_model, *args, **kwargs).arguments
     options = {**given.pop("kwargs", {}), **given}
@@ -49,7 +49,7 @@ def push_peft_model(peft_model: Any, repo_id: str, **options: Any) -> Any:
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the active adapter that transformers' `add_adapter` or `load_adapter` gave a model, whole, from rank 0."""
-    group: TensorParallelGroup = model.tp_group  # type: ignore[assignment]
+    group = GROUP.of(model)
     (name,) = model.active_adapters()
     adapter = _adapter(model, model.state_dict(keep_vars=True), name)
     whole = {f"base_model.model.{key}": gather(value, group) for key, value in adapter.items()}
@@ -120,7 +120,7 @@ def load_adapter(
 
 
 def _adapter(model: nn.Module, state: Mapping[str, Tensor], name: str, **options: Any) -> dict[str, Tensor]:
-    """What peft saves of the adapter called `name`, by the names in its file: parameters of this rank."""
+    """This rank's parameters of the adapter called `name`, by the names in the file that peft saves."""
     from peft import get_peft_model_state_dict
 
     # peft is given numbers in place of tensors: it would gather every DTensor of the model.

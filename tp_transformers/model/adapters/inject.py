@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from ...errors import MeshError, UnsupportedError, describe
-from ...ranks.mesh import TensorParallelGroup, agreed, random_state
+from ...marks import untyped
+from ...patches import Patch
+from ...ranks.group import TensorParallelGroup, agreed
+from ...ranks.random_state import random_state
 from ...slices.layout import Layout
 from ...strategies import ParamShard, ReplicateParallel, TensorParallelLayer, batch_sharded, local_tensor, take
+from ...strategies.base import STRATEGY
+from ...strategies.shards.shard import SHARD
 from ..state_dict import keep_shards, keep_state, split_module
 from .files import push_peft_model, save_peft_model
 from .layers import SlicedDropout, adapted_class
@@ -35,36 +38,6 @@ if TYPE_CHECKING:
 
 INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that look at no weight of the base layer, which is cut."""
-
-
-class _Watch:
-    """The hook of torch that every module of the process passes, which is there for as long as models are."""
-
-    def __init__(self) -> None:
-        self.models = 0
-        self.hook: RemovableHandle | None = None
-
-    def begin(self, model: nn.Module) -> None:
-        """Watch until `model` is gone."""
-        self.models += 1
-        weakref.finalize(model, self.end).atexit = False
-        if self.hook is None:
-            self.hook = nn.modules.module.register_module_module_registration_hook(_joined)
-
-    def end(self) -> None:
-        """Forget one model; after the last, the hook is removed."""
-        self.models -= 1
-        if not self.models and self.hook is not None:
-            self.hook.remove()
-            self.hook = None
-
-
-_watch = _Watch()
-
-
-def watch_adapters(model: nn.Module) -> None:
-    """As long as `model` lives, let whatever of peft is put around a tensor-parallel model know what that is."""
-    _watch.begin(model)
 
 
 def _joined(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
@@ -80,6 +53,14 @@ def _joined(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
         if _group(getattr(inner, "model", None)) is not None:
             for method, replacement in _PEFT_MODEL.items():
                 outer.__dict__[method] = partial(replacement, outer)
+
+
+WATCH_ADAPTERS = Patch(
+    "torch",
+    "module registration hook",
+    lambda: nn.modules.module.register_module_module_registration_hook(_joined).remove,
+)
+"""Tells whatever of peft is put around a tensor-parallel model about the shards in it."""
 
 
 def _group(model: object) -> TensorParallelGroup | None:
@@ -108,18 +89,18 @@ def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args
             _split_adapter(name, module, adapter_name, group)
         for copied in getattr(module, "modules_to_save", None) or {}:
             if copied == adapter_name and hasattr(module, "original_module"):
-                _same_shards(module.original_module, module.modules_to_save[copied])  # type: ignore[union-attr,index]
+                _same_shards(untyped(module).original_module, untyped(module).modules_to_save[copied])
 
 
 def _create_and_replace(
     tuner: Any, config: Any, adapter_name: str, target: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
     """`_create_and_replace` of a tuner, which takes the adapter's widths from the base layer's weight."""
-    base: nn.Module = target.get_base_layer() if hasattr(target, "get_base_layer") else target  # type: ignore[operator]
+    base: nn.Module = untyped(target).get_base_layer() if hasattr(target, "get_base_layer") else target
     _strategies(base)
     real = dict(base._parameters)
     for name, param in real.items():
-        shard: ParamShard | None = getattr(param, "tp_shard", None)
+        shard = SHARD.find(param)
         if param is not None and shard is not None:  # as wide as the whole, and no longer than one number
             stand_in = local_tensor(param).new_empty(1).expand(shard.shape)
             base._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
@@ -149,7 +130,7 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
     if kind != "LORA":
         raise _unsupported("peft", f"adapters of the type {kind}")
     converted = copy.deepcopy(config)
-    try:  # what was modules may be parameters by now, such as the experts of Mixtral
+    try:  # modules may have become parameters, such as the experts of Mixtral
         from peft.utils.transformers_weight_conversion import (
             convert_peft_config_for_transformers,
             get_model_conversion_mapping,
@@ -203,10 +184,10 @@ def _split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGro
     """Cut the adapter called `adapter` of a LoRA layer as its base layer is cut."""
     base = layer.get_base_layer()
     of_a, of_b = _strategies(base)
-    shard: ParamShard | None = getattr(base.weight, "tp_shard", None)
+    shard = SHARD.find(base.weight)
     layout = shard.layout if shard is not None else None
     split = layout.split if layout is not None else None
-    layer.__class__ = adapted_class(type(layer))  # type: ignore[arg-type]
+    layer.__class__ = adapted_class(untyped(type(layer)))
     if adapter in layer.lora_embedding_A:
         rows = Layout(1, layout.split) if layout is not None and layout.dim == 0 else None
         _split_parameter(layer.lora_embedding_A, adapter, rows, group)
@@ -223,7 +204,7 @@ def _split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGro
 
 def _strategies(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLayer]:
     """The strategies of A and B, on a base layer and bound to it. Raises UnsupportedError where there are none."""
-    strategy: TensorParallelLayer | None = getattr(base, "tp_strategy", None)
+    strategy = STRATEGY.find(base)
     if strategy is None and isinstance(getattr(base, "weight", None), DTensor):
         raise _unsupported(type(base).__name__, "an adapter on a layer that torch's parallelize_module has cut")
     if strategy is None:
@@ -242,9 +223,9 @@ def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: 
     param: nn.Parameter = getattr(owner, name)
     if not param.is_meta:
         torch.distributed.broadcast(param.data, group=group.process_group, group_src=0)
-    part = take(param.data, layout, group.rank)
+    part: Tensor = untyped(take(param.data, layout, group.rank))
     shard = ParamShard(param.shape, layout, group, use_dtensor=layout is not None)
-    owner._parameters[name] = shard.wrap(part.clone(), requires_grad=param.requires_grad)  # type: ignore[union-attr]
+    owner._parameters[name] = shard.wrap(part.clone(), requires_grad=param.requires_grad)
     owner.__dict__.setdefault("tp_shards", {})[name] = shard
     keep_state(owner)
 
@@ -253,5 +234,5 @@ def _same_shards(original: nn.Module, copied: nn.Module) -> None:
     """The parameters of a copied module stand for the shards of the original's."""
     copies = dict(copied.named_parameters())
     for name, param in original.named_parameters():
-        if hasattr(param, "tp_shard"):
-            copies[name].tp_shard = param.tp_shard  # type: ignore[attr-defined]
+        if hasattr(param, SHARD.name):
+            SHARD.put(copies[name], SHARD.of(param))

@@ -5,68 +5,79 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
+from ...marks import untyped
 from ...slices.layout import Layout, Split
 from ...strategies import begun_forward, local_tensor, take
+from ...strategies.base import STRATEGY
+from ...strategies.shards.shard import SHARD
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import Embedding as _Layer
+else:
+    _Layer = object
 
 
-class _Adapted:
+class _Adapted(_Layer):
     """A LoRA layer of peft whose base layer is cut."""
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Add the adapters to this rank's weight."""
         with _local_weights(self):
-            super().merge(*args, **kwargs)  # type: ignore[misc]
+            super().merge(*args, **kwargs)
 
     def unmerge(self) -> None:
         """Take the adapters out of this rank's weight."""
         with _local_weights(self):
-            super().unmerge()  # type: ignore[misc]
+            super().unmerge()
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """What the adapter adds to this rank's weight."""
+        """The adapter's change of this rank's weight."""
         with _local_weights(self):
-            delta: Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
-        shard = self.get_base_layer().weight.tp_shard  # type: ignore[attr-defined]
+            delta: Tensor = super().get_delta_weight(adapter)
+        shard = SHARD.of(untyped(self.get_base_layer()).weight)
         # Adapters of embeddings are whole along the hidden size.
-        return take(delta, shard.layout, shard.group.rank) if delta.shape == shard.shape else delta  # type: ignore[return-value]
+        own: Tensor = untyped(take(delta, shard.layout, shard.group.rank) if delta.shape == shard.shape else delta)
+        return own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever, with this rank's part of what an embedding's adapters are."""
-        if not self.lora_embedding_A:  # type: ignore[attr-defined]
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        owners = (self.lora_embedding_A, self.lora_embedding_B)  # type: ignore[attr-defined]
+        """The forward of the layer's own class; adapters of an embedding are this rank's part."""
+        if not self.lora_embedding_A:
+            return super().forward(*args, **kwargs)
+        owners = (self.lora_embedding_A, self.lora_embedding_B)
         saved = [dict(owner._parameters) for owner in owners]
         try:
             for owner in owners:
-                for name, param in owner._parameters.items():  # which may be FSDP's, that know of no shard
+                for name, param in owner._parameters.items():  # FSDP's parameters have no shard
                     owner._parameters[name] = owner.tp_shards[name].view(param)
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return super().forward(*args, **kwargs)
         finally:
             for owner, params in zip(owners, saved, strict=True):
                 owner._parameters.update(params)
 
     def _embed(self, ids: Tensor, weight: Tensor, *functions: Any, **named: Any) -> Tensor:
         """Look up rows of an adapter that this rank has, and sum over the ranks; weight: (vocab/size, r)."""
-        base = self.get_base_layer()  # type: ignore[attr-defined]
-        strategy = getattr(base, "tp_strategy", None)
+        base = untyped(self.get_base_layer())
+        strategy = STRATEGY.find(base)
         if strategy is None or strategy.split_dim("weight", 2) != 0:  # the rows are not cut
-            return super()._embed(ids, weight, *functions, **named)  # type: ignore[misc,no-any-return]
-        mesh = next(iter(self.lora_embedding_A.tp_shards.values())).group.device_mesh  # type: ignore[attr-defined]
+            plain: Tensor = super()._embed(ids, weight, *functions, **named)
+            return plain
+        mesh = next(iter(self.lora_embedding_A.tp_shards.values())).group.device_mesh
         with begun_forward(base):
             (ids,) = strategy.before(base, (ids,), mesh)
             local = strategy.local_attributes(base, mesh.get_local_rank())
             saved = {name: getattr(base, name) for name in local}
             base.__dict__.update(local)
             try:
-                found = super()._embed(ids, weight)  # type: ignore[misc]
+                found = super()._embed(ids, weight)
             finally:
                 base.__dict__.update(saved)
-            return strategy.after(base, found, mesh)  # type: ignore[no-any-return]
+            output: Tensor = strategy.after(base, found, mesh)
+            return output
 
 
 @cache
@@ -86,8 +97,8 @@ def _local_weights(layer: Any) -> Iterator[None]:
         for name, param in params.items():
             if param is not None:
                 local = nn.Parameter(local_tensor(param), requires_grad=False)
-                if hasattr(param, "tp_shard"):
-                    local.tp_shard = param.tp_shard  # type: ignore[attr-defined]
+                if hasattr(param, SHARD.name):
+                    SHARD.put(local, SHARD.of(param))
                 owner._parameters[name] = local
     try:
         yield
@@ -101,7 +112,7 @@ def _local_weights(layer: Any) -> Iterator[None]:
 
 
 class SlicedDropout(nn.Module):
-    """What one process would drop of features that are cut: all ranks draw for all features, and use their own."""
+    """Dropout of features that are cut, as in one process: all ranks draw for all features, and use their own."""
 
     def __init__(self, p: float, split: Split, rank: int) -> None:
         super().__init__()
@@ -112,4 +123,5 @@ class SlicedDropout(nn.Module):
         if not self.training:
             return x
         whole = dropout(x.new_ones((*x.shape[:-1], self.split.length)), self.p)
-        return x * take(whole, Layout(x.ndim - 1, self.split), self.rank)  # type: ignore[operator]
+        own: Tensor = untyped(take(whole, Layout(x.ndim - 1, self.split), self.rank))
+        return x * own

@@ -1,4 +1,4 @@
-"""What each rank has only a part of, in outputs and in gradients, and whether a plan adds the parts up, once."""
+"""Partial outputs and gradients: a plan has to sum each of them over the ranks, once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BoundPlan:
 
 
 def sum_faults(plan: BoundPlan) -> Iterator[str]:
-    """Parts that are never added up, that are added up twice, and wholes that are."""
+    """Faults: a partial output that no rule sums, one that two rules sum, and a replicated output that a rule sums."""
     if plan.size > 1:
         yield from _experts(plan)
         yield from _outputs(plan)
@@ -44,14 +44,14 @@ def sum_faults(plan: BoundPlan) -> Iterator[str]:
 
 
 def scalars_between(plan: BoundPlan) -> Iterator[str]:
-    """Modules with learned numbers that stand between a sharded output and what takes it, such as activations."""
+    """Modules with learned scalars (activations) between a linear with sharded output and the one that takes it."""
     for owner, child, _ in _between(plan):
         if all(param.numel() == 1 for param in plan.modules[child].parameters()) and owner:
             yield child
 
 
 def unsummed_experts(plan: BoundPlan) -> Iterator[str]:
-    """Experts that are cut or spread, and whose outputs nothing adds up."""
+    """Experts that are cut or spread, and whose outputs no rule sums."""
     sums = _sums(plan)
     for name in sorted(_parts(plan)):
         if holds_experts(plan.modules[name]) and not sums.intersection(names_around(name)):
@@ -90,7 +90,7 @@ def _experts(plan: BoundPlan) -> Iterator[str]:
 
 
 def _same_features(split: Split, narrow: Split, is_concatenated: bool | None) -> bool:
-    """Whether `split` gives every rank the features of `narrow`, once or (a fused gate and up) twice."""
+    """True if `split` gives every rank the features of `narrow`, once or (a fused gate and up) twice."""
     if split.length == narrow.length:
         return split == narrow
     pairs = split == narrow.scaled(2) and is_concatenated is not True
@@ -98,7 +98,7 @@ def _same_features(split: Split, narrow: Split, is_concatenated: bool | None) ->
 
 
 def _outputs(plan: BoundPlan) -> Iterator[str]:
-    """Where outputs are parts of a sum they are summed, and where they are summed they are parts."""
+    """Partial outputs are summed, and only they are."""
     parts, sums = _parts(plan), _sums(plan)
     for name in sorted(parts):
         if not sums.intersection(names_around(name)):
@@ -156,7 +156,7 @@ def _parts(plan: BoundPlan) -> set[str]:
 
 
 def _heads(plan: BoundPlan) -> Iterator[str]:
-    """What else computes on the heads of cut attention gets a part of its gradient on every rank."""
+    """Other parameters that compute on the heads of cut attention have a partial gradient on every rank."""
     cut = plan.cut
     for name, param in plan.parameters.items():
         owner = name.rpartition(".")[0]
@@ -190,7 +190,7 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
 
 
 def _other_gradients(plan: BoundPlan) -> Iterator[str]:
-    """Outside attention: what computes on cut features sums its gradient, and nothing else does."""
+    """Outside attention: modules that compute on sharded features sum their gradients, and no others do."""
     between = set()
     for _, child, width in _between(plan):
         between.add(child)
@@ -225,14 +225,17 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
 
 
 def _sequences(plan: BoundPlan) -> Iterator[str]:
-    """What computes on parts of the sequence is given parts; a strategy of a user's own may cut, or return DTensors."""
+    """Modules that compute on shards of the sequence are given shards.
+
+    It is not checked beside a user's strategy, which may cut the sequence or return DTensors.
+    """
     strategies = plan.module_strategies
     styles = {name for name, each in strategies.items() if each.cuts_as_torch and each.takes_sequence_part}
     others = [each for name, each in strategies.items() if name not in styles]
     if any(each.cuts_sequence or not each.use_local_output or not each.is_built_in for each in others):
         return
     for name, strategy in strategies.items():
-        if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # there it is heads that are cut
+        if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # within attention, heads are cut
             yield (
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
                 "rule cuts before it; use replicate, or let what comes before it leave Shard(1)"

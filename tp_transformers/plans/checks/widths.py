@@ -21,13 +21,13 @@ def misfits(
 ) -> Iterator[str]:
     """Linears of one block of which one leaves its features sharded where the next expects the whole, or the reverse.
 
-    Who feeds whom is told from widths: within a block, what comes later and takes as many features as an earlier one
-    makes (or one part of it, if it is fused) is fed by it.
+    Widths decide which linear feeds which: within a block, a later linear that takes as many features as an earlier one
+    makes (or one part of a fused one) is fed by it.
 
     Args:
         modules: all modules of a model, by name.
         strategies: the strategy of every module that has one.
-        attention: projections whose heads are cut together, which is checked elsewhere.
+        attention: projections whose heads are cut together; `heads.py` checks them.
         size: number of ranks.
     """
     for name, module in modules.items():
@@ -81,7 +81,7 @@ def misfits(
 
 
 def _makes(module: nn.Module, strategy: TensorParallelLayer | None, size: int) -> dict[int, Split]:
-    """The widths that a linear's output may be used in: all of it, and one of its parts; and how each is cut."""
+    """Width -> split of a linear's output: of all its features, and of one part of a fused one."""
     width = output_width(module)
     parts = strategy.parts if strategy is not None else None
     if parts is None:

@@ -1,6 +1,6 @@
 """A plan -> the same plan for ranks that have batches of their own.
 
-Where ranks have batches of their own, only chosen modules are cut:
+Only chosen modules are cut then:
 
     <chosen block>                                      -> gathers samples, around rules as in sequence parallelism
     <chosen head or embedding>      colwise_rep, ...    -> the same on the samples of all ranks
@@ -98,7 +98,7 @@ class _BatchRewriter(Rewriter):
                     yield name
 
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
-        """As ever, but not where a router's logits are a part of a rank's own loss."""
+        """The same as for sequences, but False where a router's logits are a part of a rank's own loss."""
         return super().is_local(name, block, inner) and not any(map(holds_experts, block.modules()))
 
 

@@ -12,10 +12,9 @@ from dataclasses import replace
 from inspect import unwrap
 from typing import TYPE_CHECKING
 
-from transformers.loss.loss_utils import ForCausalLMLoss
-
 from ...anatomy.names import base_prefix
 from ...errors import PlanError, describe
+from ...transformers_api import ForCausalLMLoss
 from ..rules import Plan, Rule
 
 if TYPE_CHECKING:

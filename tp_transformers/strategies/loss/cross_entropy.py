@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from ...errors import PlanError, describe
 from ...ranks.collectives import Group, all_gather_uneven, copy_to_region
-from ...ranks.mesh import TensorParallelGroup
+from ...ranks.group import TensorParallelGroup
 
 REDUCTIONS = ("mean", "sum", "none")
 

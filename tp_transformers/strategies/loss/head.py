@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from ...ranks.collectives import gather_from_region
-from ...ranks.mesh import TensorParallelGroup
+from ...ranks.group import TensorParallelGroup
 from ..attach import forward_of
 from ..base import TensorParallelLayer
 from ..linear import ColwiseParallel

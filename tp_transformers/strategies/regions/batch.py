@@ -27,7 +27,7 @@ from transformers.utils import ModelOutput
 
 from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
 from ...ranks.collectives import Group, all_gather_uneven, scale_gradient, scatter_to_region
-from ...ranks.mesh import agreed
+from ...ranks.group import agreed
 from ..attach import forward_of
 from ..base import TensorParallelLayer
 from .region import Widths, in_backward

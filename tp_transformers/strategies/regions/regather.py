@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...anatomy.norms import is_norm
+from ...marks import untyped
 from ...ranks.collectives import Group, all_gather_uneven
 
 View = tuple[torch.Size, tuple[int, ...], int]
@@ -25,7 +26,7 @@ def remember(output: Tensor, module: nn.Module, x: Tensor) -> None:
     """Note that `output` is what `module` made of `x`, if that is a norm, which would make the same again."""
     is_repeatable = is_norm(module) and not torch.is_autocast_enabled(x.device.type)
     if is_repeatable and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        output._tp_made = (module, x.detach(), x._version)  # type: ignore[attr-defined]
+        untyped(output)._tp_made = (module, x.detach(), x._version)
 
 
 def saving_part(

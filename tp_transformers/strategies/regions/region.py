@@ -23,7 +23,7 @@ from ...ranks.collectives import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
-from ...ranks.mesh import agreed
+from ...ranks.group import agreed
 from ..attach import Forward, forward_of
 from ..base import TensorParallelLayer
 from ..local import to_local

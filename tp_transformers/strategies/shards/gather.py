@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ranks.collectives import Group, all_gather_uneven
-from ...ranks.mesh import TensorParallelGroup
+from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout, Range, chunked
 
 CHUNK_BYTES = 16 << 20

@@ -9,7 +9,7 @@ tensor-parallel model with, it looks at this rank's values alone and shares what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -18,39 +18,39 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
+from ...patches import Patch, replace
 from .shard import local_tensor, settle_gradient, shard_of
 
 Found = dict[torch.device, Tensor]
 """For each device, a number above 0 where a gradient there is not finite."""
 
 
-def share_found_inf() -> None:
-    """From the first call on, let every GradScaler of torch share over the ranks what it finds in shards.
+def _unscale_shared(
+    unscale: Callable[..., Found],
+    scaler: GradScaler,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> Found:
+    """`unscale`, torch's `GradScaler._unscale_grads_`; ranks share what they find."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    groups = _groups(params)
+    if not groups:
+        return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    grads = [local_tensor(grad) for grad in map(settle_gradient, params) if grad is not None]
+    local = SimpleNamespace(param_groups=[{"params": [_with_gradient(grad) for grad in grads]}])
+    return _reduce(unscale(scaler, local, inv_scale, found_inf, allow_fp16), groups, params)
 
-    One all-reduce of two numbers for each axis that cuts the model, whenever gradients are unscaled. Optimizers
-    without shards are torch's own affair.
-    """
-    if not hasattr(GradScaler._unscale_grads_, "tp_shares"):
-        GradScaler._unscale_grads_ = _sharing(GradScaler._unscale_grads_)  # type: ignore[method-assign]
 
+SHARED_INFINITIES = Patch(
+    "torch", "GradScaler._unscale_grads_", partial(replace, GradScaler, "_unscale_grads_", _unscale_shared)
+)
+"""Lets every GradScaler of torch share over the ranks the infinities that it finds in shards.
 
-def _sharing(unscale: Callable[..., Found]) -> Callable[..., Found]:
-    """`unscale`, torch's `GradScaler._unscale_grads_`, where ranks share what they find."""
-
-    @wraps(unscale)
-    def shared(
-        self: GradScaler, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> Found:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        groups = _groups(params)
-        if not groups:
-            return unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
-        grads = [local_tensor(grad) for grad in map(settle_gradient, params) if grad is not None]
-        local = SimpleNamespace(param_groups=[{"params": [_with_gradient(grad) for grad in grads]}])
-        return _reduce(unscale(self, local, inv_scale, found_inf, allow_fp16), groups, params)
-
-    shared.tp_shares = True  # type: ignore[attr-defined]
-    return shared
+One all-reduce of two numbers for each axis that cuts the model, whenever gradients are unscaled. Optimizers without
+shards are torch's own affair.
+"""
 
 
 def _groups(params: Iterable[Tensor]) -> Sequence[dist.ProcessGroup]:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...marks import Mark
 from ...ranks.collectives import copy_shared, copy_to_region
-from ...ranks.mesh import TP_AXIS, TensorParallelGroup
+from ...ranks.group import TP_AXIS, TensorParallelGroup
 from ...slices.layout import Layout, Range, Shared, chunked
 from .gather import on_all, on_first
 
@@ -136,6 +137,10 @@ class ParamShard:
             return 0, self.local_shape[0]
         length, copies = self.local_shape[0], self.data_parallel
         return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
+
+
+SHARD: Mark[ParamShard] = Mark("tp_shard")
+"""This rank's shard of a parameter, on the parameter."""
 
 
 def shard_of(tensor: Tensor | None) -> ParamShard | None:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tp_transformers.ranks import mesh
-from tp_transformers.ranks.mesh import TensorParallelGroup
+from tp_transformers.ranks import group as group_module
+from tp_transformers.ranks.group import TensorParallelGroup
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def test_the_first_rank_of_every_node(nodes: str, first: list[int], monkeypatch:
     monkeypatch.setattr(OnNodes, "nodes", list(nodes))
     found = []
     for rank, node in enumerate(nodes):
-        monkeypatch.setattr(mesh, "node_name", lambda node=node: node)
+        monkeypatch.setattr(group_module, "node_name", lambda node=node: node)
         group = OnNodes(None, rank, len(nodes), torch.device("cpu"))
         if group.first_on_node(lambda is_first: is_first):
             found.append(rank)

@@ -1,0 +1,117 @@
+"""Changes to other libraries are undone: by `disable()`, or with the last model that needs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.models import Case
+from tp_transformers.patches import Patch, replace
+
+PROGRAM = '''
+import gc, sys
+import accelerate, peft, torch, transformers, transformers.trainer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+import tp_transformers
+
+LIBRARIES = ("torch", "transformers", "peft", "accelerate")
+
+def parts(value):
+    kind = type(value).__name__
+    if kind in ("staticmethod", "classmethod", "method"):
+        yield value.__func__
+    elif kind == "property":
+        yield from (value.fget, value.fset)
+    elif kind in ("dict", "OrderedDict", "list", "set"):
+        yield from list(value.values()) if hasattr(value, "values") else list(value)
+    else:
+        yield value
+
+def is_ours(value):
+    return type(value).__name__ == "function" and "/tp_transformers/" in value.__code__.co_filename
+
+def changed():
+    """Names in the libraries that lead to functions of ours."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in LIBRARIES:
+            continue
+        for owner in [module, *(each for each in list(vars(module).values()) if issubclass(type(each), type))]:
+            for key, value in list(vars(owner).items()):
+                if any(map(is_ours, parts(value))):
+                    found.add(f"{getattr(owner, '__name__', name)}.{key}")
+    return found
+
+def watched():
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import optimizer
+    from transformers import modeling_utils
+    hooks = (torch.nn.modules.module._global_module_registration_hooks, optimizer._global_optimizer_pre_hooks)
+    return [
+        *(dict(each) for each in hooks),
+        *(dict(vars(each)) for each in (GradScaler, transformers.PreTrainedModel, AutoModelForCausalLM)),
+        modeling_utils._get_resolved_checkpoint_files, modeling_utils.get_hf_quantizer,
+        dict(vars(transformers.Trainer)), dict(vars(accelerate.Accelerator)), dict(vars(peft.PeftModel)),
+        dict(vars(peft.tuners.tuners_utils.BaseTuner)), dict(vars(peft.tuners.lora.LoraLayer)),
+    ]
+
+GLOBAL = {"GradScaler._unscale_grads_", "torch.optim.optimizer._global_optimizer_pre_hooks",
+          "torch.nn.modules.module._global_module_registration_hooks"}
+before = watched()
+assert not changed(), changed()
+with tp_transformers.enable():
+    hook = changed()
+    assert {"PreTrainedModel.from_pretrained", "PreTrainedModel._load_pretrained_model"} <= hook
+    assert not GLOBAL & hook
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+    other = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+    assert GLOBAL <= changed(), changed()
+wrapped = get_peft_model(other, LoraConfig(target_modules="all-linear"))
+del model
+gc.collect()
+left = changed()
+assert GLOBAL <= left and not hook & left, left
+del other, wrapped
+gc.collect()
+assert not changed(), changed()
+assert watched() == before
+'''
+
+
+@pytest.mark.slow
+def test_nothing_remains_after_disable_and_the_last_model(cases: Any) -> None:
+    case: Case = cases(8, 4)
+    subprocess.run([sys.executable, "-c", PROGRAM, str(case.folder)], check=True, timeout=240)
+
+
+def test_a_patch_is_made_once_and_undone_after_its_last_holder() -> None:
+    seen = []
+
+    def install() -> Any:
+        seen.append("made")
+        return lambda: seen.append("undone")
+
+    patch = Patch("library", "name", install)
+    patch.hold()
+    patch.hold()
+    patch.release()
+    assert seen == ["made"]
+    assert patch.is_on
+    patch.release()
+    assert seen == ["made", "undone"]
+    assert not patch.is_on
+
+
+def test_a_wrapper_of_another_library_stays() -> None:
+    owner = SimpleNamespace(double=lambda x: 2 * x)
+    undo = replace(owner, "double", lambda original, x: original(x) + 1)
+    ours = owner.double
+    owner.double = lambda x: ours(x) + 10
+    assert owner.double(3) == 17
+    undo()
+    assert owner.double(3) == 16

@@ -1,0 +1,51 @@
+"""Private names of transformers stand in one module."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import transformers
+
+import tp_transformers
+from tp_transformers import transformers_api
+
+ROOT = Path(tp_transformers.__file__).parent
+
+ALLOWED = {("training/trainer.py", "transformers.trainer")}
+"""Imports elsewhere: names of a checkpoint's files, in a module that takes a second to import."""
+
+
+def below_public(path: Path) -> list[str]:
+    """Imports from transformers in `path` that are neither of its public names nor of `transformers.utils`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [each.name for each in node.names if each.name.startswith("transformers.")]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module == "transformers":
+            found += [f"transformers.{each.name}" for each in node.names if each.name not in transformers.__all__]
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("transformers."):
+            names = [each.name for each in node.names if each.name.startswith("_")]
+            if node.module != "transformers.utils" or names:
+                found.append(node.module or "")
+    return [name for name in found if name != "transformers.utils"]
+
+
+def test_private_names_stand_in_one_module() -> None:
+    found = {
+        (str(path.relative_to(ROOT)), name)
+        for path in ROOT.rglob("*.py")
+        if path.name != "transformers_api.py"
+        for name in below_public(path)
+    }
+    assert found == ALLOWED
+    assert below_public(ROOT / "transformers_api.py")
+
+
+def test_private_methods_are_there() -> None:
+    transformers_api.check()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_api, "METHODS", {"_gone": "a test"})
+        with pytest.raises(tp_transformers.UnsupportedError, match="no _gone"):
+            tp_transformers.enable()

@@ -1,0 +1,191 @@
+"""Files on a mounted file system."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+
+from ...errors import CheckpointError, describe
+from .file_map import FileMap
+from .source import Source
+
+_IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
+
+_SAMPLE_BYTES = 1 << 20
+"""Distance of the bytes that `is_resident` probes, and size of a read of `prefetch`."""
+
+BLOCKS, BLOCK_BYTES = 16, 4 << 10
+"""Number and length of the blocks of a file whose hash tells it from others."""
+
+
+class LocalFile(Source):
+    """A file on a mounted file system, read with `preadv` straight into the buffers.
+
+    `preadv` rather than a memory map: a map's page faults cost several times the copy itself, and land in the first
+    forward instead of in the load.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open `path`. Raises CheckpointError where there is no such file or it cannot be opened."""
+        super().__init__()
+        self.name = os.fspath(path)
+        self._fd = -1
+        self._map: FileMap | None = None
+        self._own_map: FileMap | None = None
+        try:
+            self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise CheckpointError(
+                describe(
+                    f"checkpoint file {self.name}",
+                    got="no such file",
+                    expected="a safetensors file",
+                    fix="Download the checkpoint again, or correct its index.",
+                )
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"checkpoint file {self.name} cannot be opened: {error.strerror}") from error
+        self.bytes_sampled = 0
+        """Bytes read by `sample`; `bytes_read` leaves them out."""
+        status = os.fstat(self._fd)
+        self.copy = (node(), status.st_dev, *_identity(status))
+        """A value that is equal for two processes only if they read one inode of one node."""
+        self._identity = _identity(status)
+        self.size = self._identity[1]
+
+    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `Source.read`; interrupted and partial reads are continued."""
+        pending = [buffer for buffer in buffers if len(buffer)]
+        position = offset
+        while pending:
+            count = self._preadv(pending[:_IOV_MAX], position)
+            if count == 0:
+                missing = sum(map(len, pending))
+                raise CheckpointError(
+                    describe(
+                        f"checkpoint file {self.name}",
+                        got=f"the end of the file at byte {position}",
+                        expected=f"{missing} bytes more",
+                        fix="The file is truncated, or changed while it was read; download it again.",
+                    )
+                )
+            self.count(count)
+            position += count
+            while pending and count >= len(pending[0]):
+                count -= len(pending.pop(0))
+            if count:
+                pending[0] = pending[0][count:]
+
+    def map(self) -> FileMap:
+        """A read-only memory map of the file, made at the first call; for bytes that are in the page cache."""
+        if self._map is None:
+            self._map = FileMap(self._fd, self.size)
+        return self._map
+
+    def own_map(self) -> FileMap:
+        """A copy-on-write memory map of the file, made at the first call; parameters may live in it."""
+        if self._own_map is None:
+            self._own_map = FileMap(self._fd, self.size, own=True)
+        return self._own_map
+
+    def is_resident(self, spans: Iterable[tuple[int, int]]) -> bool:
+        """True if all probed bytes, one in every MiB of `spans` (start, stop), are in the page cache.
+
+        A file system that cannot say counts as one whose bytes are not, unless its storage is memory.
+        """
+        if self._is_in_memory:
+            return True
+        probe = [memoryview(bytearray(1))]
+        try:
+            for start, stop in spans:
+                for offset in (*range(start, stop, _SAMPLE_BYTES), stop - 1):
+                    try:
+                        os.preadv(self._fd, probe, offset, os.RWF_NOWAIT)
+                    except BlockingIOError:  # absent, or locked by another process: the second try decides
+                        os.preadv(self._fd, probe, offset, os.RWF_NOWAIT)
+        except (OSError, AttributeError):  # AttributeError: not Linux
+            return False
+        return True
+
+    @cached_property
+    def _is_in_memory(self) -> bool:
+        """True for a file system whose only storage is memory: tmpfs, which cannot say which pages are resident."""
+        device = os.fstat(self._fd).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return False
+        # 36 35 98:0 /root /mount options ... - type source options: https://docs.kernel.org/filesystems/proc.html
+        types = {fields[fields.index("-") + 1] for fields in map(str.split, mounts) if fields[2] == number}
+        return bool(types & {"tmpfs", "ramfs"})
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Read the bytes [start, stop) into the page cache, and nowhere else."""
+        scratch = memoryview(bytearray(min(stop - start, _SAMPLE_BYTES)))
+        for offset in range(start, stop, _SAMPLE_BYTES):
+            self._preadv([scratch[: stop - offset]], offset)
+
+    def sample(self) -> str:
+        """Hash of a few blocks, at offsets that depend on the size alone; hash of all bytes of a short file."""
+        digest = hashlib.blake2b(digest_size=16)
+        block, room = memoryview(bytearray(BLOCK_BYTES)), max(self.size - BLOCK_BYTES, 0)
+        count = min(BLOCKS, -(-self.size // BLOCK_BYTES))
+        for offset in (room * index // max(count - 1, 1) for index in range(count)):
+            length = self._preadv([block], offset)
+            digest.update(block[:length])
+            self.bytes_sampled += length
+        return digest.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """See `Source.check_unchanged`; compares inode, size and time of the last change."""
+        try:
+            now = _identity(os.fstat(self._fd))
+            same = now == self._identity and _identity(os.stat(self.name)) == now
+        except OSError:
+            same = False
+        if not same:
+            raise CheckpointError(
+                describe(
+                    f"checkpoint file {self.name}",
+                    got="another file, or other contents, after loading than before",
+                    expected="files that stay as they are while they are read",
+                    fix="Wait until the checkpoint is complete, then load it again.",
+                )
+            )
+
+    def close(self) -> None:
+        """Close the file descriptor and drop the maps; a map that parameters view stays as long as they do."""
+        for each in (self._map, self._own_map):
+            if each is not None:
+                each.close()
+        self._map = self._own_map = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
+        try:
+            return os.preadv(self._fd, buffers, offset)
+        except OSError as error:
+            text = f"checkpoint file {self.name}: reading at byte {offset} failed: {error.strerror}"
+            raise CheckpointError(text) from error
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    """Inode, size and time of the last change, which differ between files and between versions of one."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@cache
+def node() -> str:
+    """A name that processes have in common if they share files and a page cache."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text() if boot.exists() else socket.gethostname()

@@ -1,0 +1,71 @@
+"""One rank of a proof: `torchrun -m tp_transformers.commands.verify.rank FOLDER REPORTS DEADLINE`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ...loading.hook import enable
+from ...ranks.group import TP_AXIS
+from ...strategies import STRATEGIES, full_tensor
+from . import small_model as probe
+from .differences import GRADIENT_TOLERANCE, gradient_errors
+
+
+def run_rank(folder: Path, reports: Path, deadline: float) -> int:
+    """Load, answer, and leave an Observation in `reports`; exits with 1 if an exception is raised."""
+    with (folder / "request.pickle").open("rb") as file:
+        sys.path[:] = pickle.load(file)
+        cls, plan, own, grads, dtype = pickle.load(file)
+    for name, strategy in own.items():
+        STRATEGIES[name] = strategy
+    questions, labels, expected = torch.load(folder / "questions.pt")
+    seen, path = probe.Observation(), reports / f"{os.environ['RANK']}.pt"
+
+    def report() -> None:
+        torch.save(seen, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)  # whole or not at all: torchrun ends the ranks when one has failed
+
+    def fail(failure: str) -> None:
+        seen.failure = failure
+        report()
+        os._exit(1)  # without a word to the others, which may be in a collective
+
+    late = threading.Timer(max(1.0, deadline - time.time()), fail, ["no end in time; do all ranks communicate alike?"])
+    late.daemon = True
+    late.start()
+    try:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
+        with enable():
+            model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, device_mesh=mesh, dtype=dtype)
+        with probe.computing_in(dtype):
+            probe.observe(model, questions, seen, labels)
+            if grads:
+                seen.doing = "computing gradients"
+                grown = probe.gradients(model, questions[0], labels)
+        if grads:
+            params = dict(model.named_parameters())
+            whole = {
+                name: full_tensor(params[name], grown.get(name, torch.zeros_like(params[name]))) for name in expected
+            }
+            seen.errors = gradient_errors(whole, expected)
+            seen.gradients = {name: whole[name] for name in whole if seen.errors[name] > GRADIENT_TOLERANCE}
+    except Exception as error:
+        fail(f"{type(error).__name__}: {error}")
+    late.cancel()
+    report()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])))

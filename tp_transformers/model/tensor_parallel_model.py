@@ -1,0 +1,184 @@
+"""Methods of a loaded model that differ from those of its own class: saving, loading, copying, embeddings."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.reading.report import LoadReport
+from ..checkpoint.saving.push import push, save_and_push
+from ..checkpoint.saving.save import save_pretrained
+from ..errors import UnsupportedError, describe
+from ..marks import untyped
+from ..plans.bind import Resolution
+from ..ranks.group import GROUP, TensorParallelGroup
+from ..strategies.shards.scaler import SHARED_INFINITIES
+from ..strategies.shards.shard import SHARD
+from .adapters.files import load_adapter, save_adapter
+from .adapters.inject import WATCH_ADAPTERS
+from .generate import TensorParallelGeneration
+from .kernels import check_kernels
+from .optimizer_groups import SPLIT_STEPS
+from .state_dict import (
+    check_device,
+    keep_shards,
+    memory_footprint,
+    num_parameters,
+    replace_embeddings,
+    resize_embeddings,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel as _Model
+else:
+    _Model = object
+
+
+class TensorParallelModel(_Model):
+    """Methods of a model that is loaded with a plan, beyond those of its own class, of which it stays an instance."""
+
+    tp_group: TensorParallelGroup
+    """The ranks that share the model."""
+    tp_resolution: Resolution
+    """The plan in force, module by module."""
+    tp_report: LoadReport
+    """How this rank came by its shard."""
+    tp_source: Mapping[str, str | None]
+    """The "name" of the checkpoint and, where it is in the cache of the Hub, its "commit_hash"."""
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Write a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.save.save_pretrained`.
+
+        A model to which transformers gave an adapter saves the adapter alone.
+        """
+        if push_to_hub:
+            tags = self.model_tags or ()
+            save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
+        elif getattr(self, "_hf_peft_config_loaded", False):
+            save_adapter(self, Path(save_directory))
+        else:
+            save_pretrained(self, save_directory, *args, **kwargs)
+
+    def push_to_hub(
+        self, repo_id: str, *, max_shard_size: int | str = "50GB", tags: Iterable[str] = (), **options: Any
+    ) -> Any:
+        """Upload a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.push.push`."""
+        save = partial(self.save_pretrained, max_shard_size=max_shard_size)
+        tags = [*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
+        return push(self.tp_group, save, repo_id, tags=tags, **options)
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a whole adapter of PEFT, cut to this rank; every rank has to call it."""
+        if self.tp_group.device_mesh is None:
+            return super().load_adapter(*args, **kwargs)
+        return load_adapter(self, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load whole tensors, or what `state_dict()` returned on this rank; every rank has to call it."""
+        with self.tp_group.agree():
+            return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Parameters of the whole model, as one process counts them."""
+        return num_parameters(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes that this rank holds."""
+        return memory_footprint(self, buffers=return_buffers)
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Take whole embeddings, the same on all ranks, and cut them as the plan says; every rank has to call it."""
+        old = self.get_input_embeddings()
+        super().set_input_embeddings(value)
+        replace_embeddings(old, value, self.tp_group)
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Take a whole head, the same on all ranks, and cut it as the plan says; every rank has to call it."""
+        old = self.get_output_embeddings()
+        super().set_output_embeddings(value)
+        replace_embeddings(old, value, self.tp_group)
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The method of transformers, on complete embeddings that are cut again; every rank has to call it."""
+        resize = partial(super().resize_token_embeddings, new_num_tokens, *args, **kwargs)
+        if self.tp_group.device_mesh is None:
+            return resize()
+        return resize_embeddings(self, resize)
+
+    def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+        """Take kernels of the Hub in place of forwards; every rank has to call it.
+
+        Raises UnsupportedError on all ranks where one would leave out what a rank communicates; see `check_kernels`.
+        """
+        use = partial(super().set_use_kernels, use_kernels, *args, **kwargs)
+        if not use_kernels:
+            use()
+            return
+        with check_kernels(self):
+            use()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """The method behind `to`, `half`, `cuda`, ...: on the mesh's own device, shards stay shards."""
+        check_device(fn, self.tp_group)
+        with keep_shards(self):
+            return super()._apply(fn, *args, **kwargs)
+
+    def __copy__(self) -> Any:
+        copied: nn.Module = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        hold_patches(copied)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: its ranks hold process groups, and a part of the model each."""
+        raise UnsupportedError(
+            describe(
+                f"pickle of a tensor-parallel {type(self).__name__}",
+                got="the model of one rank",
+                expected="its state",
+                fix="Call model.save_pretrained(folder) or tp_transformers.save_sharded(model, folder) on all ranks, "
+                "or torch.save(model.state_dict(), a file of each rank).",
+            )
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy that is split over the same ranks."""
+        module: nn.Module = self
+        copied: nn.Module = type(self).__new__(type(self))
+        memo.update({id(self): copied, id(self.tp_group.device_mesh): self.tp_group.device_mesh})
+        copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
+        copies = dict(copied.named_parameters(remove_duplicate=False))
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if hasattr(param, SHARD.name):
+                SHARD.put(copies[name], SHARD.of(param))
+        hold_patches(copied)
+        return copied
+
+
+def hold_patches(model: object) -> None:
+    """As long as `model` lives, torch's optimizers and GradScaler know shards, and peft knows the model."""
+    for patch in (WATCH_ADAPTERS, SPLIT_STEPS, SHARED_INFINITIES):
+        patch.hold_for(model)
+
+
+def become_tensor_parallel(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
+    """Make the model an instance of a subclass of its class, of the same name, that is a TensorParallelModel too."""
+    model.__class__ = _tensor_parallel_class(untyped(type(model)))
+    GROUP.put(model, group)
+    untyped(model).tp_resolution = resolution
+
+
+@cache
+def _tensor_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    bases = (TensorParallelGeneration, TensorParallelModel) if hasattr(cls, "generate") else (TensorParallelModel,)
+    return type(cls.__name__, (*bases, cls), names)

@@ -1,0 +1,81 @@
+"""FSDP2 over copies of a tensor-parallel model: dim 0 of every rank's shards is cut again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..anatomy.layers import layers_of
+from ..ranks.group import TP_AXIS, TensorParallelGroup
+from ..strategies import ParamShard, batch_sharded, local_tensor, shard_of
+from ..strategies.shards.shard import SHARD
+from .averaging import outside
+
+if TYPE_CHECKING:
+    pass
+
+
+def shard_copies(
+    model: nn.Module, group: TensorParallelGroup, mesh: DeviceMesh, axis: str, options: dict[str, Any]
+) -> None:
+    blocks = list(batch_sharded(model))
+    alone = set(outside(model)) if blocks else set()
+    # Parameters with copies on all ranks are cut over those of the later axis, and copied over the other.
+    both = both_axes(mesh, axis) if blocks else mesh[axis]
+    shards = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        shard = shard_of(param)
+        if shard is None and not isinstance(param, DTensor):  # added after the load: each rank has the whole
+            shard = ParamShard(param.shape, None, group, use_dtensor=False)
+        if shard is not None:
+            copies = both.get_group(both.ndim - 1) if param in alone else mesh[axis].get_group()
+            shards[name] = dataclasses.replace(shard, data_parallel=copies)
+    _unwrap(model, alone)
+    options.setdefault("reshard_after_forward", True)
+    if group.reduce_dtype is not None:
+        options.setdefault("mp_policy", MixedPrecisionPolicy(reduce_dtype=group.reduce_dtype))
+    for tied in _tied(blocks):
+        fully_shard(tied, mesh=mesh[axis], **options)
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=both, **options)
+    fully_shard(model, mesh=both, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":  # gloo knows no mean
+            getattr(module, "set_force_sum_reduction_for_comms", lambda _: None)(True)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in shards:
+            SHARD.put(param, shards[name])
+
+
+def _tied(modules: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
+    """The modules, those together that share a parameter."""
+    first: dict[nn.Parameter, nn.Module] = {}
+    together: dict[nn.Module, list[nn.Module]] = {}
+    for module in modules:
+        params = list(module.parameters())
+        other = next((first[param] for param in params if param in first), module)
+        first.update(dict.fromkeys(params, other))
+        together.setdefault(other, []).append(module)
+    return together.values()
+
+
+def _unwrap(model: nn.Module, params: Collection[nn.Parameter]) -> None:
+    """Put plain parameters in place of those `params` that are DTensors over the `tp` axis alone."""
+    plain: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param in params and isinstance(param, DTensor):
+                if param not in plain:
+                    plain[param] = nn.Parameter(local_tensor(param).detach(), requires_grad=param.requires_grad)
+                module._parameters[name] = plain[param]
+
+
+def both_axes(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The mesh of `axis` and `tp` alone, in the order that they have in `mesh`."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))]

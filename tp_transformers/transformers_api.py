@@ -1,0 +1,134 @@
+"""All that this package uses of transformers below its public names, and a check that it is there.
+
+Public are the names of `transformers.__all__` and the module `transformers.utils`. A test lets no other module import
+from below them, except `training/trainer.py`, whose module of transformers takes a second to import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel, core_model_loading, modeling_utils
+from transformers.core_model_loading import (
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.generation.streamers import BaseStreamer
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_utils import LoadStateDictConfig, get_state_dict_dtype
+from transformers.models.auto import modeling_auto
+from transformers.utils.hub import extract_commit_hash
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from .errors import UnsupportedError, describe
+
+__all__ = [
+    "BaseStreamer",  # base of the streamers that pass tokens on, one a rank
+    "ForCausalLMLoss",  # the one loss that loss parallelism replaces
+    "LoadStateDictConfig",  # argument of the load of the weights
+    "LoadStateDictInfo",  # result of the load of the weights
+    "WeightRenaming",  # renamings of tensors, in the model's weight conversions
+    "auto_classes",
+    "build_glob_alternation",  # finds the conversion of a tensor's name, as transformers does
+    "check",
+    "core_model_loading",  # its operations, by class, which are expressed on slices
+    "custom_object_save",  # a saved model keeps its repository's own code
+    "dot_natural_key",  # the order in which transformers takes the tensors of one conversion
+    "extract_commit_hash",  # commit of a file in the Hub's cache
+    "get_state_dict_dtype",  # dtype="auto" of weights that stay on the Hub
+    "modeling_utils",  # two of its functions are replaced
+    "rename_source_key",  # name of a checkpoint's tensor in the model
+    "revert_weight_conversion",  # saved files have the checkpoint's names and shapes
+]
+
+OLDEST, FIRST_UNSUPPORTED = (5, 6), (6, 0)
+"""Versions of transformers that this package is made for: OLDEST <= version < FIRST_UNSUPPORTED."""
+
+METHODS = {
+    "_load_pretrained_model": "replaced by our load",
+    "_adjust_missing_and_unexpected_keys": "the load's report leaves out the keys that a class ignores",
+    "_from_config": "a model on the meta device",
+}
+"""Private methods of PreTrainedModel, with the use of each."""
+
+_ARGUMENTS: Mapping[tuple[Any, str], tuple[str, ...]] = {
+    (PreTrainedModel, "_load_pretrained_model"): ("model", "state_dict", "checkpoint_files", "load_config"),
+    (modeling_utils, "_get_resolved_checkpoint_files"): (
+        "pretrained_model_name_or_path",
+        "variant",
+        "gguf_file",
+        "use_safetensors",
+        "user_agent",
+        "is_remote_code",
+        "transformers_explicit_filename",
+        "download_kwargs",
+        "tqdm_class",
+    ),
+    (modeling_utils, "get_hf_quantizer"): (
+        "config",
+        "quantization_config",
+        "device_map",
+        "weights_only",
+        "user_agent",
+    ),
+}
+"""First arguments of the functions that `enable()` replaces."""
+
+_FIELDS: Mapping[type, set[str]] = {
+    LoadStateDictConfig: {
+        "pretrained_model_name_or_path",
+        "sharded_metadata",
+        "weight_mapping",
+        "dtype_plan",
+        "ignore_mismatched_sizes",
+    },
+    LoadStateDictInfo: {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"},
+}
+"""Fields that our load reads or returns."""
+
+
+def check() -> None:
+    """Raise UnsupportedError unless the installed transformers has the private API that this package is made for."""
+    version = transformers.__version__
+    problems = []
+    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < FIRST_UNSUPPORTED:
+        problems.append("another version")
+    problems += [f"no {name}" for name in METHODS if not hasattr(PreTrainedModel, name)]
+    for (owner, name), needed in _ARGUMENTS.items():
+        function: Callable[..., Any] | None = getattr(owner, name, None)
+        found = tuple(inspect.signature(function).parameters) if function is not None else ()
+        if found[: len(needed)] != needed:
+            problems.append(f"{name}({', '.join(found)})")
+    for cls, fields in _FIELDS.items():
+        lacking = fields - {info.name for info in dataclasses.fields(cls)}
+        if lacking:
+            problems.append(f"{cls.__name__} without {', '.join(sorted(lacking))}")
+    if problems:
+        raise UnsupportedError(
+            describe(
+                "tp_transformers.enable()",
+                got=f"transformers {version} with {'; '.join(problems)}",
+                expected=f"transformers >= {_dotted(OLDEST)}, < {_dotted(FIRST_UNSUPPORTED)}",
+                fix="Nothing was patched. Install a supported transformers, or a newer tp_transformers.",
+            )
+        )
+
+
+def auto_classes() -> list[type]:
+    """Every Auto class for models that has a `from_pretrained` of its own."""
+    classes: list[type] = [modeling_auto._BaseAutoModelClass]
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+    return [cls for cls in classes if "from_pretrained" in cls.__dict__]
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
