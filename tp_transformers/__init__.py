@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .checkpoint.saving.sharded_checkpoint import verify_sharded
     from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
     from .loading.hook import disable, enable
+    from .model.clip import clip_grad_norm_
     from .model.optimizer_groups import parameter_groups
     from .model.parallelize import is_tensor_parallel
     from .model.same_inputs import check_inputs
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         local_tensor,
     )
     from .strategies.loss.cross_entropy import vocab_parallel_cross_entropy
-    from .training.clip import clip_grad_norm_
     from .training.data_parallel import data_parallel
     from .training.partition import Partition, partition
     from .training.replicas import check_replicas
@@ -108,7 +108,7 @@ _HOMES = {
         "SequenceParallel TensorParallelLayer full_tensor get_packed_weights get_tensor_shard local_tensor"
     ),
     "strategies.loss.cross_entropy": "vocab_parallel_cross_entropy",
-    "training.clip": "clip_grad_norm_",
+    "model.clip": "clip_grad_norm_",
     "training.data_parallel": "data_parallel",
     "training.partition": "Partition partition",
     "training.replicas": "check_replicas",

@@ -23,6 +23,7 @@ from ..strategies.shards.scaler import SHARED_INFINITIES
 from ..strategies.shards.shard import SHARD
 from .adapters.files import load_adapter, save_adapter
 from .adapters.inject import WATCH_ADAPTERS
+from .clip import WHOLE_NORMS
 from .generate import TensorParallelGeneration
 from .kernels import check_kernels
 from .optimizer_groups import SPLIT_STEPS
@@ -165,8 +166,8 @@ class TensorParallelModel(_Model):
 
 
 def hold_patches(model: object) -> None:
-    """As long as `model` lives, torch's optimizers and GradScaler know shards, and peft knows the model."""
-    for patch in (WATCH_ADAPTERS, SPLIT_STEPS, SHARED_INFINITIES):
+    """As long as `model` lives, torch's optimizers, GradScaler and clipping know shards, and peft knows the model."""
+    for patch in (WATCH_ADAPTERS, SPLIT_STEPS, SHARED_INFINITIES, WHOLE_NORMS):
         patch.hold_for(model)
 
 

@@ -30,12 +30,12 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
 from ..errors import CheckpointError, MeshError, UnsupportedError, describe
 from ..logs import get_logger
+from ..model.clip import clip_grad_norm_
 from ..model.optimizer_groups import parameter_groups
 from ..model.parallelize import is_tensor_parallel
 from ..ranks.random_state import random_state, set_random_state
 from ..strategies import batch_sharded
 from ..strategies.loss.head import whole_logits
-from .clip import clip_grad_norm_
 from .replicas import check_replicas
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ..patches import Patch, replace
 from ..strategies import local_tensor, settle_gradient, shard_of
+from ..strategies.shards.shard import SHARD
 
 
 @torch.no_grad()
@@ -84,6 +86,32 @@ def clip_grad_norm_(
         else:
             torch._foreach_mul_(alike, factor)
     return norm
+
+
+def _clip(
+    original: Callable[..., Tensor], parameters: Tensor | Iterable[Tensor], *args: Any, **keywords: Any
+) -> Tensor:
+    """`original`, torch's function, except for parameters of a tensor-parallel model."""
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    ours = any(SHARD.find(param) is not None for param in params)
+    return clip_grad_norm_(params, *args, **keywords) if ours else original(params, *args, **keywords)
+
+
+def _install() -> Callable[[], None]:
+    undoings = [replace(owner, "clip_grad_norm_", _clip) for owner in (nn.utils, nn.utils.clip_grad)]
+
+    def undo() -> None:
+        for each in undoings:
+            each()
+
+    return undo
+
+
+WHOLE_NORMS = Patch("torch", "nn.utils.clip_grad_norm_", _install)
+"""Lets `torch.nn.utils.clip_grad_norm_`, and so accelerate's, clip a tensor-parallel model by its whole norm.
+
+Torch takes plain shards for parameters of one process: each rank would scale its gradients by another norm.
+"""
 
 
 def _is_cut_over_copies(param: Tensor) -> bool:
