@@ -249,16 +249,15 @@ def patched(owner: Any, name: str, replacement: Any) -> Any:
 
 
 def io_error(folder: Path) -> Any:
-    def failing(self: LocalFile, offset: int, buffers: Any) -> None:
-        raise self._failed(offset, OSError(errno.EIO, os.strerror(errno.EIO)))
+    calls, preadv = [0], os.preadv  # two calls a file for the headers
 
-    calls, read = [0], LocalFile.read  # two calls a file for the headers
-
-    def later(self: LocalFile, offset: int, buffers: Any) -> None:
+    def later(fd: int, *arguments: Any) -> int:
         calls[0] += 1
-        (failing if calls[0] > 16 else read)(self, offset, buffers)
+        if calls[0] > 16:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(fd, *arguments)
 
-    return patched(LocalFile, "read", later)
+    return patched(os, "preadv", later)
 
 
 def io_error_in_the_header(folder: Path) -> Any:
