@@ -14,7 +14,7 @@ demo: $(VENV)/ready
 
 # What holds the rest: every feature, in few of its shapes. About ten minutes on two cores.
 test: lint
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
 # Everything: all shapes, the whole matrix, the wide training table, every code block of every page. More than an hour.
 test-all: lint
@@ -38,7 +38,7 @@ lint: $(VENV)/ready
 versions: $(VERSIONS:%=$(VENV)/transformers-%)
 	@for version in $(VERSIONS); do \
 	  echo "transformers $$version"; \
-	  PYTHONPATH=$(VENV)/transformers-$$version $(PY) -m pytest -m "not slow" $(RELEASE_TESTS) || exit 1; \
+	  PYTHONPATH=$(VENV)/transformers-$$version $(PY) -m pytest -m "not slow" -n 2 --dist loadfile $(RELEASE_TESTS) || exit 1; \
 	done
 
 $(VENV)/transformers-%: $(VENV)/ready

@@ -126,7 +126,7 @@ def file_bytes(name: str, param: torch.Tensor) -> int:
             ("qwen3_moe", 2, torch.bfloat16),
             ("deepseek_v3", 3, torch.bfloat16),
         ],
-        2,
+        1,
     ),
 )
 def test_ranks_read_their_values_and_the_scales_of_their_blocks(

@@ -135,7 +135,7 @@ def stream(
 # -- what arrives
 
 
-@pytest.mark.parametrize("sizes", [SMALL, {}], ids=["small blocks", "blocks as they are"])
+@pytest.mark.parametrize("sizes", wide([SMALL, {}], 1), ids=["small blocks", "blocks as they are"])
 @pytest.mark.parametrize("size", wide([3, 2, 1], 1))
 @pytest.mark.parametrize("which", ["llama", "mixtral"])
 def test_parameters_are_those_of_the_folder_and_bytes_travel_once(

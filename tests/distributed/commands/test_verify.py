@@ -243,6 +243,7 @@ def test_the_options_of_a_plan_are_proven_and_blamed_as_they_are_rewritten(tmp_p
 
 
 @pytest.mark.usefixtures("own_strategies")
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_all_with_one_message(tmp_path: Path) -> None:
     plan = changed(tmp_path, "llama", {"layers.*.mlp.gate_proj": "one_raises"})
     (verdict,) = verify.verify(CONFIGS["llama"], plan=plan, timeout=120)

@@ -23,6 +23,7 @@ from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLE
 from tests.support.architectures import ARCHITECTURES, Variant, make_case, observe
 from tests.support.models import MASK, PROMPTS, llama_config, relative
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers import local_tensor
 
 pytestmark = pytest.mark.distributed
@@ -143,7 +144,7 @@ def shapes() -> Iterator[tuple[str, Variant, int]]:
 
 @pytest.mark.parametrize(
     ("name", "variant", "size"),
-    [pytest.param(*shape, id="-".join(map(str, (shape[0], *shape[1], shape[2])))) for shape in shapes()],
+    wide([pytest.param(*shape, id="-".join(map(str, (shape[0], *shape[1], shape[2])))) for shape in shapes()], 7),
 )
 def test_architecture_matches_one_process(
     pool: Pool, tmp_path_factory: pytest.TempPathFactory, name: str, variant: Variant, size: int

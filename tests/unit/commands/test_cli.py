@@ -55,6 +55,7 @@ def test_version_names_the_libraries_too() -> None:
     assert said.returncode == 0
 
 
+@pytest.mark.slow
 def test_run_is_torchrun_with_the_hook_on(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
