@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -41,7 +42,11 @@ def stand_in(kernels: dict[str, Any]) -> Any:
                 module.forward = MethodType(kernels[type(module).__name__], module)
         model._use_kernels = True
 
-    patches = mock.patch.multiple(modeling_utils, is_kernels_available=lambda: True, kernelize=kernelize)
+    owner: Any = modeling_utils if hasattr(modeling_utils, "kernelize") else modeling_utils.PreTrainedModel
+    patches = contextlib.ExitStack()  # before 5.17, it is a method
+    patches.enter_context(mock.patch.object(modeling_utils, "is_kernels_available", return_value=True, create=True))
+    patches.enter_context(mock.patch.dict("sys.modules", kernels=mock.MagicMock()))
+    patches.enter_context(mock.patch.object(owner, "kernelize", kernelize))
     register = mock.patch.object(hub_kernels, "register_kernel_mapping_transformers", create=True)
     return patches, register
 
