@@ -50,9 +50,10 @@ def attach(
     rank = mesh.get_local_rank()
 
     def begin(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        strategy = BOUND.of(mod)
+        owner: Any = mod  # read directly: torch.compile loses what a hook restores where a mark reads the module
+        strategy: Communication = owner.tp_strategy
         forward = Forward({**dict(zip(strategy.arguments, args, strict=False)), **kwargs})
-        outer = FORWARDS.of(mod)
+        outer: list[Forward] = owner.tp_forwards
         is_local = any(other.replaced is not None for other in outer)
         outer.append(forward)
         kwargs = strategy.prepare_keywords(kwargs, rank)
@@ -73,8 +74,9 @@ def attach(
         return args, kwargs
 
     def end(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        strategy = BOUND.of(mod)
-        forwards = FORWARDS.of(mod)
+        owner: Any = mod
+        strategy: Communication = owner.tp_strategy
+        forwards: list[Forward] = owner.tp_forwards
         if not forwards:  # another hook raised before this forward began
             return None
         try:
@@ -109,13 +111,16 @@ class Forward:
 
 def forward_of(module: nn.Module) -> Forward:
     """The forward of `module` that is under way; of several, which are nested, the innermost."""
-    return FORWARDS.of(module)[-1]
+    owner: Any = module
+    forwards: list[Forward] = owner.tp_forwards
+    return forwards[-1]
 
 
 @contextmanager
 def begun_forward(module: nn.Module) -> Iterator[None]:
     """Let a strategy's input and output functions be called for `module` without its forward."""
-    forwards = FORWARDS.of(module)
+    owner: Any = module
+    forwards: list[Forward] = owner.tp_forwards
     forwards.append(Forward({}))
     try:
         yield
