@@ -1,6 +1,6 @@
 """Attributes of ours on objects of other libraries: typed access to them, each by one `Mark`.
 
-A mark is defined beside the type of its values: `tp_strategy` and `tp_forwards` of a module, `tp_shard` of a parameter,
+A mark is defined beside the type of its values: `tp_strategy` of a module, `tp_shard` of a parameter,
 `tp_group` of a model.
 """
 

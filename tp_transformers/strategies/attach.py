@@ -12,13 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..marks import Mark
+from ..marks import untyped
 from ..slices.layout import even
-from .communication import BOUND, Communication
+from .communication import Communication
 from .shards.shard import ParamShard
-
-FORWARDS: Mark[list[Forward]] = Mark("tp_forwards")
-"""Forwards of a module that are under way, on the module."""
 
 
 def attach(
@@ -40,8 +37,8 @@ def attach(
             forward is left alone.
     """
     # The hooks take all that is the module's own from the module that they are called for, which may be a deep copy.
-    BOUND.put(module, strategy)
-    FORWARDS.put(module, [])
+    untyped(module).tp_strategy = strategy
+    untyped(module).tp_forwards = []
     strategy.arguments = argument_names(module)
     strategy.attached(module, shards, mesh)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..marks import Mark
 from ..slices.layout import Split
 from .shards.shard import ParamShard
 
@@ -203,7 +202,3 @@ def as_sharded(x: Tensor, dim: int, length: int, mesh: DeviceMesh) -> DTensor:
     shape = torch.Size((*x.shape[:dim], length, *x.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-
-
-BOUND: Mark[Communication] = Mark("tp_strategy")
-"""The strategy that is bound to a module, on the module."""
