@@ -288,17 +288,19 @@ def test_every_cache_and_all_that_is_returned(
 # -- layers that differ
 
 
+LAYERS_OF_THEIR_OWN = Version(transformers.__version__) >= Version("5.23")
+"""True if transformers itself gives the shape of such a cache layer by layer; before, it raises in one process too."""
+
+
 def generate_with_other_heads(folder: str) -> tuple[Any, bool]:
     """Run on every rank: the shape of a static cache, and whether its tokens are those of one process."""
     ours, theirs = (load(folder, tp_plan=plan) for plan in ("auto", None))
     tokens = (model.generate(**BATCH, cache_implementation="static") for model in (ours, theirs))
-    return ours._get_static_cache_init_shape(), torch.equal(*tokens)
+    same = torch.equal(*tokens)
+    return ours._get_static_cache_init_shape() if LAYERS_OF_THEIR_OWN else None, same
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
-    reason="transformers' own static cache takes one number of heads",
-)
+@pytest.mark.skipif(not hasattr(transformers.PreTrainedConfig, "per_layer_config"), reason="one number for all layers")
 def test_a_static_cache_where_layers_differ_in_kv_heads(pool: Pool, tmp_path: Path) -> None:
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "global_head_dim": 16}
@@ -306,7 +308,10 @@ def test_a_static_cache_where_layers_differ_in_kv_heads(pool: Pool, tmp_path: Pa
     others = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "eos_token_id": None}
     config = transformers.Gemma4TextConfig(**sizes, **heads, **kinds, **others, initializer_range=0.2)
     transformers.Gemma4ForCausalLM(config).save_pretrained(tmp_path)
-    assert pool.run(2, generate_with_other_heads, str(tmp_path)) == [(([2, 1], [8, 16]), True)] * 2
+    assert (
+        pool.run(2, generate_with_other_heads, str(tmp_path))
+        == [(([2, 1], [8, 16]) if LAYERS_OF_THEIR_OWN else None, True)] * 2
+    )
 
 
 # -- torch.compile
