@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tp_transformers
-from tests.support.models import relative
+from tests.support.models import bytes_read, relative
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -41,7 +41,7 @@ def compare(folder: str, reference_file: str) -> dict[str, Any]:
         "logits": relative(seen["logits"], expected["logits"]),
         "tokens": torch.equal(seen["tokens"], expected["tokens"]),
         "share": local / sum(param.tp_shard.shape.numel() * param.element_size() for param in params),
-        "read": model.tp_report.bytes_read / local,
+        "read": bytes_read(model) / local,
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
     }
 

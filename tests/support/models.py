@@ -99,6 +99,16 @@ def headers(folder: str | Path) -> int:
     return sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
 
 
+def bytes_read(model: Any) -> int:
+    """Bytes that this rank read for itself, headers included.
+
+    Where a page is not in memory just then, rows are read whole in blocks; what lies between their runs is left out.
+    """
+    report = model.tp_report
+    nbytes, copied, _ = report.methods.get("blocks", (0, 0, 0.0))
+    return int(report.bytes_read - (copied - nbytes))
+
+
 def held(model: Any) -> int:
     """Bytes of the checkpoint that this rank holds: its parameters, tied ones once, and persistent buffers."""
     state = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 import tp_transformers
 from tests.support.float8 import NOT_CONVERTED, quantize_folder
-from tests.support.models import assert_same_files, headers, llama_config
+from tests.support.models import assert_same_files, bytes_read, headers, llama_config
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -85,7 +85,7 @@ def load(folder: str, plain: str, dtype: torch.dtype, saved: str) -> dict[str, A
     return {
         "differ": [name for name in whole | mine if not torch.equal(whole[name], mine[name])],
         "dtypes": {param.dtype for param in model.parameters()},
-        "read": model.tp_report.bytes_read - headers(folder),
+        "read": bytes_read(model) - headers(folder),
         "expected": sum(file_bytes(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()),
         "quantised": hasattr(model.config, "quantization_config"),
         "fallbacks": model.tp_report.fallbacks,

@@ -29,7 +29,7 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.float8 import quantize_folder
 from tests.support.hub_server import HubServer, commit_of
-from tests.support.models import headers
+from tests.support.models import bytes_read, headers
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers.checkpoint.hub import fetch as exchange
@@ -129,7 +129,7 @@ def stream(
         ]
     else:
         different = []
-    return {"different": different, "read": model.tp_report.bytes_read, "dtype": model.dtype}
+    return {"different": different, "read": bytes_read(model), "dtype": model.dtype}
 
 
 # -- what arrives

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import headers, held
+from tests.support.models import bytes_read, headers, held
 from tests.support.pool import Pool, WorkerError
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.local_file import BLOCK_BYTES, BLOCKS, LocalFile
@@ -29,7 +29,7 @@ def load(folders: list[str]) -> dict[str, Any]:
     with tp_transformers.enable():
         model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
     report = model.tp_report
-    return {"sampled": report.sampled, "read": report.bytes_read, "needed": held(model) + headers(folder)}
+    return {"sampled": report.sampled, "read": bytes_read(model), "needed": held(model) + headers(folder)}
 
 
 def copies(folder: str, tmp_path: Path, count: int = 2) -> list[str]:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import tp_transformers
 from tests.distributed.strategies.test_expert_parallelism import PLANS
 from tests.support.architectures import ARCHITECTURES
-from tests.support.models import assert_same_files, held, llama_config
+from tests.support.models import assert_same_files, bytes_read, held, llama_config
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers import save_sharded, verify_sharded
@@ -109,7 +109,7 @@ def compare(folder: str, sharded: str, plan: str, saved: str | None) -> dict[str
         "tied": len({*map(id, ours.values())}) == len({*map(id, theirs.values())}),
         "report": [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]],
         "files": sorted(opened),
-        "read": again.tp_report.bytes_read - sum(header(sharded, file) for file in opened),
+        "read": bytes_read(again) - sum(header(sharded, file) for file in opened),
         "reads": again.tp_report.reads,
         "held": held(again),
         "dtype": again.dtype == model.dtype,

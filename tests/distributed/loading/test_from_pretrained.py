@@ -33,7 +33,7 @@ from transformers import (
 )
 
 import tp_transformers
-from tests.support.models import HEAD_DIM, MASK, PROMPTS, VOCAB, observe, read_folder, relative
+from tests.support.models import HEAD_DIM, MASK, PROMPTS, VOCAB, bytes_read, headers, observe, read_folder, relative
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
 
@@ -61,7 +61,7 @@ def share(folder: str) -> dict[str, Any]:
     params = list(model.parameters())
     local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() * p.element_size() for p in params)
     return {
-        "read": model.tp_report.bytes_read,
+        "read": bytes_read(model),
         "local": local,
         "whole": sum(p.tp_shard.shape.numel() * p.element_size() for p in params),
         "kinds": {name: type(p).__name__ for name, p in model.named_parameters()},
@@ -71,15 +71,11 @@ def share(folder: str) -> dict[str, Any]:
     }
 
 
-def header_bytes(folder: str) -> int:
-    return sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in Path(folder).glob("*.safetensors"))
-
-
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_rank_reads_its_own_bytes_and_the_headers(pool: Any, cases: Any, size: int) -> None:
     folder = cases(9, 3).folder
     for rank in pool.run(size, share, folder):
-        assert rank["read"] - header_bytes(folder) == rank["local"]
+        assert rank["read"] - headers(folder) == rank["local"]
         assert rank["local"] < rank["whole"]
 
 
@@ -376,7 +372,7 @@ def tied(folder: str) -> dict[str, Any]:
         "plain tied": plain.lm_head.weight is plain.model.embed_tokens.weight,
         "missing": sorted(info["missing_keys"]) == sorted(plain_info["missing_keys"]),
         "error": error,
-        "read": model.tp_report.bytes_read,
+        "read": bytes_read(model),
         "local": sum((p.to_local() if isinstance(p, DTensor) else p).numel() * 4 for p in params),
     }
 
@@ -399,7 +395,7 @@ def test_tied_embeddings(pool: Any, cases: Any, tmp_path: Path, kind: str) -> No
         assert result["missing"]
         assert result["error"] < TOLERANCE
         if kind in ("source only", "target only"):
-            assert result["read"] - header_bytes(folder) == result["local"], "a tied weight is read once"
+            assert result["read"] - headers(folder) == result["local"], "a tied weight is read once"
 
 
 def mismatched(folder: str) -> dict[str, Any]:
@@ -532,7 +528,7 @@ def save_transposed(folder: str, target: str) -> float:
     with tp_transformers.enable():
         model = Qwen3VLMoeForConditionalGeneration.from_pretrained(folder, tp_plan=TRANSPOSED)
     model.save_pretrained(target)
-    return model.tp_report.bytes_read
+    return bytes_read(model)
 
 
 def test_converters_that_measure_parameters_see_them_whole(pool: Any, tmp_path: Path) -> None:
@@ -551,13 +547,13 @@ def test_converters_that_measure_parameters_see_them_whole(pool: Any, tmp_path: 
     )
     Qwen3VLMoeForConditionalGeneration(config).save_pretrained(tmp_path / "first")
     Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "c")
-    bytes_read = pool.run(2, save_transposed, str(tmp_path / "c"), str(tmp_path / "saved"))
+    read = pool.run(2, save_transposed, str(tmp_path / "c"), str(tmp_path / "saved"))
     before, after = read_folder(tmp_path / "c"), read_folder(tmp_path / "saved")
     assert {name: tensor.shape for name, tensor in after.items()} == {
         name: tensor.shape for name, tensor in before.items()
     }
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert bytes_read[1] < bytes_read[0] < sum(tensor.nbytes for tensor in before.values())
+    assert read[1] < read[0] < sum(tensor.nbytes for tensor in before.values())
 
 
 def save_converted(folder: str, target: str) -> None:

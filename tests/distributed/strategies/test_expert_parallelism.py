@@ -11,7 +11,7 @@ import transformers
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, make_case, observe
-from tests.support.models import headers, held, read_folder, relative
+from tests.support.models import bytes_read, headers, held, read_folder, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 
@@ -65,7 +65,7 @@ def compare(name: str, plan: str, folder: str, reference_file: str, saved: str) 
         "tokens": torch.equal(seen["tokens"], reference["tokens"]),
         "grads": max(grads.items(), key=lambda item: item[1]),
         "experts": len(experts[0]),
-        "read": model.tp_report.bytes_read - held(model) - headers(folder),
+        "read": bytes_read(model) - held(model) - headers(folder),
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import headers, held, observe, relative
+from tests.support.models import bytes_read, headers, held, observe, relative
 from tests.support.pool import Pool
 from tests.support.readme import STRATEGIES_PAGE
 
@@ -48,7 +48,7 @@ def compare(folder: str, reference_file: str, saved: str) -> dict[str, Any]:
             relative(tp_transformers.full_tensor(param, param.grad), reference["grads"][name])
             for name, param in model.named_parameters()
         ),
-        "read": model.tp_report.bytes_read - held(model) - headers(folder),
+        "read": bytes_read(model) - held(model) - headers(folder),
     }
 
 

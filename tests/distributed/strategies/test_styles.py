@@ -21,7 +21,18 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
-from tests.support.models import MASK, PROMPTS, VOCAB, assert_same_files, headers, held, make_case, observe, relative
+from tests.support.models import (
+    MASK,
+    PROMPTS,
+    VOCAB,
+    assert_same_files,
+    bytes_read,
+    headers,
+    held,
+    make_case,
+    observe,
+    relative,
+)
 from tests.support.pool import Pool
 from tp_transformers import STRATEGIES
 
@@ -126,7 +137,7 @@ def in_plan(folder: str, reference: str, name: str, saved: str) -> dict[str, Any
     errors["resized"] = relative(longer[..., :VOCAB], torch.load(reference)["logits"])
     return {
         "errors": {**errors, "copied": again, "loaded": float(not all(loaded))},
-        "read": model.tp_report.bytes_read - held(model) - headers(folder),
+        "read": bytes_read(model) - held(model) - headers(folder),
         "cuts": [(str(w.placements), w.to_local().shape) for w in (down, head) if isinstance(w, DTensor)],
         "name": model.tp_plan["lm_head"],
     }
