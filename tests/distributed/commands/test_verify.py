@@ -119,11 +119,12 @@ def changed(folder: Path, model_type: str, rules: dict[str, Any], section: str =
 
 def rank(*arguments: Any) -> None:
     """A rank of `verify` in a worker of the pool."""
+    before = {*STRATEGIES}
     try:
         rank_module.run_rank(*arguments)
     finally:
-        for name in OWN:
-            STRATEGIES.pop(name, None)
+        for name in {*STRATEGIES} - before:
+            del STRATEGIES[name]
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""A new kind of strategy, which cuts, sums and draws in its own way: load, train, cut the sequence, save and adapt."""
+"""A new kind of strategy, which cuts, sums and draws in its own way, in everything that the built-in ones are used in."""
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.distributed.commands.test_verify import changed
+from tests.distributed.commands.test_verify import changed, in_pool  # noqa: F401 - a fixture
 from tests.distributed.model.test_adapters import logits_of, shake
 from tests.support.models import MASK, PROMPTS, read_folder, relative
 from tests.support.pool import Pool
 from tp_transformers import STRATEGIES, TensorParallelLayer
+from tp_transformers.commands import cli
+from tp_transformers.commands.verify import verify
 from tp_transformers.slices.layout import Split, even
 
 pytestmark = pytest.mark.distributed
@@ -176,3 +179,22 @@ def test_a_new_kind_lives_as_the_others_do(pool: Pool, cases: Any, tmp_path: Any
     plan = changed(tmp_path, "llama", RULES)
     for errors in pool.run(3, live, cases(8, 4).folder, os.fspath(plan), os.fspath(tmp_path / "saved")):
         assert max(errors) < TOLERANCE, errors
+
+
+def test_a_new_kind_is_planned_and_proven(
+    cases: Any,
+    tmp_path: Any,
+    in_pool: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, kind in KINDS.items():
+        monkeypatch.setitem(STRATEGIES, name, kind)
+    folder, plan = cases(8, 4).folder, os.fspath(changed(tmp_path, "llama", RULES))
+    assert cli.main(["plan", folder, "--plan", plan, "--tp-size", "3", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out.splitlines()[-1])
+    down = next(each for each in planned["parameters"] if each["name"].endswith("layers.0.mlp.down_proj.weight"))
+    assert (down["strategy"], down["dim"]) == ("takes", 1)
+    assert down["ranges"] == [[[67, 100]], [[34, 67]], [[0, 34]]]
+    (verdict,) = verify.verify(folder, plan=plan, sizes=[3], grads=True)
+    assert verdict.ok, verdict.faults
