@@ -1,4 +1,4 @@
-"""A new kind of strategy, which cuts, sums and draws in its own way, in everything that the built-in ones are used in."""
+"""A new kind of strategy, which cuts, sums and draws in its own way, wherever the built-in ones are used."""
 
 from __future__ import annotations
 
