@@ -18,7 +18,7 @@ import transformers
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, Variant, make_case, observe
-from tests.support.models import Case, assert_same_files, headers, held, read_folder, relative
+from tests.support.models import Case, assert_same_files, bytes_read, headers, held, read_folder, relative
 from tests.support.pool import Pool
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory
@@ -81,7 +81,7 @@ def compare(name: str, folder: str, reference_file: str, saved: str) -> dict[str
         "agree": all(
             torch.equal(logits, seen["logits"]) and torch.equal(tokens, seen["tokens"]) for logits, tokens in everyone
         ),
-        "read": model.tp_report.bytes_read - held(model) - headers(folder),
+        "read": bytes_read(model) - held(model) - headers(folder),
         "share": local / whole,
         "held": (local, sum(buffer.nbytes for buffer in model.buffers())),
         "reported": [share - stored_buffers for share in model.tp_report.shares],

@@ -133,7 +133,7 @@ def train_all(folder: str, scratch: str) -> None:
     train(folder, scratch, ["q_proj", "v_proj", "o_proj", "embed_tokens", "lm_head"], {"lora_dropout": 0.3})
 
 
-@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 2), 3), ((8, 4), 2)], 2))
+@pytest.mark.parametrize(("heads", "size"), wide([((8, 2), 3), ((9, 3), 2), ((8, 4), 2)], 1))
 def test_lora_is_that_of_one_process(pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, int], size: int) -> None:
     pool.run(size, train_all, cases(*heads).folder, str(tmp_path))
 

@@ -22,6 +22,7 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import MASK, PROMPTS, VOCAB, relative
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -79,7 +80,7 @@ def sampled_otherwise(folder: str, draft: str) -> list[str]:
     return different
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", wide([3, 2], 1))
 def test_ranks_sample_what_one_process_with_the_seed_of_rank_0_does(pool: Pool, cases: Any, size: int) -> None:
     assert pool.run(size, sampled_otherwise, cases(9, 3).folder, cases(8, 2).folder) == [[]] * size
 
@@ -269,14 +270,17 @@ DECODER = set(FIELDS[:5])
 
 @pytest.mark.parametrize(
     ("name", "heads", "size", "fields"),
-    [
-        ("llama", (9, 3), 2, DECODER),
-        ("mistral", (8, 2), 3, DECODER),
-        ("gemma2", (9, 3), 2, DECODER),
-        ("phi3", (8, 2), 3, DECODER),
-        ("t5", (9, 9), 2, set(FIELDS) - {"attentions", "hidden_states"}),
-        ("bart", (8, 8), 3, set(FIELDS) - {"attentions", "hidden_states"}),
-    ],
+    wide(
+        [
+            ("mistral", (8, 2), 3, DECODER),
+            ("gemma2", (9, 3), 2, DECODER),
+            ("t5", (9, 9), 2, set(FIELDS) - {"attentions", "hidden_states"}),
+            ("llama", (9, 3), 2, DECODER),
+            ("phi3", (8, 2), 3, DECODER),
+            ("bart", (8, 8), 3, set(FIELDS) - {"attentions", "hidden_states"}),
+        ],
+        3,
+    ),
 )
 def test_every_cache_and_all_that_is_returned(
     pool: Pool, tmp_path: Path, name: str, heads: tuple[int, int], size: int, fields: set[str]

@@ -21,6 +21,7 @@ from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLE
 from tests.support.architectures import ARCHITECTURES, observe
 from tests.support.models import MASK, PROMPTS, VOCAB, relative
 from tests.support.pool import Pool, WorkerError
+from tests.support.tiers import wide
 from tp_transformers import ColwiseParallel, vocab_parallel_cross_entropy
 from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import even
@@ -125,12 +126,15 @@ def compare(name: str, folder: str, reference_file: str, sequence: bool) -> dict
 
 @pytest.mark.parametrize(
     ("name", "size", "changes", "sequence"),
-    [
-        ("llama", 3, {"tie_word_embeddings": True}, True),
-        ("gemma2", 2, {}, False),  # caps its logits
-        ("phi", 2, {}, False),  # has a bias
-        ("cohere", 4, {}, True),  # ties, and scales its logits
-    ],
+    wide(
+        [
+            ("llama", 3, {"tie_word_embeddings": True}, True),
+            ("gemma2", 2, {}, False),  # caps its logits
+            ("phi", 2, {}, False),  # has a bias
+            ("cohere", 4, {}, True),  # ties, and scales its logits
+        ],
+        3,
+    ),
 )
 def test_model_matches_one_process_and_holds_no_whole_logits(
     pool: Pool, tmp_path: Path, name: str, size: int, changes: dict[str, Any], sequence: bool

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import tp_transformers
 from tests.support.models import PROMPTS, VOCAB, relative
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers.commands.verify import small_model as probe
 from tp_transformers.commands.verify.differences import GRADIENT_TOLERANCE, gradient_errors
 
@@ -130,7 +131,7 @@ def optimize(folder: str) -> dict[str, float]:
     return result
 
 
-@pytest.mark.parametrize("heads", [(8, 4), (9, 3)])
+@pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
 def test_optimizers_take_all_parameters_in_one_group(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for errors in pool.run(2, optimize, cases(*heads).folder):
         assert max(errors.values()) < TOLERANCE, errors

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
 from tests.support.models import PROMPTS, relative
+from tests.support.tiers import wide
 from tp_transformers import vocab_parallel_cross_entropy
 from tp_transformers.ranks.collectives import exchange_regions, gather_from_region, scatter_to_region
 from tp_transformers.ranks.mesh import join
@@ -80,11 +81,10 @@ def second_order(folder: str) -> dict[str, float]:
     return found
 
 
-CASES = [(2, (9, 3)), (3, (9, 3)), pytest.param(2, (8, 4), marks=pytest.mark.slow)]
-CASES += [pytest.param(3, (8, 2), marks=pytest.mark.slow)]  # KV heads that some ranks share
+CASES = [(3, (9, 3)), (2, (9, 3)), (2, (8, 4)), (3, (8, 2))]  # the last with KV heads that some ranks share
 
 
-@pytest.mark.parametrize(("size", "heads"), CASES)
+@pytest.mark.parametrize(("size", "heads"), wide(CASES, 1))
 def test_gradients_of_gradients(pool: Any, cases: Any, size: int, heads: tuple[int, int]) -> None:
     for found in pool.run(size, second_order, cases(*heads).folder, timeout=120):
         assert max(found.values()) < TOLERANCE, found
@@ -155,7 +155,7 @@ def second_order_of_functions() -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", wide([3, 2], 1))
 def test_second_order_of_functions(pool: Any, size: int) -> None:
     for found in pool.run(size, second_order_of_functions, timeout=120):
         assert max(found.values()) < TOLERANCE, found

@@ -34,6 +34,7 @@ from tests.support.models import (
     relative,
 )
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers import STRATEGIES
 
 pytestmark = pytest.mark.distributed
@@ -145,13 +146,16 @@ def in_plan(folder: str, reference: str, name: str, saved: str) -> dict[str, Any
 
 @pytest.mark.parametrize(
     ("size", "heads", "name", "cuts"),
-    [
-        (2, (8, 4), "styles", [50, 100]),
-        (2, (8, 4), "styles along the sequence", [50, 100]),
-        (3, (6, 3), "styles that keep DTensors", [34, 67]),
-        (3, (6, 3), "styles along the sequence", [34, 67]),
-        (3, (9, 1), "strategies and styles", [67]),
-    ],
+    wide(
+        [
+            (2, (8, 4), "styles", [50, 100]),
+            (3, (6, 3), "styles that keep DTensors", [34, 67]),
+            (3, (6, 3), "styles along the sequence", [34, 67]),
+            (3, (9, 1), "strategies and styles", [67]),
+            (2, (8, 4), "styles along the sequence", [50, 100]),
+        ],
+        4,
+    ),
 )
 def test_styles_in_plans(pool: Pool, cases: Any, tmp_path: Path, size: int, heads: Any, name: str, cuts: Any) -> None:
     case = cases(*heads)
@@ -269,7 +273,7 @@ def with_copies(folder: str, reference: str, mode: str, saved: str) -> dict[str,
     return errors
 
 
-@pytest.mark.parametrize("mode", ["replicate", "shard"])
+@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 def test_styles_with_copies_of_the_model(pool: Pool, cases: Any, tmp_path: Path, mode: str) -> None:
     case = cases(8, 4)
     for errors in pool.run(4, with_copies, case.folder, case.reference, mode, str(tmp_path / "saved")):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import Layout, Split, chunked, even, packed
 from tp_transformers.strategies import ParamShard, take
@@ -99,7 +100,7 @@ def gather_and_count(copies: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("size", "copies"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "copies"), wide([(4, 2), (3, 1), (2, 1)], 1))
 def test_a_rank_holds_what_it_asked_for_and_a_few_boxes(pool: Pool, size: int, copies: int) -> None:
     results = pool.run(size, gather_and_count, copies)
     assert [any(has for has, _, _ in rank.values()) for rank in results] == [True] + [False] * (size - 1)

@@ -18,6 +18,7 @@ import tp_transformers
 from tests.support import architectures
 from tests.support.models import MASK, PROMPTS, VOCAB, Case, make_case, observe, relative
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers import full_tensor, local_tensor
 
 pytestmark = pytest.mark.distributed
@@ -155,15 +156,18 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.mark.parametrize(
     ("ranks", "copies", "kind", "chosen", "mode", "share"),
-    [
-        (2, 1, (9, 3), True, "replicate", 0.9),
-        (3, 1, (8, 2), True, "replicate", 0.8),
-        (4, 2, (8, 2), EVERYTHING, "replicate", 0.8),
-        (4, 2, (9, 3), EVERYTHING, "shard", 0.45),
-        (4, 2, "mixtral", True, "shard", 0.45),
-        (2, 1, "tied", EVERYTHING, "shard", 0.9),
-        (2, 1, "mixtral", ["model.layers.*.mlp"], "replicate", 0.8),
-    ],
+    wide(
+        [
+            (2, 1, (9, 3), True, "replicate", 0.9),
+            (3, 1, (8, 2), True, "replicate", 0.8),
+            (4, 2, (9, 3), EVERYTHING, "shard", 0.45),
+            (2, 1, "tied", EVERYTHING, "shard", 0.9),
+            (2, 1, "mixtral", ["model.layers.*.mlp"], "replicate", 0.8),
+            (4, 2, (8, 2), EVERYTHING, "replicate", 0.8),
+            (4, 2, "mixtral", True, "shard", 0.45),
+        ],
+        5,
+    ),
 )
 def test_ranks_train_as_one_process(
     pool: Pool, cases: Any, mixtral: Case, tied: Case, tmp_path: Path, ranks: int, copies: int, kind: Any, chosen: Any,

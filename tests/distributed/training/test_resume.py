@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.distributed.training.test_training_modes import BATCH, MAX_NORM, MODES, start
 from tests.support.pool import Pool, WorkerError
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -78,7 +79,7 @@ def resume(folder: str, mode: str | None, target: str) -> list[float]:
     return run.train([0.8, 0.8, 0.8])
 
 
-@pytest.mark.parametrize("mode", ["replicate", "shard"])
+@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 def test_a_distributed_checkpoint_goes_on_anywhere(pool: Pool, cases: Any, tmp_path: Path, mode: str) -> None:
     folder, target = cases(9, 3).folder, str(tmp_path)
     expected, *_ = pool.run(4, leave, folder, mode, target)
