@@ -18,6 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the list; always 0."""
     from ..plans.catalogue import PROVEN_WITH
     from ..plans.listing import catalogue
+    from ..text import columns
 
     entries = catalogue()
     if arguments.json:
@@ -34,9 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"version": 1, "proven_with_transformers": list(PROVEN_WITH), "plans": plans}, indent=2))
         return 0
     rows = [(entry.title, ", ".join(entry.model_types), ", ".join(entry.strategies)) for entry in entries]
-    titles, types = (max(len(row[column]) for row in rows) for column in (0, 1))
-    for title, model_types, strategies in rows:
-        print(f"{title:{titles}}  {model_types:{types}}  {strategies}")
+    print("\n".join(columns(rows)))
     print(f"\n{len(rows)} plans, each held against one process with transformers {', '.join(PROVEN_WITH)}")
     print(f"in {entries[0].path.parent}")
     return 0

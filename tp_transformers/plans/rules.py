@@ -1,4 +1,4 @@
-"""Plans: frozen rules, and which names of a model they match; `parse.py` has the YAML format."""
+"""Plans: frozen rules, and which names of a model they match."""
 
 from __future__ import annotations
 

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ...plans.catalogue import available_plans
-from ...text import size
+from ...text import columns, size
 from .dry_load import Survey
 from .memory import MOST_RANKS, MemoryPlan
 from .text import cache_lines, table, tree, whole_lines
-
-
-def print_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> None:
-    """Print everything as JSON; `version` changes if a key changes its meaning, or goes."""
-    print(json.dumps(as_json(planned, memory, smallest)))
-
-
-def print_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> None:
-    """Print lines for a reader."""
-    print("\n".join(_report(planned, memory, smallest)))
 
 
 def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> dict[str, Any]:
@@ -99,25 +87,23 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
     }
 
 
+def as_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> str:
+    """The report for a reader."""
+    return "\n".join(_report(planned, memory, smallest))
+
+
 def _report(planned: MemoryPlan, memory: int | None, smallest: int | None) -> Iterator[str]:
     """The lines of the report."""
     found = planned.survey
-    bold, faint, plain = ("\033[1m", "\033[2m", "\033[0m") if _in_colour() else ("", "", "")
     what = f"{type(found.model).__name__} ({found.model.config.model_type}) in {_name(found.model.dtype)}"
-    yield f"{bold}{found.name}: {what} on {_counted(planned.size, 'rank')}{plain}"
+    yield f"{found.name}: {what} on {_counted(planned.size, 'rank')}"
     shipped = found.plan.source in map(str, available_plans().values())
     yield f"plan        {'model_plans/' + os.path.basename(found.plan.source) if shipped else found.plan.source}"
     yield from _checkpoint(found)
     yield from (f"note        {note}" for note in planned.notes)
     yield ""
-    lines = tree(planned)
-    titles = ("whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
-    label = max(len(line.label) + 2 * line.depth for line in lines)
-    first, second = (max(len(titles[column]), *(len(line.row[column]) for line in lines)) for column in (0, 1))
-    yield f"{bold}{'':{label}}  {titles[0]:{first}}  {titles[1]:{second}}  {titles[2]}{plain}"
-    for line in lines:
-        text = f"{'  ' * line.depth + line.label:{label}}  {line.row[0]:{first}}  {line.row[1]:{second}}  {line.row[2]}"
-        yield f"{faint}{text.rstrip()}{plain}" if line.is_whole else text.rstrip()
+    titles = ("", "whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
+    yield from columns([titles, *tree(planned)])
     yield ""
     yield from (f"whole on every rank  {line}" for line in (whole_lines(planned) if planned.size > 1 else ()))
     if planned.cached:
@@ -125,18 +111,13 @@ def _report(planned: MemoryPlan, memory: int | None, smallest: int | None) -> It
         yield f"KV cache of {sequences} in {_name(found.model.dtype)}"
         yield from (f"  {line}" for line in cache_lines(planned))
     yield ""
-    rows = table(planned)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        text = "  ".join(f"{cell:{'<' if not at else '>'}{widths[at]}}" for at, cell in enumerate(row))
-        yield f"{bold}{text}{plain}" if not number else text
+    yield from columns(table(planned), right=True)
     yield "not counted: activations, a long prompt while it is read, and what the GPU's runtime keeps for itself"
     if memory is not None:
         fullest = max(planned.total_bytes)
         verdict = "it fits" if fullest <= memory else "it does not fit"
         yield ""
-        share = f"{size(fullest)} of {size(memory)} ({fullest / memory:.0%})"
-        yield f"{bold}{verdict}{plain}: the fullest rank holds {share}"
+        yield f"{verdict}: the fullest rank holds {size(fullest)} of {size(memory)} ({fullest / memory:.0%})"
         answer = _counted(smallest, "rank") if smallest else f"none up to {MOST_RANKS} ranks"
         yield f"the smallest number of ranks that fits: {answer}"
 
@@ -172,7 +153,3 @@ def _counted(count: int, noun: str) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _in_colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -22,31 +21,18 @@ class Node:
     children: dict[str, Node] = field(default_factory=dict)
     row: tuple[str, str, str] | None = None
     """Cells of its line: (in the unsharded model, on the ranks, strategy)."""
-    is_whole: bool = False
-    """True for a parameter that each of several ranks holds all of."""
 
     def key(self) -> object:
         """The key of a node; nodes of one key are folded."""
         return self.row, tuple((name, child.key()) for name, child in self.children.items())
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of the tree."""
-
-    depth: int
-    label: str
-    row: tuple[str, str, str]
-    is_whole: bool
-
-
-def tree(planned: MemoryPlan) -> list[Line]:
-    """The lines of the tree."""
+def tree(planned: MemoryPlan) -> list[tuple[str, ...]]:
+    """The lines of the tree as rows: an indented name, its cells."""
     root = Node()
     for parameter in planned.parameters:
-        node = _descend(root, parameter.name)
-        node.row = (shape(parameter.shape), _on_ranks(parameter, planned.size), _how(parameter))
-        node.is_whole = parameter.whole_because is not None and planned.size > 1
+        on_ranks = [_shape(parameter.local_shape(rank)) for rank in range(planned.size)]
+        _descend(root, parameter.name).row = (_shape(parameter.shape), by_rank(on_ranks), _how(parameter))
     for heads in planned.heads:
         on_ranks = [f"{query}/{kv} heads" for query, kv in heads.ranks]
         _descend(root, heads.name).row = ("{}/{} heads".format(*heads.whole), by_rank(on_ranks), "")
@@ -77,17 +63,14 @@ def cache_lines(planned: MemoryPlan) -> list[str]:
 
 def whole_lines(planned: MemoryPlan) -> list[str]:
     """Lines of replicated parameters: bytes, number and reason."""
-    counts: Counter[str] = Counter()
-    nbytes: Counter[str] = Counter()
+    held: dict[str, list[int]] = {}
     for parameter in planned.parameters:
         if parameter.whole_because is not None:
-            counts[parameter.whole_because] += 1
-            nbytes[parameter.whole_because] += parameter.nbytes
-    return [f"{size(nbytes[why])} in {count} parameters: {why}" for why, count in counts.items()]
+            held.setdefault(parameter.whole_because, []).append(parameter.nbytes)
+    return [f"{size(sum(nbytes))} in {len(nbytes)} parameters: {why}" for why, nbytes in held.items()]
 
 
-def shape(lengths: Sequence[int]) -> str:
-    """A shape in words."""
+def _shape(lengths: Sequence[int]) -> str:
     return " x ".join(map(str, lengths)) or "scalar"
 
 
@@ -118,10 +101,6 @@ def _descend(root: Node, name: str) -> Node:
     return root
 
 
-def _on_ranks(parameter: Parameter, ranks: int) -> str:
-    return by_rank([shape(parameter.local_shape(rank)) for rank in range(ranks)])
-
-
 def _how(parameter: Parameter) -> str:
     """The strategy of a parameter, or the reason why it is replicated; shared parts and tied names."""
     words = [f"whole: {parameter.whole_because}" if parameter.whole_because else str(parameter.strategy)]
@@ -145,16 +124,19 @@ def _folded(node: Node) -> Node:
     return node
 
 
-def _lines(node: Node, depth: int) -> Iterator[Line]:
+def _lines(node: Node, depth: int) -> Iterator[tuple[str, ...]]:
     for name, child in node.children.items():
-        label = name
+        label = "  " * depth + name
         while child.row is None and len(child.children) == 1:  # an only child
             ((step, child),) = child.children.items()
             label = f"{label}.{step}"
         if child.row is None and child.children and all(re.fullmatch(r"[\d, -]+", step) for step in child.children):
             for step, layer in child.children.items():  # a stack of layers that differ
-                yield Line(depth, f"{label}.{step}", layer.row or ("", "", ""), layer.is_whole)
+                yield (f"{label}.{step}", *(layer.row or _NO_CELLS))
                 yield from _lines(layer, depth + 1)
             continue
-        yield Line(depth, label, child.row or ("", "", ""), child.is_whole)
+        yield (label, *(child.row or _NO_CELLS))
         yield from _lines(child, depth + 1)
+
+
+_NO_CELLS = ("", "", "")

@@ -6,12 +6,13 @@ linear ends at the linears that feed it directly. `Link.reaches` is exact: witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -217,55 +218,39 @@ def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
                     flow.readers.setdefault(name, set()).add(reader)
 
 
-class _Watched(nn.Parameter):
-    """A parameter that records if anything is computed with it."""
+class _Reads(TorchFunctionMode):
+    """Records the modules that are not `running` and whose parameters (`owners`, by id) something computes with."""
 
-    is_read = False
+    def __init__(self, owners: Mapping[int, set[str]], running: set[str]) -> None:
+        super().__init__()
+        self.owners, self.running = owners, running
+        self.outside: set[str] = set()
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):  # rather than its dtype
-            for value in args:
-                if isinstance(value, _Watched):
-                    value.is_read = True
+            for owners in (self.owners.get(id(value), set()) for value in args):
+                self.outside |= owners if owners.isdisjoint(self.running) else set()
         return result
 
 
 def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
     """Modules whose parameters something else computes with, as Whisper's encoder does with its positions."""
-    handles, watched = [], {}
-
-    def swap(module: nn.Module, values: Any) -> None:
-        module._parameters.update(values)
-
+    running: set[str] = set()
+    owners: dict[int, set[str]] = {}
+    handles = []
     for name, module in model.named_modules():
-        own = {key: param for key, param in module._parameters.items() if param is not None}
-        if own:
-            watched[name] = (
-                module,
-                own,
-                {key: _Watched(param.detach(), requires_grad=False) for key, param in own.items()},
-            )
+        for param in module.parameters(recurse=False):
+            owners.setdefault(id(param), set()).add(name)
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.add(name)))
+        handles.append(module.register_forward_hook(lambda *_, name=name: running.discard(name), always_call=True))
     try:
-        for module, own, proxies in watched.values():
-            swap(module, proxies)
-            handles.append(module.register_forward_pre_hook(lambda mod, _, own=own: swap(mod, own)))
-            handles.append(
-                module.register_forward_hook(lambda mod, _, __, own=proxies: swap(mod, own), always_call=True)
-            )
-        with torch.no_grad():
+        with torch.no_grad(), _Reads(owners, running) as reads:
             run()
     finally:
         for handle in handles:
             handle.remove()
-        for module, own, _ in watched.values():
-            swap(module, own)
-    return {
-        fold_lists(model, name)
-        for name, (_, _, proxies) in watched.items()
-        if any(proxy.is_read for proxy in proxies.values())
-    }
+    return {fold_lists(model, name) for name in reads.outside}
 
 
 def _is_any(gradient: Tensor | None) -> bool:
