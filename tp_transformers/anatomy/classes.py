@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,24 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedError, describe
+from ..errors import UnsupportedError, UsageError, describe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
+    """The config of a folder, a file or a name on the Hub. Raises UsageError where there is none.
+
+    `where` are arguments of `from_pretrained` such as revision; code of a repository's own is run only if they say so.
+    """
+    try:
+        where = {"trust_remote_code": False, **where}
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(name, **where)
+    except (OSError, ValueError, KeyError) as error:
+        got, expected = str(error).strip().splitlines()[0], "a config.json, a folder with one, or a name on the Hub"
+        raise UsageError(describe(str(name), got=got, expected=expected, fix="See its path or name.")) from error
+    return config
 
 
 def known_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -39,7 +39,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def kind(layer: nn.Module) -> tuple[Any, ...]:
-    """A description by which alike layers are found: modules, shapes of parameters, and flags such as a window's."""
+    """A description that alike layers share: modules, shapes of parameters, and flags such as a window's."""
     return tuple(
         (
             name,
@@ -53,12 +53,6 @@ def kind(layer: nn.Module) -> tuple[Any, ...]:
         )
         for name, module in layer.named_modules()
     )
-
-
-def first_alike(kinds: Mapping[str, object]) -> dict[str, str]:
-    """{layer: the first layer of its kind}, for {layer: kind}."""
-    first: dict[object, str] = {}
-    return {layer: first.setdefault(found, layer) for layer, found in kinds.items()}
 
 
 def _stacks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.ModuleList]]:

@@ -10,7 +10,6 @@ EXAMPLE = "tp-transformers plans --json"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 

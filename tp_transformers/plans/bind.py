@@ -44,13 +44,11 @@ class Resolution:
     param_strategies: Mapping[str, TensorParallelLayer]
     """Parameter name -> the strategy that cuts it."""
     attention: Mapping[str, AttentionHeads]
-    """Attention module name -> how its heads are cut."""
     layouts: Mapping[str, Layout | None]
     """Parameter name -> the indices that each rank holds; None where every rank holds all."""
     uncovered: tuple[str, ...] = ()
     """Parameters that no rule covers: they are replicated."""
     notes: tuple[str, ...] = ()
-    """Warnings for the user."""
     rule_names: Mapping[str, str] = field(default_factory=dict)
     """Parameter name -> name of its strategy in the plan, where a rule gives one."""
     whole_attention: frozenset[str] = frozenset()

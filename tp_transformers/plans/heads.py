@@ -22,7 +22,7 @@ from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers
 from ..errors import nearest
 from ..slices.layout import Split, heads, interleaved, packed
-from .rules import Plan, Rule
+from .rules import UNRULED, Plan, Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,7 +78,6 @@ class AttentionCut:
     """How all attention of a model is cut."""
 
     heads: dict[str, AttentionHeads] = field(default_factory=dict)
-    """Attention module -> its heads."""
     splits: dict[str, Split] = field(default_factory=dict)
     """Projection, parameter or attention module -> how its heads are cut."""
     whole: dict[str, str] = field(default_factory=dict)
@@ -253,9 +252,7 @@ def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iter
 
 def _is_sharded(role: str, rule: Rule | None) -> bool:
     """True if a projection leaves its output sharded, or, as the output projection, takes a sharded input."""
-    strategy = rule.instance if rule is not None else None
-    if strategy is None:
-        return False
+    strategy = (rule.instance if rule is not None else None) or UNRULED
     return strategy.takes_sharded_input if role == "output" else strategy.leaves_sharded_output
 
 

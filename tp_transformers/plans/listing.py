@@ -13,13 +13,9 @@ from .rules import Plan
 
 @dataclass(frozen=True)
 class Entry:
-    """One plan."""
-
     title: str
     url: str
-    """A page about the architecture."""
     path: Path
-    """The YAML file."""
     model_types: tuple[str, ...]
     strategies: tuple[str, ...]
     """Names of the strategies that its rules use, sorted."""

@@ -85,7 +85,6 @@ def mapping_of(data: Mapping[str, Any], section: str, faults: list[str]) -> Mapp
 
 
 def is_names(value: Any) -> bool:
-    """True for a list of names."""
     return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
 
 

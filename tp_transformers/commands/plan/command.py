@@ -20,7 +20,6 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hub; a config alone will do")
     parser.add_argument("--tp-size", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--plan", default="auto", metavar="FILE", help="a YAML plan in place of the model's own")

@@ -33,7 +33,6 @@ class Stock:
     """The tensors of a checkpoint, compared with those that the model needs."""
 
     files: int
-    """Number of files."""
     nbytes: int
     """Bytes of their tensors."""
     bytes_read: int
@@ -101,10 +100,7 @@ def survey(
         except _FoundError as found:
             model, plan, request = found.args
         policy = dtype_policy(request.dtype_plan)
-        if not has_weights:
-            names = model.state_dict()
-            return Survey(name, model, plan, {name: kept for name in names if (kept := policy(name))}, None)
-        stock, filled = _take_stock(model, request)
+        stock, filled = _take_stock(model, request) if has_weights else (None, set(model.state_dict()))
         return Survey(name, model, plan, {name: kept for name in filled if (kept := policy(name))}, stock)
 
 

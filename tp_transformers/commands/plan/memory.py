@@ -38,7 +38,6 @@ class Parameter:
     whole_because: str | None
     """Reason why every rank holds all of it; None if it is sharded."""
     tied: tuple[str, ...] = ()
-    """Other names of the same weight."""
     heads: int | None = None
     """Heads along the dim that is sharded by whole heads, all parts together; None without such a dim."""
 
@@ -48,7 +47,6 @@ class Parameter:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard of `rank`."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
     def local_bytes(self, size: int) -> list[int]:
@@ -98,10 +96,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> tuple[int, ...]:
         """Bytes of parameters, buffers, keys and values on every rank."""
-        return tuple(
-            parameters + self.buffer_bytes + cache
-            for parameters, cache in zip(self.parameter_bytes, self.cache_bytes, strict=True)
-        )
+        return _sum(self.size, (self.parameter_bytes, self.cache_bytes, (self.buffer_bytes,) * self.size))
 
 
 def plan_memory(
@@ -111,10 +106,12 @@ def plan_memory(
 
     Raises PlanError if a load would: the plan does not fit, or shards no layer.
     """
-    model = survey.model
+    model, dtypes = survey.model, survey.dtypes
     resolution = resolve(survey.plan, model, size)
     warning = check_layers_are_cut(model, survey.plan, resolution, size) if survey.plan.declared else None
-    lengths = {"batch": batch, "context": context, "encoder_context": encoder_context}
+    cached = cached_attention(
+        model, resolution.attention, size, batch=batch, context=context, encoder_context=encoder_context
+    )
     return MemoryPlan(
         survey,
         size,
@@ -122,8 +119,8 @@ def plan_memory(
         context,
         tuple(_parameters(survey, resolution, size)),
         tuple(_heads(survey, resolution, size)),
-        _buffer_bytes(survey),
-        tuple(cached_attention(model, resolution.attention, size, **lengths)),
+        sum(each.numel() * dtypes.get(name, each.dtype).itemsize for name, each in model.named_buffers()),
+        tuple(cached),
         tuple(note for note in (*resolution.notes, warning) if note is not None),
     )
 
@@ -198,13 +195,6 @@ def _whole_because(name: str, resolution: Resolution, size: int) -> str:
     if strategy.replicates:
         return f"the strategy is {rule or type(strategy).__name__}"
     return f"{rule or type(strategy).__name__} does not cut a {name.rpartition('.')[2]}"
-
-
-def _buffer_bytes(survey: Survey) -> int:
-    """Bytes of a model's buffers."""
-    return sum(
-        buffer.numel() * survey.dtypes.get(name, buffer.dtype).itemsize for name, buffer in survey.model.named_buffers()
-    )
 
 
 def _sum(size: int, rows: Iterable[Iterable[int]]) -> tuple[int, ...]:

@@ -31,8 +31,6 @@ TITLE, CAPTION, GAP = 0.42, 0.75, 0.3
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight in the drawing."""
-
     label: str
     parameter: Parameter
     features: tuple[int, int]
@@ -84,7 +82,7 @@ def compose(planned: MemoryPlan) -> Any:
     axes = figure.add_axes((0, 0, 1, 1))
     top = right = 0.0
     ends = {name: list(at_end(planned, name)) for name in ("embedding", "head")}
-    for row in (ends, *({title: weights} for title, weights in blocks.items()), {"vectors": vectors}):
+    for row in ({**ends, "vectors": vectors}, *({title: weights} for title, weights in blocks.items())):
         x = highest = 0.0
         for title, weights in row.items():
             if weights:

@@ -93,7 +93,6 @@ def as_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> st
 
 
 def _report(planned: MemoryPlan, memory: int | None, smallest: int | None) -> Iterator[str]:
-    """The lines of the report."""
     found = planned.survey
     what = f"{type(found.model).__name__} ({found.model.config.model_type}) in {_name(found.model.dtype)}"
     yield f"{found.name}: {what} on {_counted(planned.size, 'rank')}"

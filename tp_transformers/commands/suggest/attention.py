@@ -24,9 +24,7 @@ class Roles:
     """The roles of the modules that feed an output projection, as a plan's attention names them."""
 
     query: int
-    """Query heads."""
     kv: int
-    """KV heads."""
     head_dim: int
     """Features of a head in the output projection's input."""
     by_module: dict[str, str] = field(default_factory=dict)

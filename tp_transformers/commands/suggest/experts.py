@@ -27,7 +27,6 @@ class Feeds:
     features: tuple[int | None, ...]
     """Feature that each index along `dim` makes; None if none was seen."""
     width: int
-    """Number of features."""
 
 
 def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]:

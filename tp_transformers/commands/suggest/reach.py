@@ -6,7 +6,7 @@ linear ends at the linears that feed it directly. `Link.reaches` is exact: witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,8 +74,9 @@ def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
             output = run()
         finally:
             seen.remove()
-        for consumer, x in seen.first_inputs():
-            _trace(seen, flow, consumer, x)
+        for consumer, x in seen.inputs:
+            if consumer not in flow.links and x.requires_grad:  # the first of its name that depends on any module
+                _trace(seen, flow, consumer, x)
         _find_readers(seen, flow, output)
         for name, (module, args, kwargs) in seen.experts.items():
             flow.experts[name] = probe_experts(module, args, kwargs)
@@ -112,14 +113,6 @@ class _Seen:
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
-
-    def first_inputs(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, input) of the first linear of each folded name whose input depends on any module."""
-        done = set()
-        for name, x in self.inputs:
-            if name not in done and x.requires_grad:
-                done.add(name)
-                yield name, x
 
     def _linear(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -30,7 +30,6 @@ from .reach import Flow, flow_of
 TRIES = 4
 """Number of tries with one block less after a plan is found wrong; then everything is replicated."""
 WIDTH = 120
-"""Columns of the YAML."""
 
 
 @dataclass

@@ -34,7 +34,6 @@ class Call:
 
     name: str
     given: Tensor | None
-    """Its first input."""
     returned: list[Tensor] = field(default_factory=list)
 
 
@@ -55,10 +54,8 @@ class Observation:
     trace: Trace = field(default_factory=Trace)
     logits: Tensor | None = None
     loss: Tensor | None = None
-    """Loss, if the model takes labels."""
     tokens: Tensor | None = None
     errors: dict[str, float] | None = None
-    """Relative errors of gradients."""
     gradients: dict[str, Tensor] | None = None
     """Unsharded gradients; for a rank, those that are wrong."""
     doing: str = "loading"
@@ -250,7 +247,6 @@ def labels(model: PreTrainedModel, question: Mapping[str, Tensor]) -> Tensor | N
 
 
 def loss_of(model: PreTrainedModel, question: Mapping[str, Tensor], labels: Tensor) -> Tensor:
-    """The loss of a model that is given labels."""
     loss: Tensor = model(**question, labels=labels)["loss"]
     return loss
 

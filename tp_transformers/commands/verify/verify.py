@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from ...anatomy.classes import model_class
+from ...anatomy.classes import model_class, read_config
 from ...errors import PlanError, UnsupportedError, UsageError, describe
 from ...loading.from_pretrained import auto_plan, read_plan
 from ...plans.bind import Resolution, resolve
@@ -84,7 +84,7 @@ def verify(
     """
     if not sizes or min(sizes) < 1:
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
-    config = read_config(config)
+    config = config if isinstance(config, PretrainedConfig) else read_config(config)
     cls, small = model_class(config), shrink(config)
     true, model = meta_model(cls, config), meta_model(cls, small)
     given = read_plan("auto" if plan is None else plan)
@@ -228,24 +228,6 @@ def _worst(what: str, seen: dict[int, probe.Observation], whole: probe.Observati
     """Largest relative error of the "logits" or "loss", over the ranks that have them."""
     found = [getattr(each, what) for each in seen.values()]
     return max((relative(value, getattr(whole, what)) for value in found if value is not None), default=None)
-
-
-def read_config(config: PretrainedConfig | str | Path) -> PretrainedConfig:
-    """The config of a folder, a file or a name on the Hub. Raises UsageError where there is none."""
-    if isinstance(config, PretrainedConfig):
-        return config
-    try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(
-            describe(
-                str(config),
-                got=str(error).strip().splitlines()[0],
-                expected="a config.json, a folder with one, or a name on the Hub",
-                fix="See its path or name.",
-            )
-        ) from error
-    return found
 
 
 def _same(tokens: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _WHOLE = ("replicate", "sequence_parallel")
-"""Rules of norms."""
 
 
 def cut_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
