@@ -236,7 +236,9 @@ def _groups(
         for name in names:
             children = dict(_present(modules[name], group.children))
             absent = [role for role in group.children if role not in children and not role.startswith("with_")]
-            faults.extend(f"attention {name}: it has no child {_or(group.children[role])}" for role in absent)
+            faults.extend(
+                f"attention {name}: it has no child {' or '.join(map(repr, group.children[role]))}" for role in absent
+            )
             if not absent:
                 groups[name] = children
     return groups
@@ -290,7 +292,3 @@ def _count_heads(
 
 def _own_names(children: Any) -> str:
     return ", ".join(sorted(child.rpartition(".")[2] for child in children))
-
-
-def _or(names: tuple[str, ...]) -> str:
-    return " or ".join(map(repr, names))

@@ -24,7 +24,7 @@ from tp_transformers.commands.plan import picture
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory
 from tp_transformers.commands.plan.picture import COLOURS, LONGEST
-from tp_transformers.commands.plan.text import by_rank
+from tp_transformers.commands.plan.report import by_rank
 from tp_transformers.errors import UsageError
 from tp_transformers.plans.catalogue import PROVEN_WITH, available_plans
 from tp_transformers.plans.listing import catalogue

@@ -110,13 +110,14 @@ def shard_checkpoint(
     try:
         # 1. Every rank's file.
         refuse_ordinary_weights(folder)
-        kind = _class_of(name, arguments)
+        where = {key: arguments[key] for key in _WHERE if key in arguments}
+        kind: Any = known_class(read_config(name, **where)) or AutoModelForCausalLM  # of a repository's own code
         with enable():
             model = from_pretrained_with(work, kind, name, tp_plan=plan, **arguments)
         # 2. Everything else; the manifest last.
         manifest = check_save(model, folder, work.save, work.files)
         write_configs(model, folder)
-        _copy_companions(name, folder, arguments, model.tp_source.get("commit_hash"))
+        _copy_companions(name, folder, where, model.tp_source.get("commit_hash"))
     except BaseException as error:
         work.remove()
         if isinstance(error, OSError) and not isinstance(error, TensorParallelError):
@@ -269,17 +270,9 @@ def _refuse_missing(model: PreTrainedModel, values: Mapping[str, _Value], whole:
         )
 
 
-def _class_of(name: str, arguments: Mapping[str, Any]) -> Any:
-    """The class that the config means; of a repository's own code, the one for causal language models."""
-    config = read_config(name, **{key: arguments[key] for key in _WHERE if key in arguments})
-    return known_class(config) or AutoModelForCausalLM
-
-
-def _copy_companions(name: str, folder: Path, arguments: Mapping[str, Any], commit: str | None) -> None:
+def _copy_companions(name: str, folder: Path, where: dict[str, Any], commit: str | None) -> None:
     """Copy the files of the tokenizer and the processor, where there are any."""
-    where = {key: arguments[key] for key in _WHERE if key in arguments}
-    if commit is not None:
-        where["revision"] = commit
+    where = where if commit is None else {**where, "revision": commit}
     for file in _COMPANIONS:
         found = cached_file(
             name, file, **where, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=False

@@ -73,7 +73,7 @@ class _BatchRewriter(Rewriter):
             if not any(name == other or is_inside(name, other) for other in chosen):
                 self.rules[name] = Rule(name, "replicate")
         self.rules = {name: replace(rule, batch_sharded=False) for name, rule in self.rules.items()}
-        self.rules[self.prefix] = Rule(self.prefix, _STATES)
+        self.rules[self.prefix] = Rule(self.prefix, BatchStates())
         if not (chosen or self.faults):
             self.faults.append("it has no attention, MLP or experts that rules cut")
 
@@ -100,6 +100,3 @@ class _BatchRewriter(Rewriter):
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
         """The same as for sequences, but False where a router's logits are a part of a rank's own loss."""
         return super().is_local(name, block, inner) and not any(map(holds_experts, block.modules()))
-
-
-_STATES = BatchStates()
