@@ -92,12 +92,7 @@ def _generating(classes: Any) -> type[PreTrainedModel] | None:
 
 def _found(config: PretrainedConfig, cls: type[PreTrainedModel] | None) -> type[PreTrainedModel]:
     if cls is None:
-        raise UnsupportedError(
-            describe(
-                f"model_type {config.model_type}",
-                got="no class of that kind in transformers",
-                expected="an architecture that transformers has",
-                fix="Install a transformers that has it; code of a repository's own is not run.",
-            )
-        )
+        got, expected = "no class of that kind in transformers", "an architecture that transformers has"
+        fix = "Install a transformers that has it; code of a repository's own is not run."
+        raise UnsupportedError(describe(f"model_type {config.model_type}", got=got, expected=expected, fix=fix))
     return cls

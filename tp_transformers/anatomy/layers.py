@@ -8,9 +8,17 @@ from typing import Any
 from torch import nn
 
 
-def stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The outermost lists of modules, by name: the layers that repeat in a model, in which experts may be lists too."""
-    return _stacks(model, "")
+def stacks(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    """The outermost lists of modules, by name: the layers that repeat in a model, in which experts may be lists too.
+
+    `name` is the model's own in the names.
+    """
+    for step, child in model.named_children():
+        path = f"{name}.{step}".lstrip(".")
+        if isinstance(child, nn.ModuleList):
+            yield path, child
+        else:
+            yield from stacks(child, path)
 
 
 def layer_around(model: nn.Module, name: str) -> str | None:
@@ -53,12 +61,3 @@ def kind(layer: nn.Module) -> tuple[Any, ...]:
         )
         for name, module in layer.named_modules()
     )
-
-
-def _stacks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.ModuleList]]:
-    for step, child in module.named_children():
-        path = f"{name}.{step}".lstrip(".")
-        if isinstance(child, nn.ModuleList):
-            yield path, child
-        else:
-            yield from _stacks(child, path)

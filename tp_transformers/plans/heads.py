@@ -97,11 +97,8 @@ def cut_attention(
 
     Args:
         plan: names the attention modules; where it names none, they are recognised by PROJECTIONS.
-        model: a transformers model.
         module_rules: the rule of every module that has one; those that a declared plan left out are added.
         param_rules: the rule of every parameter that has one of its own.
-        prefix: the base model's name in the full model.
-        size: number of ranks.
         faults: list to which faults are added.
     """
     modules, known = dict(model.named_modules()), len(faults)

@@ -40,14 +40,8 @@ def read_plan_file(path: Path) -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except OSError as error:
-        raise PlanError(
-            describe(
-                f"plan {path}",
-                got=(error.strerror or str(error)).lower(),
-                expected="a YAML file",
-                fix='Correct the path, or pass tp_plan="auto".',
-            )
-        ) from None
+        got, fix = (error.strerror or str(error)).lower(), 'Correct the path, or pass tp_plan="auto".'
+        raise PlanError(describe(f"plan {path}", got=got, expected="a YAML file", fix=fix)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise PlanError(f"plan {path} is not YAML: {error}") from error
 
@@ -61,14 +55,9 @@ def model_types_of(path: Path) -> tuple[str, ...]:
 def check_sections(data: Any, source: str) -> list[str]:
     """Faults of the sections of a plan. Raises PlanError where it has none, not being a mapping."""
     if not isinstance(data, Mapping):
-        raise PlanError(
-            describe(
-                f"plan {source}",
-                got=f"a {type(data).__name__}",
-                expected=f"a mapping of {', '.join(SECTIONS)}",
-                fix="See model_plans/llama.yaml for one.",
-            )
-        )
+        got, expected = f"a {type(data).__name__}", f"a mapping of {', '.join(SECTIONS)}"
+        fix = "See model_plans/llama.yaml for one."
+        raise PlanError(describe(f"plan {source}", got=got, expected=expected, fix=fix))
     return [
         f"unknown section {key!r}{nearest(str(key), SECTIONS)}; sections are {', '.join(SECTIONS)}"
         for key in data

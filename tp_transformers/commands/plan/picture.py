@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ...anatomy.layers import layer_around
 from ...anatomy.linears import has_inputs_first
-from ...anatomy.names import layer_name
 from ...errors import UsageError, describe
 from ...slices.layout import Range
 from ...text import size
@@ -118,7 +118,7 @@ def typical_layer(planned: MemoryPlan) -> tuple[str, dict[str, list[Weight]], li
     """A layer of the kind that holds most of the model: its name, its matrices by block, and its vectors."""
     layers: dict[str, list[Parameter]] = {}
     for parameter in planned.parameters:
-        layers.setdefault(layer_name(parameter.name) or "", []).append(parameter)
+        layers.setdefault(layer_around(planned.survey.model, parameter.name) or "", []).append(parameter)
     layers.pop("", None)
     if not layers:
         fix = "Leave out --png: there is no picture of such a model."

@@ -95,14 +95,10 @@ def supported(subject: str) -> Iterator[None]:
     except TensorParallelError:
         raise
     except Exception as error:
-        raise UnsupportedError(
-            describe(
-                subject,
-                got=f"{type(error).__name__}: {error}",
-                expected="a model that transformers can make and run in one process",
-                fix="See whether the config is whole; if it is, verify the plan on a real checkpoint.",
-            )
-        ) from (None if isinstance(error, StopIteration) else error)  # contextlib would raise that cause itself
+        got, expected = f"{type(error).__name__}: {error}", "a model that transformers can make and run in one process"
+        fix = "See whether the config is whole; if it is, verify the plan on a real checkpoint."
+        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that cause itself
+        raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from cause
 
 
 def meta_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

@@ -103,14 +103,10 @@ def verify(
         try:
             resolutions[size] = resolve(chosen, model, size)
         except PlanError as error:
-            raise UnsupportedError(
-                describe(
-                    chosen.source,
-                    got=f"a plan that fits the model, but not its small one: {error}",
-                    expected="one whose parts and units are not lengths",
-                    fix="Give parts by their number or by their heads.",
-                )
-            ) from error
+            got = f"a plan that fits the model, but not its small one: {error}"
+            expected = "one whose parts and units are not lengths"
+            fix = "Give parts by their number or by their heads."
+            raise UnsupportedError(describe(chosen.source, got=got, expected=expected, fix=fix)) from error
     if resolutions:
         with tempfile.TemporaryDirectory(prefix="tp-verify-") as scratch:
             proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout)

@@ -22,8 +22,8 @@ class BoundPlan:
 
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
-    module_strategies: Mapping[str, TensorParallelLayer]
-    param_strategies: Mapping[str, TensorParallelLayer]
+    module_strategies: dict[str, TensorParallelLayer]
+    param_strategies: dict[str, TensorParallelLayer]
     layouts: Mapping[str, Layout | None]
     cut: AttentionCut
     size: int

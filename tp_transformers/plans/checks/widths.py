@@ -26,10 +26,8 @@ def misfits(
     makes (or one part of a fused one) is fed by it.
 
     Args:
-        modules: all modules of a model, by name.
         strategies: the strategy of every module that has one.
         attention: projections whose heads are cut together; `heads.py` checks them.
-        size: number of ranks.
     """
     for name, module in modules.items():
         if is_attention(module):  # checked by heads

@@ -38,14 +38,10 @@ def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
         return replace(plan, rules=tuple(replace(rule, batch_sharded=False) for rule in plan.rules))
     others = [option for option in ("sequence_parallel", "loss_parallel") if getattr(plan, option)]
     if others:
-        raise PlanError(
-            describe(
-                f"plan {plan.source}",
-                got=f"batch_sharded and {' and '.join(others)}",
-                expected="one of them",
-                fix=f"Leave out {' and '.join(others)}: norms and losses are of a rank's own samples already.",
-            )
-        )
+        names = " and ".join(others)
+        fix = f"Leave out {names}: norms and losses are of a rank's own samples already."
+        got = f"batch_sharded and {names}"
+        raise PlanError(describe(f"plan {plan.source}", got=got, expected="one of them", fix=fix))
     return _BatchRewriter(plan, model).rewrite()
 
 
