@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedError, UsageError, describe
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:

@@ -7,18 +7,14 @@ Here it is filled with tensors of one head and without data, and measured.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import DynamicCache, DynamicLayer
+from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from ...anatomy.attention import cached_widths, is_around_attention, is_attention, is_cross_attention
 from ...plans.heads import AttentionHeads
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -44,9 +40,7 @@ def cached_attention(
     """The KV cache of `model` for a batch of `context` tokens, the last of which was generated.
 
     Args:
-        model: a transformers model, on any device.
         attention: attention module -> how its heads are cut; others are replicated.
-        size: number of ranks.
         batch: number of sequences.
         context: tokens of each; 0 for no cache.
         encoder_context: tokens of the encoder, for cross-attention; None for `context`.
@@ -69,16 +63,11 @@ def cached_attention(
         else:
             steps = [context - 1, 1]
         heads, *widths = cached_widths(module, getattr(module, "config", None) or config)
-        head_bytes = _fill(layers[index], batch, steps, widths, model.dtype)
+        layer = copy.copy(layers[index])
+        for step in filter(None, steps):
+            layer.update(*(torch.empty(batch, 1, step, width, dtype=model.dtype, device="meta") for width in widths))
+        head_bytes = sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))
         cuts = (attention[name].kv, attention[name].query) if name in attention else ()
         held = next((cut.widths for cut in cuts if cut.length == heads), (heads,) * size)
         tokens = head_bytes // (batch * sum(widths) * model.dtype.itemsize)
         yield Cached(name, tokens, tuple(width * head_bytes for width in held))
-
-
-def _fill(layer: DynamicLayer, batch: int, steps: Sequence[int], widths: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of one head's keys and values after updates of `steps` tokens each."""
-    layer = copy.copy(layer)
-    for step in filter(None, steps):
-        layer.update(*(torch.empty(batch, 1, step, width, dtype=dtype, device="meta") for width in widths))
-    return sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -144,7 +145,10 @@ class _Seen:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.flow.ran.add(name)
             if name not in self.experts:
-                self.experts[name] = (module, *_detached((args, kwargs)))
+                self.experts[name] = (
+                    module,
+                    *tree_map_only(Tensor, lambda value: value.detach().clone(), (args, kwargs)),
+                )
 
         return hook
 
@@ -248,11 +252,3 @@ def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
 
 def _is_any(gradient: Tensor | None) -> bool:
     return gradient is not None and bool((gradient != 0).any())
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, tuple | list):
-        return type(value)(map(_detached, value))
-    return {key: _detached(item) for key, item in value.items()} if isinstance(value, dict) else value

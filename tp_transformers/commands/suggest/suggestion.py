@@ -165,9 +165,6 @@ def prove(
     Blocks that a verdict names are replicated one by one; after TRIES of them everything is.
 
     Args:
-        suggestion: the first one to try.
-        config: the architecture's.
-        size: number of ranks.
         check: a function like `verify`.
         tell: called with a line about every try that failed.
     """

@@ -8,9 +8,9 @@ a slice by any split of the plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
@@ -18,9 +18,6 @@ from ...plans.rules import UNRULED, Rule
 from ...slices.layout import Layout, Split, even
 from ...strategies import take
 from .small_model import Call, Trace
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # A model that cannot compute in fp64 sums in fp32 in another order; the tests of architectures allow as much.
 OUTPUT_TOLERANCE = 1e-4
@@ -58,7 +55,6 @@ class Differences:
     Args:
         model: the unsharded model on the meta device.
         resolution: the plan, bound to it, and rewritten by its options.
-        size: number of ranks.
         reference: inputs and outputs of modules in one process.
     """
 

@@ -11,16 +11,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy.classes import generating_class, without_memory
 from ...anatomy.layers import kind
 from ...errors import TensorParallelError, UnsupportedError, describe
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 HIDDEN = ("embed_dim", "n_embd", "d_model", "hidden_size")

@@ -6,17 +6,15 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy.norms import is_of_norm_or_bias
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 PROMPT = 7
 """Tokens of a prompt; longer than the windows of a config that `shrink` made."""

@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy.classes import model_class, read_config
 from ...errors import PlanError, UnsupportedError, UsageError, describe
@@ -31,9 +31,6 @@ from ...strategies import STRATEGIES, ParallelInterface
 from . import small_model as probe
 from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, relative
 from .small_config import meta_model, shrink, supported
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
