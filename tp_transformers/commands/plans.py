@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 
 SUMMARY = "list the architectures that there are plans for"
@@ -21,20 +22,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     entries = catalogue()
     if arguments.json:
-        plans = [
-            {
-                "title": entry.title,
-                "url": entry.url,
-                "file": str(entry.path),
-                "model_types": list(entry.model_types),
-                "strategies": list(entry.strategies),
-            }
-            for entry in entries
-        ]
+        plans = [{**dataclasses.asdict(entry), "file": str(entry.file)} for entry in entries]
         print(json.dumps({"version": 1, "proven_with_transformers": list(PROVEN_WITH), "plans": plans}, indent=2))
         return 0
     rows = [(entry.title, ", ".join(entry.model_types), ", ".join(entry.strategies)) for entry in entries]
     print("\n".join(columns(rows)))
     print(f"\n{len(rows)} plans, each held against one process with transformers {', '.join(PROVEN_WITH)}")
-    print(f"in {entries[0].path.parent}")
+    print(f"in {entries[0].file.parent}")
     return 0

@@ -144,7 +144,7 @@ def cut_attention(
                         "out, or make its role in the plan's attention fused"
                     )
     if len(faults) == known:  # faults in the description of attention are reported alone
-        _refuse_unrecognised(modules, model, module_rules, cut, size, faults)
+        faults.extend(_unrecognised(modules, model, module_rules, cut, size))
     return cut
 
 
@@ -189,15 +189,14 @@ def _role_split(role: str, group: AttentionHeads, rule: Rule) -> Split:
     return group.kv if role in ("key", "value", "key_value", "with_key") else group.query
 
 
-def _refuse_unrecognised(
+def _unrecognised(
     modules: Mapping[str, nn.Module],
     model: PreTrainedModel,
     module_rules: Mapping[str, Rule],
     cut: AttentionCut,
     size: int,
-    faults: list[str],
-) -> None:
-    """Add faults of attention that is cut without a description of its heads: right only if all counts divide."""
+) -> Iterator[str]:
+    """Faults: attention that is cut without a description of its heads, which is right only if all counts divide."""
     known = cut.splits.keys() | cut.whole.keys()
     for child, rule in module_rules.items():
         name = child.rpartition(".")[0]
@@ -206,7 +205,7 @@ def _refuse_unrecognised(
         common = math.gcd(*head_counts(modules[name], attention_config(modules[name], model)))
         if common % size:
             valid = [str(count) for count in range(1, common + 1) if common % count == 0]
-            faults.append(
+            yield (
                 f"attention {fold_layers(name)}: the plan does not say where the heads of {child.rpartition('.')[2]} "
                 f"are, so they can be cut for {' or '.join(valid)} ranks, not for {size}; name its projections in a "
                 "YAML plan's attention section"

@@ -15,7 +15,7 @@ from .rules import Plan
 class Entry:
     title: str
     url: str
-    path: Path
+    file: Path
     model_types: tuple[str, ...]
     strategies: tuple[str, ...]
     """Names of the strategies that its rules use, sorted."""

@@ -21,18 +21,8 @@ ATTENTION_ROLES = ("query", "key", "value", "key_value", "fused", "interleaved",
 """Roles of an attention module's children; see `model_plans/README.md`."""
 
 OPTIONS = ("sequence_parallel", "loss_parallel")
-SECTIONS = (
-    "model_type",
-    "extends",
-    "base_model",
-    "optional",
-    "heads",
-    "rules",
-    "attention",
-    "batch_sharded",
-    *OPTIONS,
-)
 IN_BASE_MODEL = ("base_model", "optional")
+SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "batch_sharded", *OPTIONS)
 
 
 def read_plan_file(path: Path) -> Any:

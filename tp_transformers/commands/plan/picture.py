@@ -76,7 +76,7 @@ def compose(planned: MemoryPlan) -> Any:
     colours: list[Any] = list(COLOURS)
     if planned.size > len(COLOURS):
         colours = [colormaps["turbo"](0.06 + 0.88 * rank / (planned.size - 1)) for rank in range(planned.size)]
-    layer, blocks, vectors = typical_layer(planned)
+    layer, blocks, vectors = largest_layer(planned)
     unit = median(length for weights in blocks.values() for weight in weights for length in weight.features)
     figure = Figure(facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
@@ -114,8 +114,8 @@ def compose(planned: MemoryPlan) -> Any:
     return figure
 
 
-def typical_layer(planned: MemoryPlan) -> tuple[str, dict[str, list[Weight]], list[Weight]]:
-    """A layer of the kind that holds most of the model: its name, its matrices by block, and its vectors."""
+def largest_layer(planned: MemoryPlan) -> tuple[str, dict[str, list[Weight]], list[Weight]]:
+    """The first of the largest layers: its name, its matrices by block, and its vectors."""
     layers: dict[str, list[Parameter]] = {}
     for parameter in planned.parameters:
         layers.setdefault(layer_around(planned.survey.model, parameter.name) or "", []).append(parameter)
@@ -123,13 +123,7 @@ def typical_layer(planned: MemoryPlan) -> tuple[str, dict[str, list[Weight]], li
     if not layers:
         fix = "Leave out --png: there is no picture of such a model."
         raise UsageError(describe("--png", got="a model without layers", expected="a stack of layers", fix=fix))
-    kinds: dict[object, list[str]] = {}
-    for layer, held in layers.items():
-        kinds.setdefault(tuple((one.name.removeprefix(layer), one.shape, one.strategy) for one in held), []).append(
-            layer
-        )
-    alike = max(kinds.values(), key=lambda names: len(names) * sum(one.nbytes for one in layers[names[0]]))
-    layer = alike[0]
+    layer = max(layers, key=lambda name: sum(parameter.nbytes for parameter in layers[name]))
     blocks: dict[str, list[Weight]] = {}
     vectors = []
     for parameter in layers[layer]:

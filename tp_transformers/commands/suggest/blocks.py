@@ -95,7 +95,7 @@ def _attention(
     consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]
 ) -> Block:
     embedded = {name for name in flow.links[consumer] if isinstance(modules[name], nn.Embedding)}
-    roles: Roles = attention_roles(consumer, flow.links[consumer], embedded)
+    roles: Roles = attention_roles(flow.links[consumer], embedded)
     owner = consumer.rpartition(".")[0]
     for name in roles.by_module:
         if name.rpartition(".")[0] != owner and name not in embedded:
