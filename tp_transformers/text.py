@@ -1,8 +1,8 @@
-"""Numbers as text."""
+"""Numbers and tables as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 
@@ -20,3 +20,13 @@ def spans(numbers: Iterable[int]) -> str:
         [number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
     ]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+    """A line for each row, with cells below each other; with `right`, all but the first are aligned to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    sides = ["<", *(">" if right else "<") * (len(widths) - 1)]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
+    ]

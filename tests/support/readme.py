@@ -103,7 +103,7 @@ def architectures(page: Path) -> str:
     for entry in catalogue():
         types = ", ".join(f"`{model_type}`" for model_type in entry.model_types)
         marks = ", ".join(f"`{name}`" for name in entry.strategies if name not in COMMON) or "-"
-        rows.append(f"| [{entry.title}]({entry.url}) | {types} | [{entry.path.name}]({entry.path.name}) | {marks} |")
+        rows.append(f"| [{entry.title}]({entry.url}) | {types} | [{entry.file.name}]({entry.file.name}) | {marks} |")
     return "\n".join(rows)
 
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from ..errors import UnsupportedError, describe
+from ..errors import UnsupportedError, UsageError, describe
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+
+def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
+    """The config of a folder, a file or a name on the Hub. Raises UsageError where there is none.
+
+    `where` are arguments of `from_pretrained` such as revision; code of a repository's own is run only if they say so.
+    """
+    try:
+        where = {"trust_remote_code": False, **where}
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(name, **where)
+    except (OSError, ValueError, KeyError) as error:
+        got, expected = str(error).strip().splitlines()[0], "a config.json, a folder with one, or a name on the Hub"
+        raise UsageError(describe(str(name), got=got, expected=expected, fix="See its path or name.")) from error
+    return config
 
 
 def known_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -77,12 +89,7 @@ def _generating(classes: Any) -> type[PreTrainedModel] | None:
 
 def _found(config: PretrainedConfig, cls: type[PreTrainedModel] | None) -> type[PreTrainedModel]:
     if cls is None:
-        raise UnsupportedError(
-            describe(
-                f"model_type {config.model_type}",
-                got="no class of that kind in transformers",
-                expected="an architecture that transformers has",
-                fix="Install a transformers that has it; code of a repository's own is not run.",
-            )
-        )
+        got, expected = "no class of that kind in transformers", "an architecture that transformers has"
+        fix = "Install a transformers that has it; code of a repository's own is not run."
+        raise UnsupportedError(describe(f"model_type {config.model_type}", got=got, expected=expected, fix=fix))
     return cls

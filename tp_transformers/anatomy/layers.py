@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 
-def stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """The outermost lists of modules, by name: the layers that repeat in a model, in which experts may be lists too."""
-    return _stacks(model, "")
+def stacks(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
+    """The outermost lists of modules, by name: the layers that repeat in a model, in which experts may be lists too.
+
+    `name` is the model's own in the names.
+    """
+    for step, child in model.named_children():
+        path = f"{name}.{step}".lstrip(".")
+        if isinstance(child, nn.ModuleList):
+            yield path, child
+        else:
+            yield from stacks(child, path)
 
 
 def layer_around(model: nn.Module, name: str) -> str | None:
@@ -39,7 +47,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def kind(layer: nn.Module) -> tuple[Any, ...]:
-    """A description by which alike layers are found: modules, shapes of parameters, and flags such as a window's."""
+    """A description that alike layers share: modules, shapes of parameters, and flags such as a window's."""
     return tuple(
         (
             name,
@@ -53,18 +61,3 @@ def kind(layer: nn.Module) -> tuple[Any, ...]:
         )
         for name, module in layer.named_modules()
     )
-
-
-def first_alike(kinds: Mapping[str, object]) -> dict[str, str]:
-    """{layer: the first layer of its kind}, for {layer: kind}."""
-    first: dict[object, str] = {}
-    return {layer: first.setdefault(found, layer) for layer, found in kinds.items()}
-
-
-def _stacks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.ModuleList]]:
-    for step, child in module.named_children():
-        path = f"{name}.{step}".lstrip(".")
-        if isinstance(child, nn.ModuleList):
-            yield path, child
-        else:
-            yield from _stacks(child, path)

@@ -42,12 +42,6 @@ def layer_number(name: str) -> int | None:
     return next((int(step) for step in name.split(".") if step.isdigit()), None)
 
 
-def layer_name(name: str) -> str | None:
-    """A name as far as its first number, which is that of a layer; None where there is none."""
-    path = name.split(".")
-    return next((".".join(path[: place + 1]) for place, step in enumerate(path) if step.isdigit()), None)
-
-
 def names_around(name: str) -> Iterator[str]:
     """The name of a module, and of those around it, from the inside out; not the model."""
     while name:

@@ -1,10 +1,4 @@
-"""Norms: several questions, since a norm may be wanted for its function, its shape, or its arithmetic.
-
-is_norm                a norm of any kind, known by its class's name; computing it twice gives the same
-is_norm_of_tokens      one that computes token by token, so that a part of the sequence will do
-is_norm_of_one_tensor  one whose output is its input, scaled by its mean and its weight
-is_rms_norm            one whose mean square can be summed over features that are cut
-"""
+"""Norms: several questions, since a norm may be wanted for its function, its shape, or its arithmetic."""
 
 from __future__ import annotations
 
@@ -15,17 +9,17 @@ from torch import nn
 
 
 def is_norm(module: nn.Module) -> bool:
-    """True if a module's class is called a norm."""
+    """True for a norm of any kind, known by its class's name; computing it twice gives the same."""
     return "Norm" in type(module).__name__
 
 
 def is_norm_of_tokens(module: nn.Module) -> bool:
-    """True for a norm that computes token by token: it has only vectors."""
+    """True for a norm that computes token by token, so that a part of the sequence will do: it has only vectors."""
     return is_norm(module) and all(param.ndim == 1 for param in module.parameters())
 
 
 def is_norm_of_one_tensor(module: nn.Module) -> bool:
-    """True for a norm that takes one tensor, and whose weight has at most a number a feature of a head."""
+    """True for a norm of one tensor, scaled by its mean and by a weight of at most a number a feature of a head."""
     weight = module._parameters.get("weight")
     return (
         is_norm(module)
@@ -37,7 +31,7 @@ def is_norm_of_one_tensor(module: nn.Module) -> bool:
 
 
 def is_rms_norm(module: nn.Module, shape: Sequence[int]) -> bool:
-    """True if a module with a weight of `shape` is an RMS norm: it has an epsilon, and neither a bias nor a mean."""
+    """True if a module with a weight of `shape` is an RMS norm: an epsilon, no bias, no mean but that of squares."""
     has_bias = "bias" in dict(module.named_parameters())
     return bool(shape) and epsilon(module) is not None and not isinstance(module, nn.LayerNorm) and not has_bias
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 
 SUMMARY = "list the architectures that there are plans for"
@@ -10,7 +11,6 @@ EXAMPLE = "tp-transformers plans --json"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -18,25 +18,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the list; always 0."""
     from ..plans.catalogue import PROVEN_WITH
     from ..plans.listing import catalogue
+    from ..text import columns
 
     entries = catalogue()
     if arguments.json:
-        plans = [
-            {
-                "title": entry.title,
-                "url": entry.url,
-                "file": str(entry.path),
-                "model_types": list(entry.model_types),
-                "strategies": list(entry.strategies),
-            }
-            for entry in entries
-        ]
+        plans = [{**dataclasses.asdict(entry), "file": str(entry.file)} for entry in entries]
         print(json.dumps({"version": 1, "proven_with_transformers": list(PROVEN_WITH), "plans": plans}, indent=2))
         return 0
     rows = [(entry.title, ", ".join(entry.model_types), ", ".join(entry.strategies)) for entry in entries]
-    titles, types = (max(len(row[column]) for row in rows) for column in (0, 1))
-    for title, model_types, strategies in rows:
-        print(f"{title:{titles}}  {model_types:{types}}  {strategies}")
+    print("\n".join(columns(rows)))
     print(f"\n{len(rows)} plans, each held against one process with transformers {', '.join(PROVEN_WITH)}")
-    print(f"in {entries[0].path.parent}")
+    print(f"in {entries[0].file.parent}")
     return 0

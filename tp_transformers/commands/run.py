@@ -13,7 +13,6 @@ EXAMPLE = "tp-transformers run -n 2 generate.py --prompt 'The sky is'"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks share the model")
     parser.add_argument("script", help="a Python script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")

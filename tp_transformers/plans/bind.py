@@ -44,13 +44,11 @@ class Resolution:
     param_strategies: Mapping[str, TensorParallelLayer]
     """Parameter name -> the strategy that cuts it."""
     attention: Mapping[str, AttentionHeads]
-    """Attention module name -> how its heads are cut."""
     layouts: Mapping[str, Layout | None]
     """Parameter name -> the indices that each rank holds; None where every rank holds all."""
     uncovered: tuple[str, ...] = ()
     """Parameters that no rule covers: they are replicated."""
     notes: tuple[str, ...] = ()
-    """Warnings for the user."""
     rule_names: Mapping[str, str] = field(default_factory=dict)
     """Parameter name -> name of its strategy in the plan, where a rule gives one."""
     whole_attention: frozenset[str] = frozenset()
@@ -70,7 +68,6 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     """Bind `plan` to the modules of `model` for `size` ranks.
 
     Args:
-        plan: the plan.
         model: a transformers model; only names and shapes are looked at, so the meta device will do.
         size: number of ranks.
 
@@ -122,20 +119,25 @@ class _Resolver:
         layouts = self._lay_out(param_strategies)
         bound = BoundPlan(self.modules, self.parameters, module_strategies, param_strategies, layouts, cut, self.size)
         if self.plan.declared:
-            self._complete(bound, module_strategies, param_strategies)
+            self._complete(bound)
         self.faults.extend(sum_faults(bound))
         if not self.faults:  # rules that do not fit their modules are reported alone
             self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.whole, self.size))
         if self.faults:
             source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
             raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
+        names = ", ".join(sorted(set(map(fold_layers, cut.whole.values()))))
+        notes = (
+            f"{names}: {self.size} ranks are more than the query heads, so every rank holds and computes all of them; "
+            "the rest is still split",
+        )
         return Resolution(
             module_strategies,
             param_strategies,
             cut.heads,
             layouts,
             tuple(uncovered),
-            self._notes(cut),
+            notes if names else (),
             rule_names,
             frozenset(cut.whole.values()),
             self.plan,
@@ -181,29 +183,15 @@ class _Resolver:
             if partner in module_rules and owner not in module_rules and isinstance(self.modules[owner], nn.Embedding):
                 module_rules[owner] = Rule(owner, "embedding_rowwise")
 
-    def _complete(
-        self,
-        bound: BoundPlan,
-        module_strategies: dict[str, TensorParallelLayer],
-        param_strategies: dict[str, TensorParallelLayer],
-    ) -> None:
+    def _complete(self, bound: BoundPlan) -> None:
         """Add the sums that a declared plan may leave out: of experts, and of gradients of scalars between linears."""
         for name in list(unsummed_experts(bound)):
-            module_strategies[name] = MoEExpertsParallel().bind(self.modules[name], self.size, name=name)
+            bound.module_strategies[name] = MoEExpertsParallel().bind(self.modules[name], self.size, name=name)
         for name in list(scalars_between(bound)):
             strategy = ReplicateSumGradParallel().bind(self.modules[name], self.size, name=name)
-            module_strategies.setdefault(name, strategy)
+            bound.module_strategies.setdefault(name, strategy)
             for param_type, _ in self.modules[name].named_parameters():
-                param_strategies.setdefault(f"{name}.{param_type}", strategy)
-
-    def _notes(self, cut: AttentionCut) -> tuple[str, ...]:
-        if not cut.whole:
-            return ()
-        names = ", ".join(sorted(set(map(fold_layers, cut.whole.values()))))
-        return (
-            f"{names}: {self.size} ranks are more than the query heads, so every rank holds and computes all of them; "
-            "the rest is still split",
-        )
+                bound.param_strategies.setdefault(f"{name}.{param_type}", strategy)
 
     def _bind(self, owner: str, rule: Rule, cut: AttentionCut, name: str | None = None) -> TensorParallelLayer:
         """A copy of the rule's strategy for the module `owner`, or for the parameter `name` of it."""

@@ -15,16 +15,12 @@ PROVEN_WITH = ("5.6.2", "5.17.0", "5.23.0")
 A test holds this against what CI runs."""
 
 
+@cache
 def available_plans() -> Mapping[str, Path]:
     """The plans that ship with the package: {model_type: YAML file}."""
     package = Path(__file__).parents[1]
     wheel, checkout = package / "model_plans", package.parent / "model_plans"
-    return _plans_in(wheel if wheel.is_dir() else checkout)
-
-
-@cache
-def _plans_in(folder: Path) -> Mapping[str, Path]:
     plans: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.yaml")):
+    for path in sorted((wheel if wheel.is_dir() else checkout).glob("*.yaml")):
         plans.update(dict.fromkeys(model_types_of(path), path))
     return MappingProxyType(plans)

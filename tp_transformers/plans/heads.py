@@ -22,7 +22,7 @@ from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers
 from ..errors import nearest
 from ..slices.layout import Split, heads, interleaved, packed
-from .rules import Plan, Rule
+from .rules import UNRULED, Plan, Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,7 +78,6 @@ class AttentionCut:
     """How all attention of a model is cut."""
 
     heads: dict[str, AttentionHeads] = field(default_factory=dict)
-    """Attention module -> its heads."""
     splits: dict[str, Split] = field(default_factory=dict)
     """Projection, parameter or attention module -> how its heads are cut."""
     whole: dict[str, str] = field(default_factory=dict)
@@ -98,11 +97,8 @@ def cut_attention(
 
     Args:
         plan: names the attention modules; where it names none, they are recognised by PROJECTIONS.
-        model: a transformers model.
         module_rules: the rule of every module that has one; those that a declared plan left out are added.
         param_rules: the rule of every parameter that has one of its own.
-        prefix: the base model's name in the full model.
-        size: number of ranks.
         faults: list to which faults are added.
     """
     modules, known = dict(model.named_modules()), len(faults)
@@ -148,7 +144,7 @@ def cut_attention(
                         "out, or make its role in the plan's attention fused"
                     )
     if len(faults) == known:  # faults in the description of attention are reported alone
-        _refuse_unrecognised(modules, model, module_rules, cut, size, faults)
+        faults.extend(_unrecognised(modules, model, module_rules, cut, size))
     return cut
 
 
@@ -193,15 +189,14 @@ def _role_split(role: str, group: AttentionHeads, rule: Rule) -> Split:
     return group.kv if role in ("key", "value", "key_value", "with_key") else group.query
 
 
-def _refuse_unrecognised(
+def _unrecognised(
     modules: Mapping[str, nn.Module],
     model: PreTrainedModel,
     module_rules: Mapping[str, Rule],
     cut: AttentionCut,
     size: int,
-    faults: list[str],
-) -> None:
-    """Add faults of attention that is cut without a description of its heads: right only if all counts divide."""
+) -> Iterator[str]:
+    """Faults: attention that is cut without a description of its heads, which is right only if all counts divide."""
     known = cut.splits.keys() | cut.whole.keys()
     for child, rule in module_rules.items():
         name = child.rpartition(".")[0]
@@ -210,7 +205,7 @@ def _refuse_unrecognised(
         common = math.gcd(*head_counts(modules[name], attention_config(modules[name], model)))
         if common % size:
             valid = [str(count) for count in range(1, common + 1) if common % count == 0]
-            faults.append(
+            yield (
                 f"attention {fold_layers(name)}: the plan does not say where the heads of {child.rpartition('.')[2]} "
                 f"are, so they can be cut for {' or '.join(valid)} ranks, not for {size}; name its projections in a "
                 "YAML plan's attention section"
@@ -237,7 +232,9 @@ def _groups(
         for name in names:
             children = dict(_present(modules[name], group.children))
             absent = [role for role in group.children if role not in children and not role.startswith("with_")]
-            faults.extend(f"attention {name}: it has no child {_or(group.children[role])}" for role in absent)
+            faults.extend(
+                f"attention {name}: it has no child {' or '.join(map(repr, group.children[role]))}" for role in absent
+            )
             if not absent:
                 groups[name] = children
     return groups
@@ -253,9 +250,7 @@ def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iter
 
 def _is_sharded(role: str, rule: Rule | None) -> bool:
     """True if a projection leaves its output sharded, or, as the output projection, takes a sharded input."""
-    strategy = rule.instance if rule is not None else None
-    if strategy is None:
-        return False
+    strategy = (rule.instance if rule is not None else None) or UNRULED
     return strategy.takes_sharded_input if role == "output" else strategy.leaves_sharded_output
 
 
@@ -293,7 +288,3 @@ def _count_heads(
 
 def _own_names(children: Any) -> str:
     return ", ".join(sorted(child.rpartition(".")[2] for child in children))
-
-
-def _or(names: tuple[str, ...]) -> str:
-    return " or ".join(map(repr, names))

@@ -13,13 +13,9 @@ from .rules import Plan
 
 @dataclass(frozen=True)
 class Entry:
-    """One plan."""
-
     title: str
     url: str
-    """A page about the architecture."""
-    path: Path
-    """The YAML file."""
+    file: Path
     model_types: tuple[str, ...]
     strategies: tuple[str, ...]
     """Names of the strategies that its rules use, sorted."""
@@ -27,15 +23,14 @@ class Entry:
 
 def catalogue() -> list[Entry]:
     """Every plan, in the order of the files. Raises PlanError on one that does not begin with its title and its URL."""
-    return [_entry(path) for path in sorted(set(available_plans().values()))]
-
-
-def _entry(path: Path) -> Entry:
-    plan = Plan.from_yaml(path)
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    found = re.fullmatch(r"# (.+?): (https://\S+)", first)
-    if found is None:
-        fix = "Begin the file with its title and a page about it."
-        raise PlanError(describe(f"plan {path}", got=repr(first), expected="# Title: https://...", fix=fix))
-    strategies = tuple(sorted({rule.strategy_name for rule in plan.rules}))
-    return Entry(found[1], found[2], path, plan.model_types, strategies)
+    entries = []
+    for path in sorted(set(available_plans().values())):
+        plan = Plan.from_yaml(path)
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        found = re.fullmatch(r"# (.+?): (https://\S+)", first)
+        if found is None:
+            fix = "Begin the file with its title and a page about it."
+            raise PlanError(describe(f"plan {path}", got=repr(first), expected="# Title: https://...", fix=fix))
+        strategies = tuple(sorted({rule.strategy_name for rule in plan.rules}))
+        entries.append(Entry(found[1], found[2], path, plan.model_types, strategies))
+    return entries

@@ -1,34 +1,6 @@
 """Plans as data: YAML -> what rules are made of, and every fault of the form.
 
-The YAML format, by example (`model_plans/llama.yaml` is a real one):
-
-    model_type: phi3                    # config.model_type, or a list of them
-    extends: llama                      # start from another plan; rules of the same name replace its own, null removes
-    base_model:                         # names inside the base model, so that every head class matches
-      layers.*.mlp.down_proj: rowwise   # `*` stands for a layer number; names match as a whole
-      layers.*.mlp.gate_up_proj: {strategy: packed_colwise, parts: 2}
-      layers.*.self_attn.qkv_proj: {strategy: packed_colwise, parts: [query, key, value]}
-    optional:                           # the same, but a config may lack them
-      layers.*.self_attn.q_norm: replicated_with_grad_allreduce
-    heads:                              # names in the full model; skipped by classes that lack them
-      lm_head: colwise_rep
-    rules: {...}                        # names in the full model, all of which must match
-    sequence_parallel: true             # cut activations between blocks along the sequence
-    loss_parallel: true                 # leave logits cut where there are labels
-    batch_sharded: true                 # ranks have batches of their own, which attention, MLPs and experts gather; or
-                                        # a list of modules, named in the full model, that do
-    attention:                          # modules, named as in base_model, whose projections are cut by whole heads
-      layers.*.self_attn: {fused: qkv_proj, output: o_proj}   # or query, key, value and output
-
-A rule may also say `unit`: indices that stay together (a pair of interleaved gate and up features; the experts' 8); and
-`widths`: attributes of the module that are a width, of which its forward needs this rank's (DBRX's experts, which view
-their parameters by it). With `input: batch-sharded` a module gathers the samples of ranks that have batches of their
-own; a module in which other rules stand may say nothing else.
-
-Roles in attention: `query`, `key`, `value`, `output`; `fused`, a projection to all queries, then all keys, then all
-values; `interleaved`, one that goes KV group by KV group; `key_value`, one to a key and a value of every query head;
-`with_query` and `with_key`, whatever has something for every query or KV head (norms, sinks, position biases). A role
-names a child or a list: of a projection's, the first that the module has; of `with_query` and `with_key`, all it has.
+`model_plans/README.md` describes the format; `model_plans/llama.yaml` is an example.
 """
 
 from __future__ import annotations
@@ -46,21 +18,11 @@ BATCH_SHARDED_INPUT = "batch-sharded"
 """Layout, in a rule, of an input of which every rank has samples of its own."""
 
 ATTENTION_ROLES = ("query", "key", "value", "key_value", "fused", "interleaved", "output", "with_query", "with_key")
-"""Roles of an attention module's children; see the module's docstring."""
+"""Roles of an attention module's children; see `model_plans/README.md`."""
 
 OPTIONS = ("sequence_parallel", "loss_parallel")
-SECTIONS = (
-    "model_type",
-    "extends",
-    "base_model",
-    "optional",
-    "heads",
-    "rules",
-    "attention",
-    "batch_sharded",
-    *OPTIONS,
-)
 IN_BASE_MODEL = ("base_model", "optional")
+SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "batch_sharded", *OPTIONS)
 
 
 def read_plan_file(path: Path) -> Any:
@@ -68,14 +30,8 @@ def read_plan_file(path: Path) -> Any:
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except OSError as error:
-        raise PlanError(
-            describe(
-                f"plan {path}",
-                got=(error.strerror or str(error)).lower(),
-                expected="a YAML file",
-                fix='Correct the path, or pass tp_plan="auto".',
-            )
-        ) from None
+        got, fix = (error.strerror or str(error)).lower(), 'Correct the path, or pass tp_plan="auto".'
+        raise PlanError(describe(f"plan {path}", got=got, expected="a YAML file", fix=fix)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise PlanError(f"plan {path} is not YAML: {error}") from error
 
@@ -89,14 +45,9 @@ def model_types_of(path: Path) -> tuple[str, ...]:
 def check_sections(data: Any, source: str) -> list[str]:
     """Faults of the sections of a plan. Raises PlanError where it has none, not being a mapping."""
     if not isinstance(data, Mapping):
-        raise PlanError(
-            describe(
-                f"plan {source}",
-                got=f"a {type(data).__name__}",
-                expected=f"a mapping of {', '.join(SECTIONS)}",
-                fix="See model_plans/llama.yaml for one.",
-            )
-        )
+        got, expected = f"a {type(data).__name__}", f"a mapping of {', '.join(SECTIONS)}"
+        fix = "See model_plans/llama.yaml for one."
+        raise PlanError(describe(f"plan {source}", got=got, expected=expected, fix=fix))
     return [
         f"unknown section {key!r}{nearest(str(key), SECTIONS)}; sections are {', '.join(SECTIONS)}"
         for key in data
@@ -113,7 +64,6 @@ def mapping_of(data: Mapping[str, Any], section: str, faults: list[str]) -> Mapp
 
 
 def is_names(value: Any) -> bool:
-    """True for a list of names."""
     return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
 
 

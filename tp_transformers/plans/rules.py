@@ -1,10 +1,9 @@
-"""Plans: frozen rules, and which names of a model they match; `parse.py` has the YAML format."""
+"""Plans: frozen rules, and which names of a model they match."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import PlanError, list_faults, nearest
-from ..strategies import STRATEGIES, TensorParallelLayer, as_strategy
+from ..strategies import STRATEGIES, ReplicateParallel, TensorParallelLayer, as_strategy
 from .catalogue import available_plans
 from .parse import (
     IN_BASE_MODEL,
@@ -27,6 +26,10 @@ from .parse import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+UNRULED: TensorParallelLayer = ReplicateParallel()
+"""Strategy of a module that no rule covers."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,12 @@ class Rule(Pattern):
     batch_sharded: bool = False
     """True if every rank has samples of its own, which the module gathers."""
     optional: bool = False
-    """True if it may match nothing."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", as_strategy(self.strategy))
 
     @property
     def strategy_name(self) -> str:
-        """The strategy's name in the plan."""
         return self.strategy if isinstance(self.strategy, str) else repr(self.strategy)
 
     @property
@@ -86,7 +87,6 @@ class Attention(Pattern):
     children: Mapping[str, tuple[str, ...]]
     """Role (one of ATTENTION_ROLES) -> names of child modules or parameters."""
     optional: bool = False
-    """True if it may match nothing."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,13 @@ class Plan:
         return cls.parse(read_plan_file(path), source=str(path))
 
     @classmethod
-    def parse(cls, data: Any, *, source: str) -> Plan:
-        """A plan from data in the form of the YAML files. Raises PlanError with every fault of the form."""
+    def parse(cls, data: Any, *, source: str, extending: tuple[Path, ...] = ()) -> Plan:
+        """A plan from data in the form of the YAML files. Raises PlanError with every fault of the form.
+
+        `extending` are the files whose `extends:` led here.
+        """
         faults = check_sections(data, source)
-        base = _extended(str(data["extends"]), source) if data.get("extends") else cls(source, ())
+        base = _extended(str(data["extends"]), source, extending) if data.get("extends") else cls(source, ())
         rules: dict[tuple[bool, str], Rule | None] = {(rule.in_base_model, rule.pattern): rule for rule in base.rules}
         for section in ("base_model", "optional", "heads", "rules"):
             for pattern, value in mapping_of(data, section, faults).items():
@@ -178,11 +181,7 @@ class Plan:
         return {rule.full(base_model_prefix): rule.strategy_name for rule in self.rules}
 
 
-_extending: ContextVar[tuple[Path, ...]] = ContextVar("tp_transformers_extending", default=())
-"""The files whose `extends:` are being followed."""
-
-
-def _extended(name: str, source: str) -> Plan:
+def _extended(name: str, source: str, extending: tuple[Path, ...]) -> Plan:
     """The plan that `extends: name` starts from: a file beside the plan, or a model type with a plan."""
     own = Path(source).resolve()
     path: Path | None = own.parent / (name if name.endswith(".yaml") else f"{name}.yaml")
@@ -190,11 +189,7 @@ def _extended(name: str, source: str) -> Plan:
         path = available_plans().get(name)
     if path is None:
         raise PlanError(f"plan {source} extends {name!r}, which is no plan{nearest(name, available_plans())}")
-    chain = (*_extending.get(), own)
+    chain = (*extending, own)
     if path.resolve() in chain:
         raise PlanError(f"plan {source} extends itself: {' -> '.join(step.name for step in (*chain, path))}")
-    token = _extending.set(chain)
-    try:
-        return replace(Plan.from_yaml(path), source=source)
-    finally:
-        _extending.reset(token)
+    return replace(Plan.parse(read_plan_file(path), source=str(path), extending=chain), source=source)

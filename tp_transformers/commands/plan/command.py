@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from typing import Any
 
@@ -19,7 +20,6 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "M
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hub; a config alone will do")
     parser.add_argument("--tp-size", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--plan", default="auto", metavar="FILE", help="a YAML plan in place of the model's own")
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .dry_load import survey
     from .memory import plan_memory, smallest_size
     from .picture import draw
-    from .report import print_json, print_text
+    from .report import as_json, as_text
 
     _check("--tp-size", arguments.tp_size, 1)
     _check("--batch", arguments.batch, 1)
@@ -47,10 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     longest = getattr(found.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or CONTEXT
     context = min(CONTEXT, longest) if arguments.context is None else arguments.context
     planned = plan_memory(found, arguments.tp_size, batch=arguments.batch, context=context)
-    smallest = smallest_size(found, memory, batch=arguments.batch, context=context) if memory is not None else None
+    smallest = smallest_size(planned, memory) if memory is not None else None
     if arguments.png is not None:
         draw(planned, arguments.png)
-    (print_json if arguments.json else print_text)(planned, memory, smallest)
+    findings = (planned, memory, smallest)
+    print(json.dumps(as_json(*findings)) if arguments.json else as_text(*findings))
     return 0 if memory is None or max(planned.total_bytes) <= memory else 1
 
 

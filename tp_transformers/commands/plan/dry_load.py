@@ -6,8 +6,7 @@ One process reads the config and the headers. Dtypes, conversions and tied weigh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -33,7 +32,6 @@ class Stock:
     """The tensors of a checkpoint, compared with those that the model needs."""
 
     files: int
-    """Number of files."""
     nbytes: int
     """Bytes of their tensors."""
     bytes_read: int
@@ -89,7 +87,7 @@ def survey(
         fix = "Correct the path, or name a model on the Hub (org/name)."
         raise UsageError(describe(name, got="no such folder", expected="one with config.json", fix=fix))
     kwargs: dict[str, Any] = {"revision": revision, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
-    with _plain_errors(name):
+    try:
         config = AutoConfig.from_pretrained(name, revision=revision)
         has_weights = not os.path.isdir(name) or any(file.endswith(WEIGHTS) for file in os.listdir(name))
         if not has_weights:
@@ -101,11 +99,12 @@ def survey(
         except _FoundError as found:
             model, plan, request = found.args
         policy = dtype_policy(request.dtype_plan)
-        if not has_weights:
-            names = model.state_dict()
-            return Survey(name, model, plan, {name: kept for name in names if (kept := policy(name))}, None)
-        stock, filled = _take_stock(model, request)
+        stock, filled = _take_stock(model, request) if has_weights else (None, set(model.state_dict()))
         return Survey(name, model, plan, {name: kept for name in filled if (kept := policy(name))}, stock)
+    except TensorParallelError:
+        raise
+    except Exception as error:  # a config or a folder can be wrong in any way
+        raise CheckpointError(f"{name}: {str(error).strip().splitlines()[0]}") from error
 
 
 class _FoundError(Exception):
@@ -137,14 +136,3 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
             read_whole=tuple(sorted(conversion.fallbacks)),
         )
     return stock, found
-
-
-@contextmanager
-def _plain_errors(name: str) -> Iterator[None]:
-    """Turn any error of transformers about a config or a folder into a CheckpointError with its first line."""
-    try:
-        yield
-    except TensorParallelError:
-        raise
-    except Exception as error:  # a config can be wrong in any way
-        raise CheckpointError(f"{name}: {str(error).strip().splitlines()[0]}") from error

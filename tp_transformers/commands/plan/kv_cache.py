@@ -7,54 +7,50 @@ Here it is filled with tensors of one head and without data, and measured.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import DynamicCache, DynamicLayer
+from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from ...anatomy.attention import cached_widths, is_around_attention, is_attention, is_cross_attention
 from ...plans.heads import AttentionHeads
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 @dataclass(frozen=True)
-class CachedAttention:
+class Cached:
     """Keys and values that one attention module keeps."""
 
     name: str
-    heads: int
-    """Number of cached heads in the unsharded model."""
     tokens: int
     """Cached tokens of each sequence."""
-    head_bytes: int
-    """Bytes of one head's keys and values, of all sequences."""
-
-    def widths(self, heads: AttentionHeads | None, size: int) -> tuple[int, ...]:
-        """Cached heads on each of `size` ranks if the attention is sharded as `heads`; None: replicated."""
-        cuts = (heads.kv, heads.query) if heads is not None else ()
-        return next((cut.widths for cut in cuts if cut.length == self.heads), (self.heads,) * size)
+    nbytes: tuple[int, ...]
+    """Bytes on every rank."""
 
 
 def cached_attention(
-    model: PreTrainedModel, *, batch: int, context: int, encoder_context: int | None = None
-) -> list[CachedAttention]:
+    model: PreTrainedModel,
+    attention: Mapping[str, AttentionHeads],
+    size: int,
+    *,
+    batch: int,
+    context: int,
+    encoder_context: int | None = None,
+) -> Iterator[Cached]:
     """The KV cache of `model` for a batch of `context` tokens, the last of which was generated.
 
     Args:
-        model: a transformers model, on any device; the list is empty if it has no cache.
+        attention: attention module -> how its heads are cut; others are replicated.
         batch: number of sequences.
-        context: tokens of each.
+        context: tokens of each; 0 for no cache.
         encoder_context: tokens of the encoder, for cross-attention; None for `context`.
     """
+    if not context:
+        return
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=model.config).layers
-    found = []
     for name, module in decoder.named_modules(prefix=prefix):
         index = getattr(module, "layer_idx", None)
         if not is_attention(module) or not isinstance(index, int) or is_around_attention(module):
@@ -67,15 +63,11 @@ def cached_attention(
         else:
             steps = [context - 1, 1]
         heads, *widths = cached_widths(module, getattr(module, "config", None) or config)
-        head_bytes = _fill(layers[index], batch, steps, widths, model.dtype)
+        layer = copy.copy(layers[index])
+        for step in filter(None, steps):
+            layer.update(*(torch.empty(batch, 1, step, width, dtype=model.dtype, device="meta") for width in widths))
+        head_bytes = sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))
+        cuts = (attention[name].kv, attention[name].query) if name in attention else ()
+        held = next((cut.widths for cut in cuts if cut.length == heads), (heads,) * size)
         tokens = head_bytes // (batch * sum(widths) * model.dtype.itemsize)
-        found.append(CachedAttention(name, heads, tokens, head_bytes))
-    return found
-
-
-def _fill(layer: DynamicLayer, batch: int, steps: Sequence[int], widths: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of one head's keys and values after updates of `steps` tokens each."""
-    layer = copy.copy(layer)
-    for step in filter(None, steps):
-        layer.update(*(torch.empty(batch, 1, step, width, dtype=dtype, device="meta") for width in widths))
-    return sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))
+        yield Cached(name, tokens, tuple(width * head_bytes for width in held))

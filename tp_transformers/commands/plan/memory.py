@@ -5,23 +5,19 @@ Layouts are those of `resolve` for the model on the meta device; shapes and byte
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import nn
 
-from ...anatomy.layers import first_alike, kind, stacks
-from ...anatomy.names import base_prefix, names_around, tied_parameters
+from ...anatomy.names import tied_parameters
 from ...errors import PlanError
 from ...plans.bind import Resolution, resolve
 from ...plans.shares import check_layers_are_cut
 from ...slices.layout import Layout
 from .dry_load import Survey
-from .kv_cache import CachedAttention, cached_attention
+from .kv_cache import Cached, cached_attention
 
 MOST_RANKS = 64
 """Largest number of ranks that `smallest_size` tries."""
@@ -42,7 +38,6 @@ class Parameter:
     whole_because: str | None
     """Reason why every rank holds all of it; None if it is sharded."""
     tied: tuple[str, ...] = ()
-    """Other names of the same weight."""
     heads: int | None = None
     """Heads along the dim that is sharded by whole heads, all parts together; None without such a dim."""
 
@@ -52,7 +47,6 @@ class Parameter:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard of `rank`."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
     def local_bytes(self, size: int) -> list[int]:
@@ -70,17 +64,6 @@ class Heads:
     name: str
     whole: tuple[int, int]
     ranks: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Cached:
-    """Keys and values that one attention module keeps."""
-
-    name: str
-    tokens: int
-    """Cached tokens of each sequence."""
-    nbytes: tuple[int, ...]
-    """Bytes on every rank."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +96,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> tuple[int, ...]:
         """Bytes of parameters, buffers, keys and values on every rank."""
-        return tuple(
-            parameters + self.buffer_bytes + cache
-            for parameters, cache in zip(self.parameter_bytes, self.cache_bytes, strict=True)
-        )
+        return _sum(self.size, (self.parameter_bytes, self.cache_bytes, (self.buffer_bytes,) * self.size))
 
 
 def plan_memory(
@@ -126,10 +106,12 @@ def plan_memory(
 
     Raises PlanError if a load would: the plan does not fit, or shards no layer.
     """
-    model = survey.model
+    model, dtypes = survey.model, survey.dtypes
     resolution = resolve(survey.plan, model, size)
     warning = check_layers_are_cut(model, survey.plan, resolution, size) if survey.plan.declared else None
-    cached = cached_attention(model, batch=batch, context=context, encoder_context=encoder_context) if context else []
+    cached = cached_attention(
+        model, resolution.attention, size, batch=batch, context=context, encoder_context=encoder_context
+    )
     return MemoryPlan(
         survey,
         size,
@@ -137,55 +119,31 @@ def plan_memory(
         context,
         tuple(_parameters(survey, resolution, size)),
         tuple(_heads(survey, resolution, size)),
-        _buffer_bytes(survey),
-        tuple(
-            Cached(
-                one.name,
-                one.tokens,
-                tuple(width * one.head_bytes for width in one.widths(resolution.attention.get(one.name), size)),
-            )
-            for one in cached
-        ),
+        sum(each.numel() * dtypes.get(name, each.dtype).itemsize for name, each in model.named_buffers()),
+        tuple(cached),
         tuple(note for note in (*resolution.notes, warning) if note is not None),
     )
 
 
-def smallest_size(survey: Survey, memory: int, *, batch: int = 1, context: int = 0) -> int | None:
+def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
     """The least number of ranks of which each holds at most `memory` bytes; None if MOST_RANKS are too few.
 
-    Layers of one kind are sharded alike: the plan is bound to one of each kind, whose bytes are multiplied.
+    Args:
+        planned: the same for any number of ranks.
+        memory: bytes of a rank.
     """
-    cached = cached_attention(survey.model, batch=batch, context=context) if context else []
-    room = memory - _buffer_bytes(survey)
-    with _one_of_each(survey) as kinds:
-        for size in range(1, MOST_RANKS + 1):
-            try:
-                held = _fullest(survey, size, cached, kinds)
-            except PlanError:  # some plans are for some numbers of ranks only
-                continue
-            if held <= room:
-                return size
+    room = memory - planned.buffer_bytes
+    if room <= 0:
+        return None
+    whole = sum(parameter.nbytes for parameter in planned.parameters)
+    for size in range(max(1, -(-whole // room)), MOST_RANKS + 1):  # fewer ranks have no room for the parameters
+        try:
+            tried = plan_memory(planned.survey, size, batch=planned.batch, context=planned.context)
+        except PlanError:  # some plans are for some numbers of ranks only
+            continue
+        if max(tried.total_bytes) <= memory:
+            return size
     return None
-
-
-def _fullest(survey: Survey, size: int, cached: Iterable[CachedAttention], kinds: Mapping[str, str]) -> int:
-    """Bytes of parameters, keys and values on the fullest of `size` ranks; see `_one_of_each`."""
-    resolution = resolve(survey.plan, survey.model, size)
-    counts = Counter(kinds.values())
-    held = []
-    for parameter in _parameters(survey, resolution, size):
-        times = counts[_layer(parameter.name, kinds)]
-        held.append([nbytes * times for nbytes in parameter.local_bytes(size)])
-    for one in cached:
-        layer = _layer(one.name, kinds)
-        name = kinds[layer] + one.name.removeprefix(layer)
-        held.append([width * one.head_bytes for width in one.widths(resolution.attention.get(name), size)])
-    return max(_sum(size, held))
-
-
-def _layer(name: str, kinds: Mapping[str, str]) -> str:
-    """The layer that a parameter or module is in, or ""."""
-    return next((around for around in names_around(name) if around in kinds), "")
 
 
 def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[Parameter]:
@@ -239,54 +197,6 @@ def _whole_because(name: str, resolution: Resolution, size: int) -> str:
     return f"{rule or type(strategy).__name__} does not cut a {name.rpartition('.')[2]}"
 
 
-def _buffer_bytes(survey: Survey) -> int:
-    """Bytes of a model's buffers."""
-    return sum(
-        buffer.numel() * survey.dtypes.get(name, buffer.dtype).itemsize for name, buffer in survey.model.named_buffers()
-    )
-
-
 def _sum(size: int, rows: Iterable[Iterable[int]]) -> tuple[int, ...]:
     """The sum of each of `size` columns."""
     return tuple(map(sum, zip([0] * size, *rows, strict=True)))
-
-
-@contextmanager
-def _one_of_each(survey: Survey) -> Iterator[Mapping[str, str]]:
-    """Keep one layer of each kind in the model while the context lasts; yields {layer: the one that is kept for it}.
-
-    The key "" stands for modules in no layer. Layers of one kind have like modules, parameters, rules and heads.
-    """
-    model = survey.model
-    names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
-    rules: dict[str, list[int]] = {}
-    for number, rule in enumerate(survey.plan.rules):
-        for name in rule.match(names, base_prefix(model)):
-            rules.setdefault(name, []).append(number)
-    ties = tied_parameters(model)
-    kept_apart = {*ties, *ties.values()}
-    kinds = {"": ""}
-    taken: list[tuple[nn.ModuleList, dict[str, nn.Module]]] = []
-    for path, stack in list(stacks(model)):
-        own = {f"{path}.{step}": layer for step, layer in stack.named_children()}
-        apart = {name for name in own if any(tied.startswith(f"{name}.") for tied in kept_apart)}
-        kinds |= first_alike(
-            {name: name if name in apart else _kind(survey, name, layer, rules) for name, layer in own.items()}
-        )
-        taken.append((stack, stack._modules))
-        stack._modules = {
-            step: layer for step, layer in stack.named_children() if kinds[f"{path}.{step}"] == f"{path}.{step}"
-        }
-    try:
-        yield kinds
-    finally:
-        for stack, layers in taken:
-            stack._modules = layers
-
-
-def _kind(survey: Survey, own: str, layer: nn.Module, rules: Mapping[str, list[int]]) -> object:
-    """The kind of a layer: layers of one kind are sharded alike."""
-    params = dict(layer.named_parameters(remove_duplicate=False))
-    names = [f"{own}.{name}".rstrip(".") for name in (*dict(layer.named_modules()), *params)]
-    dtypes = [survey.dtypes.get(f"{own}.{name}", param.dtype) for name, param in params.items()]
-    return kind(layer), repr([rules.get(name, ()) for name in names]), tuple(dtypes)

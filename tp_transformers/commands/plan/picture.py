@@ -1,30 +1,54 @@
 """A drawing of how one layer, the embedding and the head are sharded: weights to scale, one colour a rank.
 
 Weights are drawn as `x A` multiplies by them: height is the input features, width the output features. A weight that is
-sharded by column shows columns of colour.
+sharded by column shows columns of colour. Biases are left out.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ...anatomy.layers import layer_around
+from ...anatomy.linears import has_inputs_first
 from ...errors import UsageError, describe
 from ...slices.layout import Range
 from ...text import size
-from .layer import CAPTION, GUTTER, MARGIN, TITLE, Block, Weight, at_end, typical_layer
 from .memory import MemoryPlan, Parameter
 
 COLOURS = ("#3f74b8", "#ee9b45", "#56a578", "#c65b52", "#8a72b5", "#d8b840", "#58adc1", "#a37c63")
 """Colours of ranks; more ranks share a colour map."""
-WHOLE, INK, FAINT, GROUND = "#c9ced6", "#23272e", "#666e79", "#f4f5f7"
-INCHES = 1.05
-"""Inches of the unit, which is the layer's median side."""
-LONGEST = 2.7
-"""Longest side, in units; longer sides are drawn with a break."""
-THINNEST = 0.1
-"""Shortest side, in units."""
+WHOLE, FAINT = "#c9ced6", "#666e79"
+ARROW = " \u2192 "
+LONGEST, THINNEST = 2.7, 0.1
+"""Longest and shortest side that is drawn; the unit is the layer's median side, 1.05 inches."""
+TITLE, CAPTION, GAP = 0.42, 0.75, 0.3
+"""Space above weights, below them, and between them."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    label: str
+    parameter: Parameter
+    features: tuple[int, int]
+    """Input and output features, which are height and width; a vector has no input."""
+    by_column: bool = True
+    """True if the shards are columns of the drawing, False if they are rows."""
+    tied_to: str = ""
+
+    @property
+    def caption(self) -> str:
+        """The features, and below them the strategy with the communication after it."""
+        shape, name = self.parameter.shape, self.parameter.strategy or "no rule"
+        experts = f"{shape[0]} experts, " if len(shape) == 3 else ""
+        sums = "rowwise" in name and self.parameter.whole_because is None and not experts  # others sum those of experts
+        gathers = name.endswith(("_rep", "_gather_output")) and not sums
+        after = f"{ARROW}all-reduce" if sums else f"{ARROW}all-gather" * gathers
+        how = f"tied to {self.tied_to}" if self.tied_to else name + after
+        return f"{experts}{ARROW.join(str(length) for length in self.features if length)}\n{how}"
 
 
 def draw(planned: MemoryPlan, path: str) -> None:
@@ -43,155 +67,135 @@ def draw(planned: MemoryPlan, path: str) -> None:
 def compose(planned: MemoryPlan) -> Any:
     """The picture, a Figure of matplotlib. Raises UsageError without it, and for a model without layers."""
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError:
         fix = "pip install 'tp-transformers[picture]', or pip install matplotlib."
         raise UsageError(describe("--png", got="no matplotlib", expected="it to draw with", fix=fix)) from None
-    layer, rows, vectors = typical_layer(planned)
-    embedding, head = (at_end(planned, module) for module in ("embedding", "head"))
-    left = [block for block in (embedding, vectors) if block is not None]
-    blocks = [*left, *rows, *([head] if head is not None else [])]
-    unit = median(length for row in rows for weight in row.weights for length in weight.features)
-    for weight in (weight for block in blocks for weight in block.weights):
-        weight.height, weight.width = (min(max(side / unit, THINNEST), LONGEST) for side in weight.features)
-    # The embedding and the vectors are on the left, then the rows; the head is to the right of the first rows.
-    x = 0.0
-    for column in (left, rows):
-        top = 0.0
-        for block in column:
-            block.place(x, top)
-            top -= block.height + GUTTER
-        x = max((block.right for block in left), default=-GUTTER) + GUTTER
-    for block in left:
-        block.right = x - GUTTER
-    beside = [row for row in rows if head is not None and row.top > -head.height - GUTTER]
-    if head is not None:
-        head.place(max(row.right for row in beside) + GUTTER, 0)
-    width = max(block.right for block in blocks)
-    for block in blocks:
-        if block not in left and block not in beside:
-            block.right = width
-    height = max(block.height - block.top for block in blocks)
-    figure = Figure(figsize=((width + 0.4) * INCHES, (height + 1.45) * INCHES), facecolor="white")
+    colours: list[Any] = list(COLOURS)
+    if planned.size > len(COLOURS):
+        colours = [colormaps["turbo"](0.06 + 0.88 * rank / (planned.size - 1)) for rank in range(planned.size)]
+    layer, blocks, vectors = largest_layer(planned)
+    unit = median(length for weights in blocks.values() for weight in weights for length in weight.features)
+    figure = Figure(facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(-0.2, width + 0.2), ylim=(-height - 0.2, 1.25), aspect="equal")
+    top = right = 0.0
+    ends = {name: list(at_end(planned, name)) for name in ("embedding", "head")}
+    for row in ({**ends, "vectors": vectors}, *({title: weights} for title, weights in blocks.items())):
+        x = highest = 0.0
+        for title, weights in row.items():
+            if weights:
+                axes.text(x, top - 0.2, title, size=10.5, weight="bold", va="center")
+            for weight in weights:
+                height, width = (min(max(side / unit, THINNEST), LONGEST) for side in weight.features)
+                below, caption = top - TITLE - height, weight.caption
+                _draw_shards(axes, weight, colours, (x, below, width, height))
+                axes.text(x, below - 0.08, weight.label, size=8.5, weight="bold", va="top")
+                axes.text(x, below - 0.25, caption, size=7.5, color=FAINT, va="top")
+                x += max(width, 0.084 * len(weight.label), *(0.066 * len(line) for line in caption.splitlines())) + GAP
+                highest = max(highest, height)
+        right, top = max(right, x), top - (TITLE + highest + CAPTION) * (x > 0)
+    ranks = range(planned.size) if planned.size <= len(COLOURS) else (0, planned.size // 2, planned.size - 1)
+    entries = [
+        Patch(color=colours[rank], label=f"rank {rank}: {size(planned.parameter_bytes[rank])}") for rank in ranks
+    ]
+    right = max(right, 1.7 * (len(entries) + 1), 6.0)
+    name = os.path.basename(os.path.normpath(planned.survey.name))
+    axes.text(0, 1.02, f"{name} on {planned.size} rank{'s' * (planned.size > 1)}: {layer}", size=15, weight="bold")
+    scale = f"height: input features; width: output features; to scale up to {LONGEST * unit:.0f}; thin lines: heads"
+    axes.text(0, 0.74, scale, size=9, color=FAINT)
+    handles = [*entries, Patch(color=WHOLE, label="every rank, whole")]
+    where = {"loc": "center left", "bbox_to_anchor": (-0.1, 0.4), "bbox_transform": axes.transData}
+    axes.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=9.5, **where)
+    axes.set(xlim=(-0.2, right), ylim=(top, 1.45), aspect="equal")
     axes.axis("off")
-    brush = _Brush(axes, planned.size)
-    brush.legend(planned, layer)
-    for block in blocks:
-        brush.block(block)
+    figure.set_size_inches(1.05 * (right + 0.2), 1.05 * (1.45 - top))
     return figure
 
 
-class _Brush:
-    """Draws on axes; y is up, and the lower left corner of a rectangle is (x, y)."""
+def largest_layer(planned: MemoryPlan) -> tuple[str, dict[str, list[Weight]], list[Weight]]:
+    """The first of the largest layers: its name, its matrices by block, and its vectors."""
+    layers: dict[str, list[Parameter]] = {}
+    for parameter in planned.parameters:
+        layers.setdefault(layer_around(planned.survey.model, parameter.name) or "", []).append(parameter)
+    layers.pop("", None)
+    if not layers:
+        fix = "Leave out --png: there is no picture of such a model."
+        raise UsageError(describe("--png", got="a model without layers", expected="a stack of layers", fix=fix))
+    layer = max(layers, key=lambda name: sum(parameter.nbytes for parameter in layers[name]))
+    blocks: dict[str, list[Weight]] = {}
+    vectors = []
+    for parameter in layers[layer]:
+        owner, _, kind = parameter.name.removeprefix(f"{layer}.").rpartition(".")
+        if len(parameter.shape) == 1 and not kind.endswith("bias"):
+            vectors.append(Weight(owner if kind == "weight" else f"{owner}.{kind}", parameter, (0, parameter.shape[0])))
+        elif len(parameter.shape) > 1 and not kind.endswith("bias"):
+            child, *rest = owner.split(".")
+            child = f"{child}.{rest[0]}" if rest and rest[0].isdigit() else child
+            heads = next((one.whole for one in planned.heads if f"{one.name}.".startswith(f"{layer}.{child}.")), None)
+            title = child if heads is None else "{}: {} query and {} KV heads".format(child, *heads)
+            label = owner.rpartition(".")[2] if kind == "weight" else kind
+            blocks.setdefault(title, []).append(_matrix(planned, parameter, label, f"{layer}.{owner}"))
+    return layer, blocks, vectors
 
-    def __init__(self, axes: Any, ranks: int) -> None:
-        from matplotlib import colormaps
 
-        self.axes = axes
-        self.colours: list[Any] = list(COLOURS)
-        if ranks > len(COLOURS):
-            self.colours = [colormaps["turbo"](0.06 + 0.88 * rank / (ranks - 1)) for rank in range(ranks)]
+def at_end(planned: MemoryPlan, which: str) -> Iterator[Weight]:
+    """The embedding or the head, if the model has one."""
+    model = planned.survey.model
+    module = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
+    owners = [name for name, part in model.named_modules(remove_duplicate=False) if part is module and part is not None]
+    for parameter in planned.parameters:
+        for owner in (name.rpartition(".")[0] for name in (parameter.name, *parameter.tied)):
+            if owner in owners and len(parameter.shape) == 2:
+                home = parameter.name.rpartition(".")[0]
+                tied_to = home.rpartition(".")[2] if owner != home else ""
+                yield _matrix(planned, parameter, owner.rpartition(".")[2], owner, tied_to)
+                return
 
-    def write(self, x: float, y: float, text: str, **style: Any) -> None:
-        self.axes.text(x, y, text, **{"color": INK, "va": "center", "ha": "left", **style})
 
-    def rectangle(self, x: float, y: float, width: float, height: float, colour: Any, **style: Any) -> None:
-        from matplotlib.patches import Rectangle
+def _matrix(planned: MemoryPlan, parameter: Parameter, label: str, owner: str, tied_to: str = "") -> Weight:
+    """A parameter with its input features as rows."""
+    is_upright = has_inputs_first(planned.survey.model.get_submodule(owner))
+    *_, first, second = parameter.shape
+    by_column = True
+    if parameter.layout is not None:
+        by_column = parameter.layout.dim - len(parameter.shape) != (-2 if is_upright else -1)
+    return Weight(label, parameter, (first, second) if is_upright else (second, first), by_column, tied_to)
 
-        self.axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, **{"edgecolor": "none", **style}))
 
-    def legend(self, planned: MemoryPlan, layer: str) -> None:
-        """The title and the colours."""
-        model = os.path.basename(os.path.normpath(planned.survey.name))
-        self.write(
-            0, 1.02, f"{model} on {planned.size} rank{'s' * (planned.size > 1)}: {layer}", size=15, weight="bold"
-        )
-        scale = "height: input features; width: output features; to scale (//: longer than drawn); white lines: heads"
-        self.write(0, 0.74, scale, size=9, color=FAINT)
-        ranks = range(planned.size) if planned.size <= len(COLOURS) else (0, planned.size // 2, planned.size - 1)
-        entries = [(self.colours[rank], f"rank {rank}: {size(planned.parameter_bytes[rank])}") for rank in ranks]
-        x = 0.0
-        for colour, text in [*entries, (WHOLE, "every rank, whole")]:
-            self.rectangle(x, 0.3, 0.2, 0.2, colour)
-            self.write(x + 0.28, 0.4, text, size=9.5)
-            x += 0.6 + 0.072 * len(text)
-
-    def block(self, block: Block) -> None:
-        """A block: ground, title and weights; in a row, lower weights are centred."""
-        self.rectangle(block.x, block.top - block.height, block.right - block.x, block.height, GROUND)
-        x, top = block.x + MARGIN, block.top - TITLE
-        self.write(x, block.top - 0.2, block.title, size=10.5, weight="bold")
-        for weight in block.weights:
-            if block.is_stacked:
-                self.weight(weight, x, top)
-                top -= weight.height + CAPTION
-            else:
-                self.weight(weight, x, top - (block.inner - weight.height) / 2)
-                x += weight.pitch
-
-    def weight(self, weight: Weight, x: float, top: float) -> None:
-        """A weight with its upper left corner at (x, top), its bias, and its captions."""
-        below, width, height = top - weight.height, weight.width, weight.height
-        for card in range(min(weight.copies - 1, 2), 0, -1):  # experts are alike
-            shift, edge = 0.07 * card, {"edgecolor": "#aeb5bf", "linewidth": 0.6}
-            self.rectangle(x + shift, below + shift, width, height, "#eef0f3", **edge)
-        self.shards(weight, weight.parameter, x, below, height)
-        style: dict[str, Any] = {
-            "size": 9,
-            "ha": "center",
-            "bbox": {"facecolor": GROUND, "edgecolor": "none", "pad": 1},
-        }
-        for side, features, at in zip((height, width), weight.features, ((0, 0.64), (0.36, 0)), strict=True):
-            if side == LONGEST and features > 0:
-                self.write(x + at[0] * width, below + at[1] * height, "//", **style)
-        if weight.bias is not None:
-            below -= 0.13
-            self.shards(weight, weight.bias, x, below, 0.09)
-        experts = f"{weight.copies} experts, " if weight.copies > 1 else ""
-        caption = experts + " \u2192 ".join(str(length) for length in weight.features if length)
-        self.write(x, below - 0.14, weight.label, size=8.5, weight="bold")
-        self.write(x, below - 0.29, caption, size=7.5, color=FAINT)
-        self.write(x, below - 0.44, weight.caption, size=7.5, color=FAINT)
-
-    def shards(self, weight: Weight, parameter: Parameter, x: float, y: float, height: float) -> None:
-        """Each rank's shard in its colour; a part that several ranks hold has their stripes."""
-        width = weight.width
-        if parameter.layout is None or parameter.whole_because is not None:
-            self.rectangle(x, y, width, height, WHOLE)
-            return
-        split, columns = parameter.layout.split, weight.by_column or len(parameter.shape) == 1
-        holders: dict[Range, list[int]] = {}
-        for rank, ranges in enumerate(split.ranges):
-            for held in ranges:
-                holders.setdefault(held, []).append(rank)
-        for (start, stop), ranks in holders.items():
-            first, last = start / split.length, stop / split.length
-            stripes = 1 if len(ranks) == 1 else len(ranks) * max(1, 8 // len(ranks))
-            for stripe in range(stripes):
-                colour, one, next_one = (
-                    self.colours[ranks[stripe % len(ranks)]],
-                    stripe / stripes,
-                    (stripe + 1) / stripes,
-                )
-                across, down = ((first, last), (one, next_one)) if columns else ((one, next_one), (first, last))
-                piece = ((across[1] - across[0]) * width, (down[1] - down[0]) * height)
-                self.rectangle(x + across[0] * width, y + (1 - down[1]) * height, *piece, colour)
-            text = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
-            sides = ((last - first) * width, height) if columns else (width, (last - first) * height)
-            if sides[0] > 0.02 + 0.09 * len(text) and sides[1] > 0.11:
-                shade = {"boxstyle": "round,pad=0.2", "facecolor": "#0000003c", "edgecolor": "none"}
-                style: dict[str, Any] = {"size": 9.5, "weight": "bold", "color": "white", "ha": "center"}
-                middle = (first + last) / 2
-                at = (x + middle * width, y + height / 2) if columns else (x + width / 2, y + (1 - middle) * height)
-                self.write(*at, text, **style, bbox=shade if len(ranks) > 1 else None)
-        side, heads = width if columns else height, parameter.heads or 1
-        lines = [(head / heads, min(0.45, 8 * side / heads)) for head in range(1, heads)]
-        narrowest = min((stop - start for start, stop in holders if stop > start), default=0) / split.length
-        ends = {end for held in holders for end in held} - {0, split.length}
-        for share, points in [*lines, *((end / split.length, min(1.6, 14 * side * narrowest)) for end in ends)]:
-            line = ([x + share * width] * 2, [y, y + height])
-            if not columns:
-                line = ([x, x + width], [y + (1 - share) * height] * 2)
-            self.axes.plot(*line, color="white", linewidth=points, solid_capstyle="butt")
+def _draw_shards(axes: Any, weight: Weight, colours: list[Any], box: tuple[float, float, float, float]) -> None:
+    """Each rank's shard in its colour; a part that several ranks hold has a stripe of each."""
+    x, y, width, height = box
+    parameter = weight.parameter
+    if parameter.layout is None or parameter.whole_because is not None:
+        axes.bar(x, height, width, y, align="edge", color=WHOLE)
+        return
+    split = parameter.layout.split
+    holders: dict[Range, list[int]] = {}
+    for rank, ranges in enumerate(split.ranges):
+        for start, stop in ranges:
+            if stop > start:
+                holders.setdefault((start, stop), []).append(rank)
+    side, heads = width if weight.by_column else height, parameter.heads or 1
+    edge = min(1.6, 14 * side * min(stop - start for start, stop in holders) / split.length)
+    for (start, stop), ranks in holders.items():
+        for stripe, rank in enumerate(ranks):
+            along, across = (
+                (start / split.length, stop / split.length),
+                (stripe / len(ranks), (stripe + 1) / len(ranks)),
+            )
+            (left, end), (upper, lower) = (along, across) if weight.by_column else (across, along)
+            wide, high = (end - left) * width, (lower - upper) * height
+            corner = (x + left * width, y + (1 - lower) * height)
+            style = {"color": colours[rank], "edgecolor": "white", "linewidth": edge}
+            axes.bar(corner[0], high, wide, corner[1], align="edge", **style)
+            if wide > 0.02 + 0.09 * len(str(rank)) and high > 0.11:
+                middle = (corner[0] + wide / 2, corner[1] + high / 2)
+                axes.text(*middle, rank, size=9.5, weight="bold", color="white", ha="center", va="center")
+    places = [head / heads for head in range(1, heads)]
+    thin = {"color": "white", "linewidth": min(0.45, 8 * side / heads)}
+    if weight.by_column:
+        axes.vlines([x + place * width for place in places], y, y + height, **thin)
+    else:
+        axes.hlines([y + place * height for place in places], x, x + width, **thin)

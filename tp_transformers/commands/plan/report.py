@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import Iterator
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
+from ...anatomy.names import folded, layer_number
 from ...plans.catalogue import available_plans
-from ...text import size
+from ...text import columns, size, spans
 from .dry_load import Survey
-from .memory import MOST_RANKS, MemoryPlan
-from .text import cache_lines, table, tree, whole_lines
+from .memory import MOST_RANKS, MemoryPlan, Parameter
 
-
-def print_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> None:
-    """Print everything as JSON; `version` changes if a key changes its meaning, or goes."""
-    print(json.dumps(as_json(planned, memory, smallest)))
-
-
-def print_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> None:
-    """Print lines for a reader."""
-    print("\n".join(_report(planned, memory, smallest)))
+T = TypeVar("T")
+Tree = dict[str, Any]
+"""Names -> trees; "" -> cells of the line of a module or parameter: in the unsharded model, on the ranks, strategy."""
+_NO_CELLS = ("", "", "")
 
 
 def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> dict[str, Any]:
@@ -99,25 +93,22 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
     }
 
 
+def as_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> str:
+    """The report for a reader."""
+    return "\n".join(_report(planned, memory, smallest))
+
+
 def _report(planned: MemoryPlan, memory: int | None, smallest: int | None) -> Iterator[str]:
-    """The lines of the report."""
     found = planned.survey
-    bold, faint, plain = ("\033[1m", "\033[2m", "\033[0m") if _in_colour() else ("", "", "")
     what = f"{type(found.model).__name__} ({found.model.config.model_type}) in {_name(found.model.dtype)}"
-    yield f"{bold}{found.name}: {what} on {_counted(planned.size, 'rank')}{plain}"
+    yield f"{found.name}: {what} on {_counted(planned.size, 'rank')}"
     shipped = found.plan.source in map(str, available_plans().values())
     yield f"plan        {'model_plans/' + os.path.basename(found.plan.source) if shipped else found.plan.source}"
     yield from _checkpoint(found)
     yield from (f"note        {note}" for note in planned.notes)
     yield ""
-    lines = tree(planned)
-    titles = ("whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
-    label = max(len(line.label) + 2 * line.depth for line in lines)
-    first, second = (max(len(titles[column]), *(len(line.row[column]) for line in lines)) for column in (0, 1))
-    yield f"{bold}{'':{label}}  {titles[0]:{first}}  {titles[1]:{second}}  {titles[2]}{plain}"
-    for line in lines:
-        text = f"{'  ' * line.depth + line.label:{label}}  {line.row[0]:{first}}  {line.row[1]:{second}}  {line.row[2]}"
-        yield f"{faint}{text.rstrip()}{plain}" if line.is_whole else text.rstrip()
+    titles = ("", "whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
+    yield from columns([titles, *tree(planned)])
     yield ""
     yield from (f"whole on every rank  {line}" for line in (whole_lines(planned) if planned.size > 1 else ()))
     if planned.cached:
@@ -125,18 +116,13 @@ def _report(planned: MemoryPlan, memory: int | None, smallest: int | None) -> It
         yield f"KV cache of {sequences} in {_name(found.model.dtype)}"
         yield from (f"  {line}" for line in cache_lines(planned))
     yield ""
-    rows = table(planned)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for number, row in enumerate(rows):
-        text = "  ".join(f"{cell:{'<' if not at else '>'}{widths[at]}}" for at, cell in enumerate(row))
-        yield f"{bold}{text}{plain}" if not number else text
+    yield from columns(table(planned), right=True)
     yield "not counted: activations, a long prompt while it is read, and what the GPU's runtime keeps for itself"
     if memory is not None:
         fullest = max(planned.total_bytes)
         verdict = "it fits" if fullest <= memory else "it does not fit"
         yield ""
-        share = f"{size(fullest)} of {size(memory)} ({fullest / memory:.0%})"
-        yield f"{bold}{verdict}{plain}: the fullest rank holds {share}"
+        yield f"{verdict}: the fullest rank holds {size(fullest)} of {size(memory)} ({fullest / memory:.0%})"
         answer = _counted(smallest, "rank") if smallest else f"none up to {MOST_RANKS} ranks"
         yield f"the smallest number of ranks that fits: {answer}"
 
@@ -166,13 +152,123 @@ def _checkpoint(found: Survey) -> Iterator[str]:
             yield f"            {said}: {', '.join(names[:5])}{more}"
 
 
+def tree(planned: MemoryPlan) -> list[tuple[str, ...]]:
+    """Rows of a tree of parameters, in which like layers and ranks that agree are folded: an indented name, cells."""
+    root: Tree = {}
+    for parameter in planned.parameters:
+        on_ranks = [_shape(parameter.local_shape(rank)) for rank in range(planned.size)]
+        _put(root, parameter.name, (_shape(parameter.shape), by_rank(on_ranks), _how(parameter)))
+    for heads in planned.heads:
+        on_ranks = [f"{query}/{kv} heads" for query, kv in heads.ranks]
+        _put(root, heads.name, ("{}/{} heads".format(*heads.whole), by_rank(on_ranks), ""))
+    return list(_lines(_folded(root), 0))
+
+
+def _put(tree: Tree, name: str, cells: tuple[str, ...]) -> None:
+    for step in name.split("."):
+        tree = tree.setdefault(step, {})
+    tree[""] = cells
+
+
+def _folded(tree: Tree) -> Tree:
+    """The same tree, in which like children with numbers are one, labelled with their numbers."""
+    kinds: list[tuple[Any, list[str]]] = []
+    for name, child in tree.items():
+        folded = _folded(child) if name else child
+        alike = (names for other, names in kinds if name.isdigit() and names[0].isdigit() and other == folded)
+        names = next(alike, None)
+        if names is None:
+            kinds.append((folded, [name]))
+        else:
+            names.append(name)
+    return {spans(map(int, names)) if names[0].isdigit() else names[0]: folded for folded, names in kinds}
+
+
+def _lines(tree: Tree, depth: int) -> Iterator[tuple[str, ...]]:
+    for name, child in tree.items():
+        if not name:
+            continue
+        label = "  " * depth + name
+        while "" not in child and len(child) == 1:  # an only child
+            ((step, child),) = child.items()
+            label = f"{label}.{step}"
+        if "" not in child and all(re.fullmatch(r"[\d, -]+", step) for step in child):  # a stack of layers that differ
+            for step, layer in child.items():
+                yield (f"{label}.{step}", *layer.get("", _NO_CELLS))
+                yield from _lines(layer, depth + 1)
+            continue
+        yield (label, *child.get("", _NO_CELLS))
+        yield from _lines(child, depth + 1)
+
+
+def table(planned: MemoryPlan) -> list[tuple[str, ...]]:
+    """A row of titles, then one for ranks that agree: heads, if all attention has as many, and bytes."""
+    held = zip(planned.parameter_bytes, planned.cache_bytes, planned.total_bytes, strict=True)
+    alike = {heads.ranks for heads in planned.heads}
+    heads = [f"{query}/{kv}" for query, kv in alike.pop()] if len(alike) == 1 else ["-"] * planned.size
+    rows = [
+        (count, *map(size, (parameters, planned.buffer_bytes, cache, total)))
+        for count, (parameters, cache, total) in zip(heads, held, strict=True)
+    ]
+    titles = ("", "query/KV heads", "parameters", "buffers", "KV cache", "total")
+    return [titles, *((f"{_ranks(ranks)}", *row) for row, ranks in _alike(rows).items())]
+
+
+def cache_lines(planned: MemoryPlan) -> list[str]:
+    """Lines of the KV cache: layers, and their tokens."""
+    return [
+        f"{pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {tokens} tokens"
+        for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in planned.cached).items()
+        for tokens, names in by_tokens.items()
+    ]
+
+
+def whole_lines(planned: MemoryPlan) -> list[str]:
+    """Lines of replicated parameters: bytes, number and reason."""
+    held: dict[str, list[int]] = {}
+    for parameter in planned.parameters:
+        if parameter.whole_because is not None:
+            held.setdefault(parameter.whole_because, []).append(parameter.nbytes)
+    return [f"{size(sum(nbytes))} in {len(nbytes)} parameters: {why}" for why, nbytes in held.items()]
+
+
+def _shape(lengths: Sequence[int]) -> str:
+    return " x ".join(map(str, lengths)) or "scalar"
+
+
+def by_rank(values: Sequence[str]) -> str:
+    """Each rank's value, in ranks that agree; alone if all do."""
+    alike = _alike(values)
+    if len(alike) == 1:
+        return values[0]
+    return ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in alike.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+
+
+def _alike(values: Iterable[T]) -> dict[T, list[int]]:
+    """Value -> the ranks that have it."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def _how(parameter: Parameter) -> str:
+    """The strategy of a parameter, or the reason why it is replicated; shared parts and tied names."""
+    words = [f"whole: {parameter.whole_because}" if parameter.whole_because else str(parameter.strategy)]
+    if parameter.layout is not None and (holders := parameter.layout.split.holders):
+        words.append(f"some of it on {' or '.join(sorted({str(len(ranks)) for ranks in holders}))} ranks at once")
+    if parameter.tied:
+        words.append(f"tied to {', '.join(parameter.tied)}")
+    return "; ".join(words)
+
+
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _in_colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

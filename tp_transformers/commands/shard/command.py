@@ -10,7 +10,6 @@ EXAMPLE = "tp-transformers shard Qwen/Qwen3-8B sharded --tp-size 4"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("model", help="a folder, or a name on the Hub")
     parser.add_argument("folder", metavar="OUT", help="where to; made if needed")
     parser.add_argument("--tp-size", type=int, required=True, metavar="N", help="how many ranks will load it")

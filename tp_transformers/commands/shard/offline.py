@@ -10,19 +10,19 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ...anatomy.classes import known_class
+from ...anatomy.classes import known_class, read_config
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
 from ...checkpoint.hub.fetch import fetch
@@ -47,19 +47,9 @@ from ...slices.lazy import LazyTensor, Resident
 from ...strategies import whole_like
 
 _COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.jinja", "chat_template.json"),
+    *("processor_config.json", "preprocessor_config.json"),
 )
 """Files of the tokenizer and the processor."""
 
@@ -110,13 +100,14 @@ def shard_checkpoint(
     try:
         # 1. Every rank's file.
         refuse_ordinary_weights(folder)
-        kind = _class_of(name, arguments)
+        where = {key: arguments[key] for key in _WHERE if key in arguments}
+        kind: Any = known_class(read_config(name, **where)) or AutoModelForCausalLM  # of a repository's own code
         with enable():
             model = from_pretrained_with(work, kind, name, tp_plan=plan, **arguments)
         # 2. Everything else; the manifest last.
         manifest = check_save(model, folder, work.save, work.files)
         write_configs(model, folder)
-        _copy_companions(name, folder, arguments, model.tp_source.get("commit_hash"))
+        _copy_companions(name, folder, where, model.tp_source.get("commit_hash"))
     except BaseException as error:
         work.remove()
         if isinstance(error, OSError) and not isinstance(error, TensorParallelError):
@@ -161,11 +152,15 @@ class _Work:
                     stack.enter_context(closing(open_writer(path, _shards(kept, rank), save=self.save, rank=rank)))
                     for rank, (_, path) in enumerate(self.paths)
                 ]
-                with self._progress(sum(writer.size for writer in writers)) as done:
+                total = sum(writer.size for writer in writers)
+                hidden = not self.show_progress
+                with transformers_logging.tqdm(
+                    total=total, unit="B", unit_scale=True, desc="Sharding", disable=hidden
+                ) as bar:
                     for name in list(writers[0].pending):
                         for writer, piece in zip(writers, kept[name].pieces(self.size), strict=True):
                             writer.write(name, piece)
-                            done(piece.nbytes)
+                            bar.update(piece.nbytes)
                 for source in checkpoint.sources:
                     source.check_unchanged()
                 for writer in writers:
@@ -183,16 +178,7 @@ class _Work:
         report = LoadReport(0, shares, perf_counter() - began, perf_counter() - began, bytes_read, reads)
         return resolution, LoadResult(missing, conversion.unexpected, mismatched, report)
 
-    @contextmanager
-    def _progress(self, nbytes: int) -> Iterator[Callable[[int], object]]:
-        """A bar on stderr, if asked for."""
-        with transformers_logging.tqdm(
-            total=nbytes, unit="B", unit_scale=True, desc="Sharding", disable=not self.show_progress
-        ) as bar:
-            yield bar.update
-
     def remove(self) -> None:
-        """Remove what was written."""
         for path in (path for paths in self.paths for path in paths):
             with suppress(OSError):
                 path.unlink()
@@ -274,21 +260,9 @@ def _refuse_missing(model: PreTrainedModel, values: Mapping[str, _Value], whole:
         )
 
 
-def _class_of(name: str, arguments: Mapping[str, Any]) -> Any:
-    """The class that the config means; of a repository's own code, the one for causal language models."""
-    try:
-        config = AutoConfig.from_pretrained(name, **{key: arguments[key] for key in _WHERE if key in arguments})
-    except (OSError, ValueError) as error:
-        fix = "See the name; a folder needs a config.json."
-        raise UsageError(describe("model", got=name, expected=f"one that can be found ({error})", fix=fix)) from error
-    return known_class(config) or AutoModelForCausalLM
-
-
-def _copy_companions(name: str, folder: Path, arguments: Mapping[str, Any], commit: str | None) -> None:
+def _copy_companions(name: str, folder: Path, where: dict[str, Any], commit: str | None) -> None:
     """Copy the files of the tokenizer and the processor, where there are any."""
-    where = {key: arguments[key] for key in _WHERE if key in arguments}
-    if commit is not None:
-        where["revision"] = commit
+    where = where if commit is None else {**where, "revision": commit}
     for file in _COMPANIONS:
         found = cached_file(
             name, file, **where, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=False

@@ -24,9 +24,7 @@ class Roles:
     """The roles of the modules that feed an output projection, as a plan's attention names them."""
 
     query: int
-    """Query heads."""
     kv: int
-    """KV heads."""
     head_dim: int
     """Features of a head in the output projection's input."""
     by_module: dict[str, str] = field(default_factory=dict)
@@ -37,27 +35,20 @@ class Roles:
     """Other modules that these may feed: the projection from the latent."""
 
 
+_OF_GROUPS = ("key", "value")
 Unit = tuple[str, int]
 """Kind of a feature ("query", "key", "value" or "gate"), and its head or KV group; group -1 is all of several."""
 
 
-def attention_roles(consumer: str, links: Mapping[str, Link], embeddings: set[str]) -> Roles:
-    """The roles of `links`' modules, which feed the output projection `consumer`.
+def attention_roles(links: Mapping[str, Link], embeddings: set[str]) -> Roles:
+    """The roles of the modules of `links`, which feed one output projection.
 
     Raises Refused if a plan cannot name such attention.
     """
     heads = _heads(links)
     roles = Roles(len(heads), 0, len(heads[0]))
-    rows = {name: _rows(name, link, roles.head_dim) for name, link in links.items()}
-    groups = sorted(
-        {
-            touched
-            for name, kinds in rows.items()
-            if name not in embeddings
-            for kind, touched in kinds
-            if kind in ("key", "value")
-        }
-    )
+    rows = {name: _rows(link, roles.head_dim) for name, link in links.items()}
+    groups = sorted({each for name in rows.keys() - embeddings for kind, each in rows[name] if kind in _OF_GROUPS})
     proper = [touched for touched in groups if len(touched) == min(map(len, groups))]
     if not proper or [head for touched in proper for head in touched] != list(range(roles.query)):
         raise Refused(f"its keys and values are not those of groups of its {roles.query} query heads")
@@ -110,7 +101,7 @@ def _heads(links: Mapping[str, Link]) -> list[tuple[int, ...]]:
     return heads
 
 
-def _rows(name: str, link: Link, head_dim: int) -> list[tuple[str, tuple[int, ...]]]:
+def _rows(link: Link, head_dim: int) -> list[tuple[str, tuple[int, ...]]]:
     """The kind of every output feature, and the heads that it reaches."""
     rows = []
     for row, mixes in zip(link.reaches, link.mixes, strict=True):
@@ -129,7 +120,7 @@ def _kind(row: Tensor, mixes: bool, touched: int, head_dim: int) -> str:
 
 
 def _unit(kind: str, touched: tuple[int, ...], groups: list[tuple[int, ...]]) -> Unit:
-    if kind in ("key", "value"):
+    if kind in _OF_GROUPS:
         return kind, groups.index(touched) if touched in groups else -1
     return kind, touched[0] if len(touched) == 1 else -1
 

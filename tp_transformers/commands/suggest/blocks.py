@@ -19,7 +19,6 @@ from ...anatomy.names import fold_lists
 from ...strategies import STRATEGIES
 from ...strategies.base import EXPERT_UNIT
 from .attention import Refused, Roles, attention_roles, feature_order
-from .experts import Feeds
 from .reach import Flow
 
 BIASES = ("alibi", "position_bias", "attention_mask")
@@ -96,7 +95,7 @@ def _attention(
     consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]
 ) -> Block:
     embedded = {name for name in flow.links[consumer] if isinstance(modules[name], nn.Embedding)}
-    roles: Roles = attention_roles(consumer, flow.links[consumer], embedded)
+    roles: Roles = attention_roles(flow.links[consumer], embedded)
     owner = consumer.rpartition(".")[0]
     for name in roles.by_module:
         if name.rpartition(".")[0] != owner and name not in embedded:
@@ -191,15 +190,7 @@ def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Ma
         if bool((link.reaches.sum(1) > 1).any()):
             raise Refused(f"a feature of {name} reaches several of {consumer}")
         made = [int(row.int().argmax()) if row.any() else None for row in link.reaches]
-        order, parts = feature_order(made, width)
-        if order == "alternating":
-            block.rules[name] = {"strategy": "colwise", "unit": parts}
-            block.remarks[name] = f"in a small model {parts} features in a row met in one of {_child(consumer)}"
-        elif parts > 1:
-            block.rules[name] = {"strategy": "packed_colwise", "parts": parts}
-            block.remarks[name] = f"in a small model it was {parts} parts, one after the other"
-        else:
-            block.rules[name] = "colwise"
+        _add_rule(block, name, "colwise", feature_order(made, width))
     for name in flow.between[consumer]:
         if params[name].numel() > 1:
             raise Refused(f"{name} stands before {consumer}, and nothing is known of it")
@@ -227,7 +218,9 @@ def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: d
         for own in [_child(full) for full in shapes if full.rpartition(".")[0] == name]:
             full = f"{name}.{own}"
             if own in feeds:
-                block.rules[full] = _expert_rule(feeds[own], shapes[full].ndim, block, full)
+                dim, made, width = feeds[own].dim, feeds[own].features, feeds[own].width
+                family = "colwise" if dim == shapes[full].ndim - 2 and shapes[full].ndim == 3 else "rowwise"
+                _add_rule(block, full, family, feature_order(made, width), EXPERT_UNIT)
             else:
                 block.rules[full] = "replicate_once"
                 block.remarks[full] = "a bias that is added to the output"
@@ -250,16 +243,17 @@ def _stack(block: Block, count: int, module: nn.Module) -> None:
         block.remarks[block.name] = "its forward is taken to view its parameters by such widths"
 
 
-def _expert_rule(feed: Feeds, ndim: int, block: Block, name: str) -> Any:
-    order, parts = feature_order(feed.features, feed.width)
-    family = "colwise" if feed.dim == ndim - 2 and ndim == 3 else "rowwise"
+def _add_rule(block: Block, name: str, family: str, found: tuple[str, int], unit: int = 1) -> None:
+    """Add the rule of features in the order that was `found`; `unit` of them stay together in any case."""
+    order, parts = found
     if parts == 1:
-        return family
-    if order == "alternating":
+        block.rules[name] = family
+    elif order == "alternating":
+        block.rules[name] = {"strategy": family, "unit": parts * unit}
         block.remarks[name] = f"in a small model {parts} features in a row met"
-        return {"strategy": family, "unit": parts * EXPERT_UNIT}
-    block.remarks[name] = f"in a small model it was {parts} parts, one after the other"
-    return f"packed_{family}" if parts == 2 else {"strategy": f"packed_{family}", "parts": parts}
+    else:
+        block.rules[name] = {"strategy": f"packed_{family}", "parts": parts}
+        block.remarks[name] = f"in a small model it was {parts} parts, one after the other"
 
 
 def _vocabulary(model: PreTrainedModel) -> list[Block]:

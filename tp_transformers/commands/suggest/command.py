@@ -19,7 +19,6 @@ EXAMPLE = "tp-transformers suggest mosaicml/mpt-7b mpt.yaml"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("model", help="a folder, a name on the Hub or a config.json; no weights are read")
     parser.add_argument("out", type=Path, metavar="OUT.yaml", help="where the plan is written")
     parser.add_argument("--tp-size", type=int, default=2, metavar="N", help="ranks to prove it on (default: 2)")
@@ -31,9 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the plan and report on it; returns 1 if it shards nothing, or is not proven."""
     from transformers.utils import logging
 
+    from ...anatomy.classes import read_config
     from ...plans.catalogue import available_plans
     from ...plans.rules import Plan
-    from ..verify.verify import read_config
     from .suggestion import prove, suggest
 
     out, size = arguments.out, arguments.tp_size

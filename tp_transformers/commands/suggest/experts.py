@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ...anatomy.linears import stacked_experts
 
@@ -27,7 +28,6 @@ class Feeds:
     features: tuple[int | None, ...]
     """Feature that each index along `dim` makes; None if none was seen."""
     width: int
-    """Number of features."""
 
 
 def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]:
@@ -41,7 +41,12 @@ def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]
     changes: dict[tuple[str, int, int], dict[str, Tensor]] = {}
     ids = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_floating_point()]
     all_rows = is_stacked or not ids  # tokens that come sorted by expert have no ids
-    args, kwargs = _prepared(args, all_rows), _prepared(kwargs, all_rows)
+
+    def prepare(value: Tensor) -> Tensor:
+        rows = value if all_rows else value[:ROWS]
+        return rows.double() if rows.is_floating_point() else rows
+
+    args, kwargs = tree_map_only(Tensor, prepare, (args, kwargs))
 
     def gradients(values: dict[str, Tensor]) -> dict[str, Tensor]:
         leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
@@ -88,13 +93,3 @@ def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]
                 width = params[down].shape[taken]
                 return {**feeds, down: Feeds(taken, tuple(range(width)), width)}
     return {}
-
-
-def _prepared(value: Any, all_rows: bool) -> Any:
-    """Arguments in double precision, of the first tokens."""
-    if isinstance(value, Tensor):
-        rows = value if all_rows else value[:ROWS]
-        return rows.double() if rows.is_floating_point() else rows
-    if isinstance(value, tuple | list):
-        return type(value)(_prepared(item, all_rows) for item in value)
-    return {key: _prepared(item, all_rows) for key, item in value.items()} if isinstance(value, dict) else value

@@ -6,12 +6,14 @@ linear ends at the linears that feed it directly. `Link.reaches` is exact: witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -73,8 +75,9 @@ def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
             output = run()
         finally:
             seen.remove()
-        for consumer, x in seen.first_inputs():
-            _trace(seen, flow, consumer, x)
+        for consumer, x in seen.inputs:
+            if consumer not in flow.links and x.requires_grad:  # the first of its name that depends on any module
+                _trace(seen, flow, consumer, x)
         _find_readers(seen, flow, output)
         for name, (module, args, kwargs) in seen.experts.items():
             flow.experts[name] = probe_experts(module, args, kwargs)
@@ -112,14 +115,6 @@ class _Seen:
         for handle in self.handles:
             handle.remove()
 
-    def first_inputs(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, input) of the first linear of each folded name whose input depends on any module."""
-        done = set()
-        for name, x in self.inputs:
-            if name not in done and x.requires_grad:
-                done.add(name)
-                yield name, x
-
     def _linear(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             self.flow.ran.add(name)
@@ -150,7 +145,10 @@ class _Seen:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.flow.ran.add(name)
             if name not in self.experts:
-                self.experts[name] = (module, *_detached((args, kwargs)))
+                self.experts[name] = (
+                    module,
+                    *tree_map_only(Tensor, lambda value: value.detach().clone(), (args, kwargs)),
+                )
 
         return hook
 
@@ -217,64 +215,40 @@ def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
                     flow.readers.setdefault(name, set()).add(reader)
 
 
-class _Watched(nn.Parameter):
-    """A parameter that records if anything is computed with it."""
+class _Reads(TorchFunctionMode):
+    """Records the modules that are not `running` and whose parameters (`owners`, by id) something computes with."""
 
-    is_read = False
+    def __init__(self, owners: Mapping[int, set[str]], running: set[str]) -> None:
+        super().__init__()
+        self.owners, self.running = owners, running
+        self.outside: set[str] = set()
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):  # rather than its dtype
-            for value in args:
-                if isinstance(value, _Watched):
-                    value.is_read = True
+            for owners in (self.owners.get(id(value), set()) for value in args):
+                self.outside |= owners if owners.isdisjoint(self.running) else set()
         return result
 
 
 def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
     """Modules whose parameters something else computes with, as Whisper's encoder does with its positions."""
-    handles, watched = [], {}
-
-    def swap(module: nn.Module, values: Any) -> None:
-        module._parameters.update(values)
-
+    running: set[str] = set()
+    owners: dict[int, set[str]] = {}
+    handles = []
     for name, module in model.named_modules():
-        own = {key: param for key, param in module._parameters.items() if param is not None}
-        if own:
-            watched[name] = (
-                module,
-                own,
-                {key: _Watched(param.detach(), requires_grad=False) for key, param in own.items()},
-            )
+        for param in module.parameters(recurse=False):
+            owners.setdefault(id(param), set()).add(name)
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.add(name)))
+        handles.append(module.register_forward_hook(lambda *_, name=name: running.discard(name), always_call=True))
     try:
-        for module, own, proxies in watched.values():
-            swap(module, proxies)
-            handles.append(module.register_forward_pre_hook(lambda mod, _, own=own: swap(mod, own)))
-            handles.append(
-                module.register_forward_hook(lambda mod, _, __, own=proxies: swap(mod, own), always_call=True)
-            )
-        with torch.no_grad():
+        with torch.no_grad(), _Reads(owners, running) as reads:
             run()
     finally:
         for handle in handles:
             handle.remove()
-        for module, own, _ in watched.values():
-            swap(module, own)
-    return {
-        fold_lists(model, name)
-        for name, (_, _, proxies) in watched.items()
-        if any(proxy.is_read for proxy in proxies.values())
-    }
+    return {fold_lists(model, name) for name in reads.outside}
 
 
 def _is_any(gradient: Tensor | None) -> bool:
     return gradient is not None and bool((gradient != 0).any())
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, tuple | list):
-        return type(value)(map(_detached, value))
-    return {key: _detached(item) for key, item in value.items()} if isinstance(value, dict) else value

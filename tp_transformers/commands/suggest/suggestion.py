@@ -30,7 +30,6 @@ from .reach import Flow, flow_of
 TRIES = 4
 """Number of tries with one block less after a plan is found wrong; then everything is replicated."""
 WIDTH = 120
-"""Columns of the YAML."""
 
 
 @dataclass
@@ -166,9 +165,6 @@ def prove(
     Blocks that a verdict names are replicated one by one; after TRIES of them everything is.
 
     Args:
-        suggestion: the first one to try.
-        config: the architecture's.
-        size: number of ranks.
         check: a function like `verify`.
         tell: called with a line about every try that failed.
     """

@@ -17,7 +17,6 @@ EXAMPLE = "tp-transformers verify Qwen/Qwen3-8B --tp-size 2,3 --grads"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.add_argument("model", help="a folder, a name on the Hub or a config.json; no weights are read")
     parser.add_argument("--tp-size", default="2", metavar="N", help="how many ranks, or several: 2,3 (default: 2)")
     parser.add_argument("--plan", metavar="YAML", help="a plan of your own (default: the one that auto takes)")

@@ -8,19 +8,16 @@ a slice by any split of the plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
-from ...plans.rules import Rule
+from ...plans.rules import UNRULED, Rule
 from ...slices.layout import Layout, Split, even
 from ...strategies import take
 from .small_model import Call, Trace
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # A model that cannot compute in fp64 sums in fp32 in another order; the tests of architectures allow as much.
 OUTPUT_TOLERANCE = 1e-4
@@ -58,7 +55,6 @@ class Differences:
     Args:
         model: the unsharded model on the meta device.
         resolution: the plan, bound to it, and rewritten by its options.
-        size: number of ranks.
         reference: inputs and outputs of modules in one process.
     """
 
@@ -76,27 +72,23 @@ class Differences:
             seen = {rank: found[name, count] for rank, found in calls.items() if (name, count) in found}
             for index, expected in enumerate(whole.returned):
                 outputs = {r: call.returned[index] for r, call in seen.items() if len(call.returned) > index}
-                error, rank = self._worst(name, expected, outputs)
+                errors = [(self._error(name, expected, output, r, outputs), r) for r, output in outputs.items()]
+                error, rank = max(errors, default=(0.0, 0))
                 if error > OUTPUT_TOLERANCE:
                     return self._blame(name, whole, seen, index, error, rank)
         return None
 
-    def _worst(self, name: str, whole: Tensor, outputs: Mapping[int, Tensor]) -> tuple[float, int]:
-        """(largest relative error of a module's output, rank)."""
-        errors = [(self._error(name, whole, output, rank, outputs), rank) for rank, output in outputs.items()]
-        return max(errors, default=(0.0, 0))
-
     def _blame(self, name: str, whole: Call, seen: Mapping[int, Call], index: int, error: float, rank: int) -> str:
         """The message about the first module whose output differs; its input may differ already."""
         what, hint = "output", self._hint(name, whole.returned[index], {r: c.returned[index] for r, c in seen.items()})
-        strategy = self.resolution.module_strategies.get(name)
-        split = strategy.sharded_input if strategy is not None else None
+        strategy = self.resolution.module_strategies.get(name, UNRULED)
+        split = strategy.sharded_input
         if split is not None and whole.given is not None:
             expected = {rank: self._slice(whole.given, split, rank) for rank in seen}
             given = [(relative(call.given, expected[r]), r) for r, call in seen.items() if call.given is not None]
             if max(given, default=(0.0, 0))[0] > OUTPUT_TOLERANCE:
                 (error, rank), what, hint = max(given), "input", ""
-        if what == "input" or strategy is None:
+        if what == "input" or strategy is UNRULED:
             hint = self.made_from(name) or hint
         return (
             f"{name or 'the model'}: its {what} is the first that differs (relative error {error:.1e}, rank {rank}); "
@@ -160,10 +152,10 @@ class Differences:
         """The modules after a position in the forward that shard features, up to the next module that sums."""
         fed = []
         for call in self.reference.calls[position + 1 :]:
-            strategy = self.resolution.module_strategies.get(call.name)
-            if strategy is not None and strategy.leaves_sharded_output:
+            strategy = self.resolution.module_strategies.get(call.name, UNRULED)
+            if strategy.leaves_sharded_output:
                 fed.append(call.name)
-            elif strategy is not None and (strategy.takes_sharded_input or strategy.sums_output):
+            elif strategy.takes_sharded_input or strategy.sums_output:
                 break
         return fed
 
@@ -185,18 +177,17 @@ class Differences:
 
     def _error(self, name: str, whole: Tensor, output: Tensor, rank: int, outputs: Mapping[int, Tensor]) -> float:
         """Relative error of one rank's output; 0 if the expected output is unknown."""
-        strategy = self.resolution.module_strategies.get(name)
+        strategy = self.resolution.module_strategies.get(name, UNRULED)
         inside = any(block in self.sums for block in names_around(name.rpartition(".")[0]))
-        split = strategy.sharded_output if strategy is not None else None
-        if split is not None:
-            return relative(output, self._slice(whole, split, rank))
-        if inside or (strategy is not None and strategy.leaves_partial_output):
+        if strategy.sharded_output is not None:
+            return relative(output, self._slice(whole, strategy.sharded_output, rank))
+        if inside or strategy.leaves_partial_output:
             parts = list(outputs.values())
             if len(parts) == self.size and all(part.shape == whole.shape for part in parts):
                 summed = sum(parts[1:], parts[0])
                 return min(relative(summed, whole), relative(output, whole))
             return 0.0 if output.shape == whole.shape else self._sliced_error(whole, output, rank)
-        if output.shape == whole.shape or (strategy is not None and strategy.leaves_replicated_output):
+        if output.shape == whole.shape or strategy.leaves_replicated_output:
             return relative(output, whole)
         return self._sliced_error(whole, output, rank)
 
@@ -216,7 +207,6 @@ class Differences:
         return min(errors, default=0.0)
 
     def _splits(self) -> set[Split]:
-        """Every split of the plan."""
         splits = {layout.split for layout in self.resolution.layouts.values() if layout is not None}
         return splits.union(*((heads.query, heads.kv) for heads in self.resolution.attention.values()))
 

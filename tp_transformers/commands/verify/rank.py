@@ -25,8 +25,7 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
     with (folder / "request.pickle").open("rb") as file:
         sys.path[:] = pickle.load(file)
         cls, plan, own, grads, dtype = pickle.load(file)
-    for name, strategy in own.items():
-        STRATEGIES[name] = strategy
+    STRATEGIES.update(own)
     questions, labels, expected = torch.load(folder / "questions.pt")
     seen, path = probe.Observation(), reports / f"{os.environ['RANK']}.pt"
 

@@ -11,16 +11,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy.classes import generating_class, without_memory
 from ...anatomy.layers import kind
 from ...errors import TensorParallelError, UnsupportedError, describe
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 HIDDEN = ("embed_dim", "n_embd", "d_model", "hidden_size")
@@ -95,14 +93,10 @@ def supported(subject: str) -> Iterator[None]:
     except TensorParallelError:
         raise
     except Exception as error:
-        raise UnsupportedError(
-            describe(
-                subject,
-                got=f"{type(error).__name__}: {error}",
-                expected="a model that transformers can make and run in one process",
-                fix="See whether the config is whole; if it is, verify the plan on a real checkpoint.",
-            )
-        ) from (None if isinstance(error, StopIteration) else error)  # contextlib would raise that cause itself
+        got, expected = f"{type(error).__name__}: {error}", "a model that transformers can make and run in one process"
+        fix = "See whether the config is whole; if it is, verify the plan on a real checkpoint."
+        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that cause itself
+        raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from cause
 
 
 def meta_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

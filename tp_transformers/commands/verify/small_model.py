@@ -6,17 +6,15 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy.norms import is_of_norm_or_bias
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 PROMPT = 7
 """Tokens of a prompt; longer than the windows of a config that `shrink` made."""
@@ -34,7 +32,6 @@ class Call:
 
     name: str
     given: Tensor | None
-    """Its first input."""
     returned: list[Tensor] = field(default_factory=list)
 
 
@@ -55,10 +52,8 @@ class Observation:
     trace: Trace = field(default_factory=Trace)
     logits: Tensor | None = None
     loss: Tensor | None = None
-    """Loss, if the model takes labels."""
     tokens: Tensor | None = None
     errors: dict[str, float] | None = None
-    """Relative errors of gradients."""
     gradients: dict[str, Tensor] | None = None
     """Unsharded gradients; for a rank, those that are wrong."""
     doing: str = "loading"
@@ -250,7 +245,6 @@ def labels(model: PreTrainedModel, question: Mapping[str, Tensor]) -> Tensor | N
 
 
 def loss_of(model: PreTrainedModel, question: Mapping[str, Tensor], labels: Tensor) -> Tensor:
-    """The loss of a model that is given labels."""
     loss: Tensor = model(**question, labels=labels)["loss"]
     return loss
 

@@ -15,12 +15,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.classes import model_class
+from ...anatomy.classes import model_class, read_config
 from ...errors import PlanError, UnsupportedError, UsageError, describe
 from ...loading.from_pretrained import auto_plan, read_plan
 from ...plans.bind import Resolution, resolve
@@ -31,9 +31,6 @@ from ...strategies import STRATEGIES, ParallelInterface
 from . import small_model as probe
 from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, relative
 from .small_config import meta_model, shrink, supported
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def verify(
     """
     if not sizes or min(sizes) < 1:
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
-    config = read_config(config)
+    config = config if isinstance(config, PretrainedConfig) else read_config(config)
     cls, small = model_class(config), shrink(config)
     true, model = meta_model(cls, config), meta_model(cls, small)
     given = read_plan("auto" if plan is None else plan)
@@ -103,14 +100,10 @@ def verify(
         try:
             resolutions[size] = resolve(chosen, model, size)
         except PlanError as error:
-            raise UnsupportedError(
-                describe(
-                    chosen.source,
-                    got=f"a plan that fits the model, but not its small one: {error}",
-                    expected="one whose parts and units are not lengths",
-                    fix="Give parts by their number or by their heads.",
-                )
-            ) from error
+            got = f"a plan that fits the model, but not its small one: {error}"
+            expected = "one whose parts and units are not lengths"
+            fix = "Give parts by their number or by their heads."
+            raise UnsupportedError(describe(chosen.source, got=got, expected=expected, fix=fix)) from error
     if resolutions:
         with tempfile.TemporaryDirectory(prefix="tp-verify-") as scratch:
             proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout)
@@ -228,24 +221,6 @@ def _worst(what: str, seen: dict[int, probe.Observation], whole: probe.Observati
     """Largest relative error of the "logits" or "loss", over the ranks that have them."""
     found = [getattr(each, what) for each in seen.values()]
     return max((relative(value, getattr(whole, what)) for value in found if value is not None), default=None)
-
-
-def read_config(config: PretrainedConfig | str | Path) -> PretrainedConfig:
-    """The config of a folder, a file or a name on the Hub. Raises UsageError where there is none."""
-    if isinstance(config, PretrainedConfig):
-        return config
-    try:
-        found: PretrainedConfig = AutoConfig.from_pretrained(config, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(
-            describe(
-                str(config),
-                got=str(error).strip().splitlines()[0],
-                expected="a config.json, a folder with one, or a name on the Hub",
-                fix="See its path or name.",
-            )
-        ) from error
-    return found
 
 
 def _same(tokens: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

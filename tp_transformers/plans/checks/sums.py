@@ -13,6 +13,7 @@ from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import TensorParallelLayer
 from ..heads import AttentionCut
+from ..rules import UNRULED
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class BoundPlan:
 
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
-    module_strategies: Mapping[str, TensorParallelLayer]
-    param_strategies: Mapping[str, TensorParallelLayer]
+    module_strategies: dict[str, TensorParallelLayer]
+    param_strategies: dict[str, TensorParallelLayer]
     layouts: Mapping[str, Layout | None]
     cut: AttentionCut
     size: int
@@ -113,23 +114,22 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
             )
             continue
         for name in inside:
-            strategy = plan.module_strategies.get(name)
-            if strategy is not None and name != block and (strategy.sums_own_output or strategy.sums_output):
+            strategy = plan.module_strategies.get(name, UNRULED)
+            if name != block and (strategy.sums_own_output or strategy.sums_output):
                 yield f"{fold_layers(name)}: it sums its output, and {fold_layers(block)} sums again; use local_rowwise"
         for name in plan.parameters:
             if not name.startswith(f"{block}."):
                 continue
             owner, _, param_type = name.rpartition(".")
-            strategy = plan.param_strategies.get(name)
-            added_once = strategy is not None and param_type in strategy.added_once
-            if plan.layouts.get(name) is not None or added_once:
+            strategy = plan.param_strategies.get(name, UNRULED)
+            if plan.layouts.get(name) is not None or param_type in strategy.added_once:
                 continue
             if owner == block:
                 yield (
                     f"{fold_layers(name)}: every rank would hold it whole, and their outputs are summed; cut it, or "
                     f"add {fold_layers(name)}: replicate_once if it is added to the output"
                 )
-            elif strategy is None or not strategy.sums_gradients:
+            elif not strategy.sums_gradients:
                 yield (
                     f"{fold_layers(name)}: it stands in a block whose parts are summed, so its gradient has to be "
                     f"summed too; add {fold_layers(owner)}: replicated_with_grad_allreduce"
@@ -161,14 +161,12 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
     for name, param in plan.parameters.items():
         owner = name.rpartition(".")[0]
         attention = next((module for module in names_around(owner) if module in cut.heads), None)
-        strategy = plan.param_strategies.get(name)
+        strategy = plan.param_strategies.get(name, UNRULED)
         projected = owner in cut.splits and owner not in cut.heads
-        if attention is None or projected or plan.layouts.get(name) is not None:
-            continue
-        if strategy is not None and strategy.sums_gradients:
+        if attention is None or projected or plan.layouts.get(name) is not None or strategy.sums_gradients:
             continue
         # Latents are whole, and column-parallel layers sum their gradients; but not that of the rotary key.
-        rotary_key = owner.endswith("kv_a_proj_with_mqa") and not (strategy and strategy.sums_rotary_gradient)
+        rotary_key = owner.endswith("kv_a_proj_with_mqa") and not strategy.sums_rotary_gradient
         if cut.heads[attention].is_latent and not rotary_key:
             continue
         heads = cut.heads[attention]
@@ -191,13 +189,12 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
 
 def _other_gradients(plan: BoundPlan) -> Iterator[str]:
     """Outside attention: modules that compute on sharded features sum their gradients, and no others do."""
-    between = set()
+    between, sums = set(), _sums(plan)
     for _, child, width in _between(plan):
         between.add(child)
         for param_type, param in plan.modules[child].named_parameters():
             name = _join(child, param_type)
-            strategy = plan.param_strategies.get(name)
-            if plan.layouts.get(name) is not None or (strategy is not None and strategy.sums_gradients):
+            if plan.layouts.get(name) is not None or plan.param_strategies.get(name, UNRULED).sums_gradients:
                 continue
             rule = "sharded_norm" if width in param.shape else "replicated_with_grad_allreduce"
             yield (
@@ -207,15 +204,15 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
     for name, strategy in plan.module_strategies.items():
         if not strategy.takes_sharded_activations or name in between:
             continue
-        if not strategy.sums_gradients and name not in plan.cut.splits:
-            yield (
-                f"{fold_layers(name)}: its input is whole on every rank; use replicate, or name it under with_query or "
-                "with_key in a YAML plan's attention section"
-            )
         if not strategy.sums_gradients:
+            if name not in plan.cut.splits:
+                yield (
+                    f"{fold_layers(name)}: its input is whole on every rank; use replicate, or name it under "
+                    "with_query or with_key in a YAML plan's attention section"
+                )
             continue
         blocks = list(names_around(name.rpartition(".")[0]))
-        summed = any(plan.module_strategies[block].sums_output for block in blocks if block in plan.module_strategies)
+        summed = sums.intersection(blocks)
         attends = any(is_attention(plan.modules[block]) for block in blocks)
         if not summed and not attends and not _has_sharded_sibling(plan, name):
             yield (
@@ -249,19 +246,16 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
 
 def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
     """(block, module, cut features): modules with parameters that compute on features which siblings leave sharded."""
+    strategies = plan.module_strategies
     for block, module in plan.modules.items():
         if is_attention(module):
             continue
         children = {_join(block, child): part for child, part in module.named_children()}
-        made = {
-            name: features(part) for name, part in children.items() if _leaves_sharded(plan, name) and features(part)
-        }
-        takes = any(
-            plan.module_strategies[name].takes_sharded_input for name in children if name in plan.module_strategies
-        )
-        if not made or not takes:
+        leaving = [name for name in children if strategies.get(name, UNRULED).leaves_sharded_output]
+        made = {name: found for name in leaving if (found := features(children[name]))}
+        if not made or not any(strategies.get(name, UNRULED).takes_sharded_input for name in children):
             continue
-        inputs, width = next(iter(made.values())) or (0, 0)
+        inputs, width = next(iter(made.values()))
         for name, part in children.items():
             shapes = [param.shape for param in part.parameters()]
             if features(part) is not None or not shapes or width == inputs:
@@ -272,12 +266,8 @@ def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
 
 def _has_sharded_sibling(plan: BoundPlan, name: str) -> bool:
     parent = name.rpartition(".")[0]
-    return any(_leaves_sharded(plan, _join(parent, child)) for child, _ in plan.modules[parent].named_children())
-
-
-def _leaves_sharded(plan: BoundPlan, name: str) -> bool:
-    strategy = plan.module_strategies.get(name)
-    return strategy is not None and strategy.leaves_sharded_output
+    siblings = (_join(parent, child) for child, _ in plan.modules[parent].named_children())
+    return any(plan.module_strategies.get(sibling, UNRULED).leaves_sharded_output for sibling in siblings)
 
 
 def _join(owner: str, name: str) -> str:

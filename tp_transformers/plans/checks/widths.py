@@ -11,6 +11,7 @@ from ...anatomy.linears import features, input_width, output_width
 from ...anatomy.names import fold_layers
 from ...slices.layout import Split, even
 from ...strategies import TensorParallelLayer
+from ..rules import UNRULED
 
 
 def misfits(
@@ -25,10 +26,8 @@ def misfits(
     makes (or one part of a fused one) is fed by it.
 
     Args:
-        modules: all modules of a model, by name.
         strategies: the strategy of every module that has one.
         attention: projections whose heads are cut together; `heads.py` checks them.
-        size: number of ranks.
     """
     for name, module in modules.items():
         if is_attention(module):  # checked by heads
@@ -40,60 +39,49 @@ def misfits(
             if not isinstance(part, nn.Embedding) and features(part) and f"{prefix}{child}" not in attention
         ]
         for position, linear in enumerate(linears):
-            makes = _makes(modules[linear], strategies.get(linear), size)
+            mine = strategies.get(linear, UNRULED)
+            makes = _makes(modules[linear], mine, size)
             fed = [other for other in linears[position + 1 :] if input_width(modules[other]) in makes]
-            takers = [other for other in fed if _takes(strategies.get(other))]
+            takers = [other for other in fed if strategies.get(other, UNRULED).takes_sharded_input]
             split = None
-            if _leaves(strategies.get(linear)):
+            if mine.leaves_sharded_output:
                 if not fed and len(linears) > 1:  # one alone may be wrapped by what stands beside others
                     yield (
                         f"{fold_layers(linear)}: it leaves its features sharded, and nothing after it in "
                         f"{fold_layers(name) or 'the model'} takes as many; make it colwise_rep"
                     )
                 elif fed and not takers:
-                    mine, theirs = fold_layers(linear), fold_layers(fed[0])
+                    maker, taker = fold_layers(linear), fold_layers(fed[0])
                     yield (
-                        f"{mine}: it leaves its features sharded, but {theirs}, which takes as many, expects the "
-                        f"whole; make {theirs} rowwise, or {mine} colwise_rep"
+                        f"{maker}: it leaves its features sharded, but {taker}, which takes as many, expects the "
+                        f"whole; make {taker} rowwise, or {maker} colwise_rep"
                     )
                 split = next((makes[input_width(modules[other])] for other in takers), None)
             for other in takers:
-                mine, theirs = fold_layers(linear), fold_layers(other)
-                if not _leaves(strategies.get(linear)):
+                maker, taker = fold_layers(linear), fold_layers(other)
+                if not mine.leaves_sharded_output:
                     yield (
-                        f"{theirs}: it expects its features sharded, but {mine}, which makes as many, leaves the "
-                        f"whole; make {mine} colwise, or {theirs} rowwise_rep"
+                        f"{taker}: it expects its features sharded, but {maker}, which makes as many, leaves the "
+                        f"whole; make {maker} colwise, or {taker} rowwise_rep"
                     )
-                elif not strategies[linear].use_local_output:
+                elif not mine.use_local_output:
                     pass  # a DTensor says how it is cut
                 elif strategies[other].cuts_as_torch and input_width(modules[other]) % size:
                     yield (
-                        f"{mine} and {theirs}: {input_width(modules[other])} features do not divide by {size} ranks, "
+                        f"{maker} and {taker}: {input_width(modules[other])} features do not divide by {size} ranks, "
                         "and torch takes every rank's part to be as wide as its own; make what comes before it "
                         "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
                     )
                 elif split != strategies[other].cut(input_width(modules[other]), size):
                     yield (
-                        f"{mine} and {theirs}: the same features are cut differently; fused parts are packed_colwise, "
+                        f"{maker} and {taker}: the same features are cut differently; fused parts are packed_colwise, "
                         "everything else colwise, and what follows rowwise; what ranks do not divide, torch's "
                         "styles cut in another way than strategies by name"
                     )
 
 
-def _makes(module: nn.Module, strategy: TensorParallelLayer | None, size: int) -> dict[int, Split]:
+def _makes(module: nn.Module, strategy: TensorParallelLayer, size: int) -> dict[int, Split]:
     """Width -> split of a linear's output: of all its features, and of one part of a fused one."""
-    width = output_width(module)
-    parts = strategy.parts if strategy is not None else None
-    if parts is None:
-        return {width: even(width, size) if strategy is None else strategy.cut(width, size)}
-    lengths = [width // parts] if isinstance(parts, int) else [part for part in parts if isinstance(part, int)]
-    assert strategy is not None
+    width, parts = output_width(module), strategy.parts
+    lengths = [width // parts] if isinstance(parts, int) else [part for part in parts or () if isinstance(part, int)]
     return {width: strategy.cut(width, size), **{length: even(length, size) for length in lengths}}
-
-
-def _leaves(strategy: TensorParallelLayer | None) -> bool:
-    return strategy is not None and strategy.leaves_sharded_output
-
-
-def _takes(strategy: TensorParallelLayer | None) -> bool:
-    return strategy is not None and strategy.takes_sharded_input

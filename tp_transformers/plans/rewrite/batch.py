@@ -38,14 +38,10 @@ def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
         return replace(plan, rules=tuple(replace(rule, batch_sharded=False) for rule in plan.rules))
     others = [option for option in ("sequence_parallel", "loss_parallel") if getattr(plan, option)]
     if others:
-        raise PlanError(
-            describe(
-                f"plan {plan.source}",
-                got=f"batch_sharded and {' and '.join(others)}",
-                expected="one of them",
-                fix=f"Leave out {' and '.join(others)}: norms and losses are of a rank's own samples already.",
-            )
-        )
+        names = " and ".join(others)
+        fix = f"Leave out {names}: norms and losses are of a rank's own samples already."
+        got = f"batch_sharded and {names}"
+        raise PlanError(describe(f"plan {plan.source}", got=got, expected="one of them", fix=fix))
     return _BatchRewriter(plan, model).rewrite()
 
 
@@ -73,7 +69,7 @@ class _BatchRewriter(Rewriter):
             if not any(name == other or is_inside(name, other) for other in chosen):
                 self.rules[name] = Rule(name, "replicate")
         self.rules = {name: replace(rule, batch_sharded=False) for name, rule in self.rules.items()}
-        self.rules[self.prefix] = Rule(self.prefix, _STATES)
+        self.rules[self.prefix] = Rule(self.prefix, BatchStates())
         if not (chosen or self.faults):
             self.faults.append("it has no attention, MLP or experts that rules cut")
 
@@ -100,6 +96,3 @@ class _BatchRewriter(Rewriter):
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
         """The same as for sequences, but False where a router's logits are a part of a rank's own loss."""
         return super().is_local(name, block, inner) and not any(map(holds_experts, block.modules()))
-
-
-_STATES = BatchStates()

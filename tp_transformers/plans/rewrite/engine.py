@@ -39,7 +39,6 @@ class Rewriter(ABC):
     """The state of one rewriting: the rules by the names that they match, and what is wrong."""
 
     form: str
-    """Name of the option in errors."""
     gather: str | TensorParallelLayer
     """Strategy around blocks that compute locally."""
     whole: str | TensorParallelLayer
@@ -116,7 +115,6 @@ class Rewriter(ABC):
         return ruled == parameters and all(rule.strategy in {*_LOCAL, *_LOCAL_ALREADY} for rule in inner.values())
 
     def set(self, name: str, strategy: str | TensorParallelLayer) -> None:
-        """Give a module a rule."""
         self.rules[name] = Rule(name, strategy)
 
     def _folded(self) -> Iterator[Rule]:
@@ -132,5 +130,4 @@ class Rewriter(ABC):
 
 
 def is_inside(name: str, module: str) -> bool:
-    """True for the name of something in a module."""
     return name.startswith(f"{module}.")

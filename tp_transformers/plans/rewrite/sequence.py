@@ -27,9 +27,6 @@ from .engine import Rewriter, is_inside
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_WHOLE = ("replicate", "sequence_parallel")
-"""Rules of norms."""
-
 
 def cut_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
     """`plan` with activations cut along the sequence between the blocks of `model`, whose names it is given in.
@@ -79,7 +76,7 @@ class _SequenceRewriter(Rewriter):
     def _is_norm(self, name: str, module: nn.Module) -> bool:
         """True for a norm that computes token by token: only vectors, which no rule cuts."""
         own = [rule.strategy for path, rule in self.rules.items() if path == name or is_inside(path, name)]
-        return is_norm_of_tokens(module) and set(own) <= set(_WHOLE)
+        return is_norm_of_tokens(module) and set(own) <= {"replicate", "sequence_parallel"}
 
     def _set_norm(self, name: str, strategy: str) -> None:
         """Give a norm a rule, for all that it has."""
