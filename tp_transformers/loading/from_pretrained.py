@@ -28,7 +28,7 @@ from ..checkpoint.conversion.quantization import Float8, take_quantization
 from ..checkpoint.hub.hub import Weights, is_on_hub, open_weights, pin
 from ..checkpoint.hub.remote_file import RemoteFile
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
-from ..errors import CheckpointError, PlanError, UnsupportedError, describe
+from ..errors import CheckpointError, PlanError, UnsupportedError
 from ..logs import get_logger
 from ..marks import untyped
 from ..model.parallelize import parallelize
@@ -264,12 +264,10 @@ def read_plan(tp_plan: Any) -> Plan | str:
     if isinstance(tp_plan, str | os.PathLike):
         return Plan.from_yaml(os.fspath(tp_plan))
     raise PlanError(
-        describe(
-            "tp_plan",
-            got=repr(tp_plan),
-            expected='"auto", a dict of names and strategies, a Plan, or the path of a YAML file',
-            fix='Most models need tp_plan="auto".',
-        )
+        "tp_plan",
+        got=repr(tp_plan),
+        expected='"auto", a dict of names and strategies, a Plan, or the path of a YAML file',
+        fix='Most models need tp_plan="auto".',
     )
 
 
@@ -279,13 +277,11 @@ def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
     model_type = model.config.model_type
     if plan is None:
         raise PlanError(
-            describe(
-                'tp_plan="auto"',
-                got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
-                expected=f"one of {', '.join(sorted(available_plans()))}, or a class that declares a plan",
-                fix="Let one be written and proven: tp-transformers suggest MODEL plan.yaml; then pass "
-                'tp_plan="plan.yaml". Or pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}.',
-            )
+            'tp_plan="auto"',
+            got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
+            expected=f"one of {', '.join(sorted(available_plans()))}, or a class that declares a plan",
+            fix="Let one be written and proven: tp-transformers suggest MODEL plan.yaml; then pass "
+            'tp_plan="plan.yaml". Or pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}.',
         )
     if plan.declared and model_type not in _told and not quietly:
         _told.add(model_type)

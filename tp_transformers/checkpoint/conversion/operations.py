@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import WeightConverter
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ...slices.composed import Concat, Squeeze, Stack, Transpose, permute
 from ...slices.lazy import LazyTensor
 from ...transformers_api import core_model_loading
@@ -102,12 +102,10 @@ class _Expressed:
         for _, pattern, _ in self.sources:
             counts[pattern] = counts.get(pattern, 0) + 1
         return CheckpointError(
-            describe(
-                f"{self.target}, which is made of {self.sources[0][0]} and others",
-                got=" and ".join(f"{count} tensors of {pattern}" for pattern, count in counts.items()),
-                expected=f"what {type(self.operation).__name__} can convert ({error})",
-                fix="Tensors are missing, or of the wrong shape; download the checkpoint again.",
-            )
+            f"{self.target}, which is made of {self.sources[0][0]} and others",
+            got=" and ".join(f"{count} tensors of {pattern}" for pattern, count in counts.items()),
+            expected=f"what {type(self.operation).__name__} can convert ({error})",
+            fix="Tensors are missing, or of the wrong shape; download the checkpoint again.",
         )
 
 

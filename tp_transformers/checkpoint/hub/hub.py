@@ -22,7 +22,7 @@ from huggingface_hub import constants, hf_hub_url, is_offline_mode, try_to_load_
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from transformers.utils import cached_file
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ...ranks.group import TensorParallelGroup
 from ...transformers_api import get_state_dict_dtype
 from ..reading.header import HEADER_LIMIT, check_files, read_header
@@ -187,12 +187,10 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
                 check_files([_variant(name, weights.variant)], folder=weights.repository)
         names = dict.fromkeys(weights.path(name) for name in (single, index) if name)
         raise CheckpointError(
-            describe(
-                f"{weights.repository} on the Hub",
-                got=f"no {' and no '.join(names)}",
-                expected="safetensors files",
-                fix="Check the name, revision, subfolder and variant.",
-            )
+            f"{weights.repository} on the Hub",
+            got=f"no {' and no '.join(names)}",
+            expected="safetensors files",
+            fix="Check the name, revision, subfolder and variant.",
         )
     try:
         content = json.loads(Path(path).read_bytes())
@@ -200,23 +198,19 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
         files = sorted({os.fspath(file) for file in weight_map.values()})
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            describe(
-                f"{weights.repository} on the Hub",
-                got=f"{index}, which cannot be read ({type(error).__name__}: {error})",
-                expected="a JSON index whose weight_map names the file of every tensor",
-                fix="The index is damaged; save the model again.",
-            )
+            f"{weights.repository} on the Hub",
+            got=f"{index}, which cannot be read ({type(error).__name__}: {error})",
+            expected="a JSON index whose weight_map names the file of every tensor",
+            fix="The index is damaged; save the model again.",
         ) from error
     check_files(files, folder=weights.repository)
     for name in files:
         if posixpath.isabs(name) or posixpath.normpath(name).startswith(".."):
             raise CheckpointError(
-                describe(
-                    f"{weights.repository} on the Hub",
-                    got=f"an index that names {name}",
-                    expected="files of the repository",
-                    fix="Do not load it unless you trust where it comes from.",
-                )
+                f"{weights.repository} on the Hub",
+                got=f"an index that names {name}",
+                expected="files of the repository",
+                fix="Do not load it unless you trust where it comes from.",
             )
     return files, {**metadata, "weight_map": weight_map}
 

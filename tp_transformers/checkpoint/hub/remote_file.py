@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ..reading.source import Source
 from .tries import TRANSIENT, HTTPError, Tries, TryAgainError, asked_wait, refused, resolve
 
@@ -169,7 +169,7 @@ class RemoteFile(Source):
         return self._fault(got, expected, "The file changed while it was read; load again.")
 
     def _fault(self, got: str, expected: str, fix: str) -> CheckpointError:
-        return CheckpointError(describe(f"checkpoint file {self.name}", got=got, expected=expected, fix=fix))
+        return CheckpointError(f"checkpoint file {self.name}", got=got, expected=expected, fix=fix)
 
 
 class _Target:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ...slices.lazy import LazyTensor
 from ...slices.stored import Stored
 from .local_file import LocalFile
@@ -75,12 +75,10 @@ class Checkpoint:
             for name, home in (weight_map or {}).items():
                 if os.path.basename(homes.get(name, "")) != os.path.basename(home):
                     raise CheckpointError(
-                        describe(
-                            f"tensor {name}",
-                            got=f"it in {homes[name]}" if name in homes else "it in none of the files",
-                            expected=f"it in {home}, where the index puts it",
-                            fix="Index and files are of different checkpoints; download it again.",
-                        )
+                        f"tensor {name}",
+                        got=f"it in {homes[name]}" if name in homes else "it in none of the files",
+                        expected=f"it in {home}, where the index puts it",
+                        fix="Index and files are of different checkpoints; download it again.",
                     )
             opened.pop_all()
 
@@ -132,29 +130,25 @@ def check_files(files: Iterable[str] | None, *, folder: str | os.PathLike[str] |
     paths = [os.fspath(path) for path in files or ()]
     where = f"checkpoint {folder}" if folder is not None else "checkpoint"
     if not paths:
-        raise CheckpointError(describe(where, got="no weight files", expected="safetensors files", fix="Add them."))
+        raise CheckpointError(where, got="no weight files", expected="safetensors files", fix="Add them.")
     for path in paths:
         if not path.endswith(".safetensors"):
             raise CheckpointError(
-                describe(
-                    where,
-                    got=f"the file {os.path.basename(path)}",
-                    expected="safetensors files, of which a rank can read its slices alone",
-                    fix="Convert once, in one process without tp_plan: AutoModelForCausalLM.from_pretrained(folder)"
-                    ".save_pretrained(new_folder).",
-                )
+                where,
+                got=f"the file {os.path.basename(path)}",
+                expected="safetensors files, of which a rank can read its slices alone",
+                fix="Convert once, in one process without tp_plan: AutoModelForCausalLM.from_pretrained(folder)"
+                ".save_pretrained(new_folder).",
             )
     if folder is not None and os.path.isdir(folder):
         root = os.path.abspath(folder)
         for path in paths:
             if os.path.commonpath([root, os.path.abspath(path)]) != root:
                 raise CheckpointError(
-                    describe(
-                        where,
-                        got=f"an index that names {path}",
-                        expected="files inside the checkpoint's own folder",
-                        fix="Do not load it unless you trust where it comes from; correct the index.",
-                    )
+                    where,
+                    got=f"an index that names {path}",
+                    expected="files inside the checkpoint's own folder",
+                    fix="Do not load it unless you trust where it comes from; correct the index.",
                 )
     return paths
 
@@ -229,4 +223,4 @@ def _stored(source: Source, name: str, entry: Any, *, data_start: int) -> Stored
 
 def _malformed(source: Source, got: str, expected: str, fix: str = "") -> CheckpointError:
     fix = fix or "The file is damaged or not safetensors; download it again."
-    return CheckpointError(describe(f"checkpoint file {source.name}", got=got, expected=expected, fix=fix))
+    return CheckpointError(f"checkpoint file {source.name}", got=got, expected=expected, fix=fix)

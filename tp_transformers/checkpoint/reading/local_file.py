@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from .file_map import FileMap
 from .source import Source
 
@@ -40,12 +40,10 @@ class LocalFile(Source):
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise CheckpointError(
-                describe(
-                    f"checkpoint file {self.name}",
-                    got="no such file",
-                    expected="a safetensors file",
-                    fix="Download the checkpoint again, or correct its index.",
-                )
+                f"checkpoint file {self.name}",
+                got="no such file",
+                expected="a safetensors file",
+                fix="Download the checkpoint again, or correct its index.",
             ) from None
         except OSError as error:
             raise CheckpointError(f"checkpoint file {self.name} cannot be opened: {error.strerror}") from error
@@ -66,12 +64,10 @@ class LocalFile(Source):
             if count == 0:
                 missing = sum(map(len, pending))
                 raise CheckpointError(
-                    describe(
-                        f"checkpoint file {self.name}",
-                        got=f"the end of the file at byte {position}",
-                        expected=f"{missing} bytes more",
-                        fix="The file is truncated, or changed while it was read; download it again.",
-                    )
+                    f"checkpoint file {self.name}",
+                    got=f"the end of the file at byte {position}",
+                    expected=f"{missing} bytes more",
+                    fix="The file is truncated, or changed while it was read; download it again.",
                 )
             self.count(count)
             position += count
@@ -150,12 +146,10 @@ class LocalFile(Source):
             same = False
         if not same:
             raise CheckpointError(
-                describe(
-                    f"checkpoint file {self.name}",
-                    got="another file, or other contents, after loading than before",
-                    expected="files that stay as they are while they are read",
-                    fix="Wait until the checkpoint is complete, then load it again.",
-                )
+                f"checkpoint file {self.name}",
+                got="another file, or other contents, after loading than before",
+                expected="files that stay as they are while they are read",
+                fix="Wait until the checkpoint is complete, then load it again.",
             )
 
     def close(self) -> None:

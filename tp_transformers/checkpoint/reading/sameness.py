@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ...ranks.group import TensorParallelGroup, agreed, bind_thread
 from ..hub.remote_file import RemoteFile
 from .header import Checkpoint
@@ -111,11 +111,9 @@ def _compare(file: Mapping[int, _File] | None, what: str, values: Mapping[int, o
             where = f" ({file[rank].path})" if file is not None else ""
             raise agreed(
                 CheckpointError(
-                    describe(
-                        f"checkpoint file {file[first].path}" if file is not None else "the checkpoint",
-                        got=f"another {what} on rank {rank}{where} than on rank {first}",
-                        expected="the same on all ranks",
-                        fix="One of them is another checkpoint, or an older copy; copy or download it again.",
-                    )
+                    f"checkpoint file {file[first].path}" if file is not None else "the checkpoint",
+                    got=f"another {what} on rank {rank}{where} than on rank {first}",
+                    expected="the same on all ranks",
+                    fix="One of them is another checkpoint, or an older copy; copy or download it again.",
                 )
             )

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ...slices.layout import Layout, Split
 from ..reading.header import DTYPE_NAMES
 from .writer import write_text
@@ -100,12 +100,10 @@ class Manifest:
         ordinary = ordinary_weights(folder)
         if ordinary:
             raise CheckpointError(
-                describe(
-                    f"checkpoint {folder}",
-                    got=f"both {MANIFEST_NAME} and {ordinary[0]}",
-                    expected="either pre-sharded or ordinary weights",
-                    fix="Remove those that are not meant.",
-                )
+                f"checkpoint {folder}",
+                got=f"both {MANIFEST_NAME} and {ordinary[0]}",
+                expected="either pre-sharded or ordinary weights",
+                fix="Remove those that are not meant.",
             )
         return _Parser(path).manifest()
 
@@ -142,13 +140,11 @@ def refuse_without_plan(folder: Path) -> None:
     """Raise CheckpointError where `from_pretrained(folder)` without a plan could load nothing but pre-sharded files."""
     if (folder / MANIFEST_NAME).is_file() and not ordinary_weights(folder):
         raise CheckpointError(
-            describe(
-                f"checkpoint {folder}",
-                got="a pre-sharded checkpoint without tp_plan",
-                expected="tp_plan, on any number of ranks",
-                fix='Pass tp_plan="auto", or the plan of your own that it was cut with; save_pretrained of that model '
-                "writes an ordinary checkpoint.",
-            )
+            f"checkpoint {folder}",
+            got="a pre-sharded checkpoint without tp_plan",
+            expected="tp_plan, on any number of ranks",
+            fix='Pass tp_plan="auto", or the plan of your own that it was cut with; save_pretrained of that model '
+            "writes an ordinary checkpoint.",
         )
 
 
@@ -159,12 +155,10 @@ def refuse_distributed(folder: Path) -> None:
     """
     if folder.is_dir() and any(_DISTRIBUTED_FILE.fullmatch(path.name) for path in folder.iterdir()):
         raise CheckpointError(
-            describe(
-                f"checkpoint {folder}",
-                got="one that was saved with distributed_checkpoint=True",
-                expected="safetensors files of whole tensors, or a folder of save_sharded",
-                fix="Load it without tp_plan, and write it with save_pretrained(new_folder), once.",
-            )
+            f"checkpoint {folder}",
+            got="one that was saved with distributed_checkpoint=True",
+            expected="safetensors files of whole tensors, or a folder of save_sharded",
+            fix="Load it without tp_plan, and write it with save_pretrained(new_folder), once.",
         )
 
 
@@ -255,7 +249,7 @@ class _Parser:
         """The error to raise."""
         got = str(got)[:300]
         fix = "The manifest is damaged or not one of ours; save the model again."
-        return CheckpointError(describe(f"checkpoint file {self.path}", got=got, expected=expected, fix=fix))
+        return CheckpointError(f"checkpoint file {self.path}", got=got, expected=expected, fix=fix)
 
 
 def _is_count(value: Any) -> bool:

@@ -48,12 +48,10 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
     group: TensorParallelGroup | None = getattr(model, "tp_group", None)
     if group is None:
         raise UnsupportedError(
-            describe(
-                "save_sharded",
-                got=f"a {type(model).__name__} that was loaded without tp_plan",
-                expected="a tensor-parallel model",
-                fix='Load it with tp_plan="auto", also on one rank; or call model.save_pretrained(folder).',
-            )
+            "save_sharded",
+            got=f"a {type(model).__name__} that was loaded without tp_plan",
+            expected="a tensor-parallel model",
+            fix='Load it with tp_plan="auto", also on one rank; or call model.save_pretrained(folder).',
         )
     if any(getattr(getattr(param, "tp_shard", None), "data_parallel", None) for param in model.parameters()):
         raise UnsupportedError(
@@ -142,12 +140,10 @@ def refuse_ordinary_weights(folder: Path) -> None:
     found = ordinary_weights(folder)
     if found:
         raise CheckpointError(
-            describe(
-                f"save_sharded to {folder}",
-                got=f"a folder that holds {found[0]}",
-                expected="a folder without other weights",
-                fix="Choose another folder; one inside this one will do.",
-            )
+            f"save_sharded to {folder}",
+            got=f"a folder that holds {found[0]}",
+            expected="a folder without other weights",
+            fix="Choose another folder; one inside this one will do.",
         )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ...errors import CheckpointError, describe, list_faults
+from ...errors import CheckpointError, list_faults
 from ...slices.composed import Expression, concat
 from ...slices.layout import Layout, Piece, Range
 from ...slices.lazy import LazyTensor, Leaf
@@ -39,12 +39,10 @@ def verify_sharded(folder: str | os.PathLike[str]) -> None:
     manifest = Manifest.find(Path(folder))
     if manifest is None:
         raise CheckpointError(
-            describe(
-                f"checkpoint {folder}",
-                got=f"no {MANIFEST_NAME}",
-                expected="the folder of a save_sharded that was completed",
-                fix="Save the model again.",
-            )
+            f"checkpoint {folder}",
+            got=f"no {MANIFEST_NAME}",
+            expected="the folder of a save_sharded that was completed",
+            fix="Save the model again.",
         )
     with ThreadPoolExecutor(min(len(manifest.files), os.cpu_count() or 1)) as pool:
         faults = [fault for fault in pool.map(lambda file: _fault(manifest.folder, file), manifest.files) if fault]
@@ -173,4 +171,4 @@ def _fault(folder: Path, file: RankFile) -> str | None:
 
 def _other(path: str | Path, *, got: str, expected: str) -> CheckpointError:
     fix = "The folder was copied in part or changed; copy it again as a whole, or save the model again."
-    return CheckpointError(describe(f"checkpoint file {path}", got=got, expected=expected, fix=fix))
+    return CheckpointError(f"checkpoint file {path}", got=got, expected=expected, fix=fix)
