@@ -31,8 +31,8 @@ from ...checkpoint.reading.reader import read
 from ...checkpoint.reading.report import LoadReport
 from ...checkpoint.saving.manifest import Manifest, RankFile
 from ...checkpoint.saving.save import write_configs
-from ...checkpoint.saving.sharded import check_save, complete_save, open_writer, rank_paths, refuse_ordinary_weights
-from ...checkpoint.saving.writer import make_folder, put_in_place
+from ...checkpoint.saving.sharded import check_save, complete_save, open_writer, rank_path, refuse_ordinary_weights
+from ...checkpoint.saving.writer import make_folder
 from ...errors import CheckpointError, TensorParallelError, UsageError, describe, list_faults
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
@@ -132,7 +132,7 @@ class _Work:
     def __init__(self, folder: Path, size: int, show_progress: bool) -> None:
         self.folder, self.size, self.show_progress = folder, size, show_progress
         self.save = secrets.token_hex(4)
-        self.paths = [rank_paths(folder, self.save, rank, size) for rank in range(size)]
+        self.paths = [rank_path(folder, self.save, rank, size) for rank in range(size)]
         self.files: list[RankFile] = []
         self.one = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
 
@@ -159,7 +159,7 @@ class _Work:
                 make_folder(self.folder)
                 writers = [
                     stack.enter_context(closing(open_writer(path, _shards(kept, rank), save=self.save, rank=rank)))
-                    for rank, (_, path) in enumerate(self.paths)
+                    for rank, path in enumerate(self.paths)
                 ]
                 with self._progress(sum(writer.size for writer in writers)) as done:
                     for name in list(writers[0].pending):
@@ -171,8 +171,7 @@ class _Work:
                 for writer in writers:
                     writer.finish()
             reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
-        for (path, temporary), writer in zip(self.paths, writers, strict=True):
-            put_in_place(temporary, path)
+        for path, writer in zip(self.paths, writers, strict=True):
             self.files.append(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
         for name, tensor in _shards(values, 0).items():
             place(model, name, tensor)
@@ -193,7 +192,7 @@ class _Work:
 
     def remove(self) -> None:
         """Remove what was written."""
-        for path in (path for paths in self.paths for path in paths):
+        for path in self.paths:
             with suppress(OSError):
                 path.unlink()
 
