@@ -162,7 +162,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     asked = inspect.signature(original).bind(*args, **kwargs).arguments
     found = asked.get("download_kwargs") or {}
     if current.stream:
-        files, metadata = open_weights(current.group, Weights.asked_for(asked, found))
+        files, metadata = open_weights(current.group, Weights(asked, found))
         current.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
         return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
 

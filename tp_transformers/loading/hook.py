@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import TracebackType
 
 from transformers import PreTrainedModel
 
@@ -64,9 +63,7 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
     def __enter__(self) -> enable:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._turned_on:
             disable()
 

@@ -12,12 +12,12 @@ from ..checkpoint.conversion.convert import Conversion, convert, identity
 from ..checkpoint.conversion.quantization import Float8
 from ..checkpoint.reading.header import Checkpoint, check_files
 from ..checkpoint.reading.jobs import Request
-from ..checkpoint.reading.source import Source
 from ..checkpoint.saving.manifest import Manifest
 from ..checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from ..errors import CheckpointError
 from ..marks import untyped
 from ..slices.lazy import LazyTensor, Leaf, Resident
+from ..slices.source import Source
 from ..slices.stored import Stored
 
 if TYPE_CHECKING:

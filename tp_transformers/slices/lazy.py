@@ -1,8 +1,8 @@
 """Lazy tensors: a shape, a dtype and a way to read any slice, but no data.
 
 Slicing a lazy tensor returns another one; nothing is read until the loader (or any torch operation) asks for values.
-`Resident` is a tensor that is already in memory, `Deferred` is computed whole when needed. Tensors in files stand in
-`stored`, what is made of other lazy tensors (stacks, transposes, ...) in `expressions`.
+`Resident` is a tensor that is already in memory, `Deferred` is computed whole when needed. Tensors in files are in
+`stored`, those that are made of others (stacks, transposes, ...) in `composed`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from .layout import Range
 
 
 class Leaf(Protocol):
-    """Something that a destination is filled with: values, or a change to those that leaves before it have put there.
-
-    The latter come into their own once all values are read.
-    """
+    """A leaf writes values into a destination, or changes those that earlier leaves wrote, once all are read."""
 
     @property
     def nbytes(self) -> int:
@@ -183,30 +180,15 @@ class Resident(LazyTensor):
 class Deferred(LazyTensor):
     """A tensor whose whole value is computed when first needed (a converter that slices cannot be pushed through)."""
 
-    def __init__(
-        self,
-        compute: Callable[[], torch.Tensor],
-        *,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        selections: tuple[tuple[int, tuple[Range, ...]], ...] = (),
-    ) -> None:
-        self.compute = compute
-        self.selections = selections
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
+    def __init__(self, compute: Callable[[], torch.Tensor], *, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.compute, self.shape, self.dtype = compute, torch.Size(shape), dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Deferred:
         """Remember the selection; it is applied to the computed value."""
         shape = list(self.shape)
         shape[dim] = sum(stop - start for start, stop in ranges)
-        return Deferred(
-            self.compute, shape=shape, dtype=self.dtype, selections=(*self.selections, (dim, tuple(ranges)))
-        )
+        return Deferred(lambda: Resident(self.compute()).select(dim, ranges).tensor, shape=shape, dtype=self.dtype)
 
     def materialize(self) -> torch.Tensor:
         """Compute the whole value, then select."""
-        value = Resident(self.compute())
-        for dim, ranges in self.selections:
-            value = value.select(dim, ranges)
-        return value.materialize()
+        return self.compute().contiguous()

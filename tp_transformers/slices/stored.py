@@ -7,37 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Protocol
 
 import torch
 
 from .layout import Range, joined
 from .lazy import LazyTensor
+from .source import Source
 
 Selection = tuple[tuple[Range, ...], ...]
 """For every dim, the index ranges that are selected, in order."""
-
-
-class Bytes(Protocol):
-    """A file, as far as slices know it; `checkpoint.reading.source.Source` has more."""
-
-    name: str
-    """Name of the file in error messages."""
-    is_remote: bool
-    """True if reading crosses a network."""
-
-    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, one after the other, with the consecutive bytes from `offset` on."""
-
-    def count(self, nbytes: int) -> None:
-        """Count one read of `nbytes`."""
 
 
 @dataclass(frozen=True)
 class Box:
     """One index range of every dim of a row-major tensor in a file: runs of bytes at regular distances."""
 
-    source: Bytes
+    source: Source
     offset: int
     """File offset of the first element, in bytes."""
     shape: tuple[int, ...]
@@ -108,7 +93,7 @@ class Stored(LazyTensor):
 
     def __init__(
         self,
-        source: Bytes,
+        source: Source,
         *,
         offset: int,
         shape: Sequence[int],

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from ...ranks.group import TensorParallelGroup, bind_thread
+from ...slices.source import Source
 from ...slices.stored import Selection, Stored
 from ..reading.jobs import Request
-from ..reading.source import Source
 from .fetch_plan import Bytes, Need, Part, Positions, divide, pieces
 
 CONNECTIONS = 6

@@ -13,7 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session
 
 from ...errors import CheckpointError
-from ..reading.source import Source
+from ...slices.source import Source
 from .tries import TRANSIENT, HTTPError, Tries, TryAgainError, asked_wait, refused, resolve
 
 PROGRESS_BYTES = 1 << 20

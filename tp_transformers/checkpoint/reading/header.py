@@ -10,16 +10,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
 from ...slices.lazy import LazyTensor
+from ...slices.source import Source
 from ...slices.stored import Stored
 from .local_file import LocalFile
-from .source import Source
 
 # Names of dtypes in safetensors headers: https://github.com/huggingface/safetensors (README, "Format").
 _DTYPES: dict[str, torch.dtype] = {
@@ -115,9 +114,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -16,11 +16,11 @@ from time import perf_counter
 
 import torch
 
+from ...slices.source import Source
 from ...slices.stored import Box, Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
 from .local_file import LocalFile
 from .memory import Pages, Staging, copy
-from .source import Source
 
 JOB_BYTES = 16 << 20
 """Most bytes that one job reads: enough to make a call and a copy to a device cheap, few enough to share the work and

@@ -10,8 +10,8 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...slices.source import Source
 from .file_map import FileMap
-from .source import Source
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 

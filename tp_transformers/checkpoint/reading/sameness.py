@@ -16,10 +16,10 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...ranks.group import TensorParallelGroup, agreed, bind_thread
+from ...slices.source import Source
 from ..hub.remote_file import RemoteFile
 from .header import Checkpoint
 from .local_file import LocalFile
-from .source import Source
 
 _THREADS = 8
 """Files that a rank samples at a time; the threads wait for a disk or a network, not for a core."""

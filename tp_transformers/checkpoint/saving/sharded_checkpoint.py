@@ -19,10 +19,10 @@ from ...errors import CheckpointError, list_faults
 from ...slices.composed import Expression, concat
 from ...slices.layout import Layout, Piece, Range
 from ...slices.lazy import LazyTensor, Leaf
+from ...slices.source import Source
 from ...slices.stored import Stored
 from ..reading.header import Checkpoint, read_header
 from ..reading.local_file import LocalFile
-from ..reading.source import Source
 from .manifest import MANIFEST_NAME, Manifest, RankFile, WholeTensor
 
 _CHUNK = 16 << 20
