@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -73,11 +73,11 @@ def load(
                 for name, expression in conversion.expressions.items()
             }
             # 3. Say which bytes go where in the memory that the parameters will live in.
-            dtype_of = dtype_policy(request.dtype_plan)
+            dtype_of = dtype_policy(request.config.dtype_plan)
             values, mapped = {}, {}
             for name, shard in shards.items():
                 dtype = dtype_of(name) or whole[name].dtype
-                pages = _pages(shard, dtype) if request.map and group.device.type == "cpu" else None
+                pages = _pages(shard, dtype) if request.options.tp_map and group.device.type == "cpu" else None
                 values[name] = empty(shard.shape, dtype, group.device) if pages is None else pages
                 if pages is not None:
                     mapped[name] = shard
@@ -97,17 +97,18 @@ def load(
                 size(sum(value.nbytes for value in values.values())),
             )
         # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
-        prefetched = prefetch(checkpoint.files, [*stored, *in_place], group, wanted=request.prefetch)
-        with _progress(group, nbytes) as progress:
-            statistics = group.together(lambda: read(stored, threads=group.threads, progress=progress))
-            progress(sum(each.tensor.nbytes for each in in_place))
+        prefetched = prefetch(checkpoint.opened, [*stored, *in_place], group, wanted=request.options.tp_prefetch)
+        title, is_quiet = f"Loading shard 1 of {group.size}", group.rank > 0
+        with transformers_logging.tqdm(total=nbytes, unit="B", unit_scale=True, desc=title, disable=is_quiet) as bar:
+            statistics = group.together(lambda: read(stored, threads=group.threads, progress=bar.update))
+            bar.update(sum(each.tensor.nbytes for each in in_place))
             if request.shared:
-                fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
+                fetch(remote, sources=checkpoint.sources, group=group, progress=bar.update)
 
             def finish() -> None:
                 for leaf, destination in others:
                     leaf.fill(destination)
-                    progress(leaf.nbytes)
+                    bar.update(leaf.nbytes)
                 for source in checkpoint.sources:
                     source.check_unchanged()
 
@@ -135,7 +136,7 @@ def load(
         bytes_read=bytes_read,
         reads=reads,
         methods={name: (way.nbytes, way.copied, way.seconds) for name, way in statistics.methods.items()},
-        threads=statistics.threads,
+        threads=group.threads,
         peak_buffer=statistics.peak_buffer,
         mapped=sum(each.tensor.nbytes for each in in_place),
         prefetched=prefetched,
@@ -190,7 +191,7 @@ def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     (box,) = boxes
     if not isinstance(box.source, LocalFile):
         return None
-    return box.source.own_map().view(box.offset, box.span, dtype, outline.shape, outline.stride())
+    return box.source.map(own=True).view(box.offset, box.span, dtype, outline.shape, outline.stride())
 
 
 def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, str], bool], *, say: bool) -> set[str]:
@@ -253,15 +254,3 @@ def restore_whole(model: nn.Module, name: str, whole: torch.Tensor) -> None:
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
-
-
-@contextmanager
-def _progress(group: TensorParallelGroup, nbytes: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar over this rank's bytes on rank 0, where transformers' bars are on."""
-    if group.rank:
-        yield lambda count: None
-        return
-    with transformers_logging.tqdm(
-        total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, desc=f"Loading shard 1 of {group.size}"
-    ) as bar:
-        yield bar.update

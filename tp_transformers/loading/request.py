@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,8 @@ from ..marks import untyped
 from ..slices.lazy import LazyTensor, Leaf, Resident
 from ..slices.source import Source
 from ..slices.stored import Stored
+from ..transformers_api import LoadStateDictConfig
+from .options import Options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,30 +30,23 @@ if TYPE_CHECKING:
 class LoadRequest:
     """The weights of a load, and the way it treats them."""
 
-    name: str
-    """Name of the checkpoint in messages: its folder, or its name on the Hub."""
+    config: LoadStateDictConfig
+    """transformers' own request: renamings and converters, dtypes that are kept, the index, the name for messages."""
+    options: Options
     files: Sequence[str | Source] | None = None
     shared: bool = False
     """True if files are on the Hub, so that ranks share the bytes that they fetch; the same on all ranks."""
     state_dict: Mapping[str, torch.Tensor] | None = None
     """Weights in memory, in place of files."""
-    weight_map: Mapping[str, str] | None = None
-    """The checkpoint index's {tensor: file}."""
-    weight_mapping: Sequence[Any] | None = None
-    """transformers' renamings and converters for the model."""
-    dtype_plan: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Parameters that are kept in another dtype than the model's."""
-    ignore_mismatched_sizes: bool = False
-    allow_replicated: bool = False
-    """True if a plan that a transformers class declares may leave layers replicated."""
-    map: bool = False
-    """True if a shard that is one run of a file stays there, mapped, on a CPU."""
-    prefetch: bool | None = None
-    """True if the ranks of a node fill the page cache together; None: if it is cold."""
     sharded: Manifest | None = None
     """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
     quantization: Float8 | None = None
     """How the weights are quantised, if they are; they are dequantised to the model's dtype."""
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint in messages: its folder, or its name on the Hub."""
+        return str(self.config.pretrained_model_name_or_path)
 
 
 def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
@@ -61,8 +56,8 @@ def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
     if request.state_dict is not None:
         return Checkpoint(())
     files = request.files or ()
-    check_files((file.name if isinstance(file, Source) else file for file in files), folder=request.name)
-    return Checkpoint(files, weight_map=request.weight_map)
+    check_files([file.name if isinstance(file, Source) else file for file in files], folder=request.name)
+    return Checkpoint(files, weight_map=(request.config.sharded_metadata or {}).get("weight_map"))
 
 
 Mismatched = set[tuple[str, torch.Size, torch.Size]]
@@ -108,11 +103,11 @@ def _convert(
     request: LoadRequest,
 ) -> Conversion:
     if request.sharded is None:
-        return convert(model, tensors, shapes, request.weight_mapping)
+        return convert(model, tensors, shapes, request.config.weight_mapping)
     conversion = convert(model, tensors, shapes, None)
     # The model went through these before it was saved in shards; `save_pretrained` reverts them.
-    gone_through = [entry for entry in request.weight_mapping or () if identity(entry) in request.sharded.conversions]
-    untyped(model)._weight_conversions = gone_through
+    entries, gone_through = request.config.weight_mapping or (), request.sharded.conversions
+    untyped(model)._weight_conversions = [entry for entry in entries if identity(entry) in gone_through]
     return conversion
 
 
@@ -123,7 +118,7 @@ def _take_mismatched(conversion: Conversion, whole: Mapping[str, torch.Tensor], 
         for name, expression in conversion.expressions.items()
         if expression.shape != whole[name].shape
     }
-    if mismatched and not request.ignore_mismatched_sizes:
+    if mismatched and not request.config.ignore_mismatched_sizes:
         lines = (f"\n  - {name}: got {tuple(got)}, expected {tuple(want)}" for name, got, want in sorted(mismatched))
         raise CheckpointError(
             f"checkpoint {request.name}: tensors of the wrong shape:{''.join(lines)}\n"

@@ -104,7 +104,7 @@ def identity(entry: Any) -> list[Any]:
     ]
 
 
-def dtype_policy(dtype_plan: Mapping[str, torch.dtype]) -> Callable[[str], torch.dtype | None]:
+def dtype_policy(dtype_plan: Mapping[str, torch.dtype] | None) -> Callable[[str], torch.dtype | None]:
     """A function from a parameter's name to the dtype that transformers' `dtype_plan` keeps it in, or None."""
     if not dtype_plan:
         return lambda name: None

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
@@ -18,29 +18,12 @@ from ...errors import CheckpointError
 from ...slices.lazy import LazyTensor
 from ...slices.source import Source
 from ...slices.stored import Stored
+from ...transformers_api import str_to_torch_dtype
 from .local_file import LocalFile
 
-# Names of dtypes in safetensors headers: https://github.com/huggingface/safetensors (README, "Format").
-_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES: dict[str, torch.dtype] = {**str_to_torch_dtype, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
+"""Name of a dtype in a safetensors header -> the dtype; transformers' table and what it lacks."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """torch dtype -> its name in a safetensors header."""
 
 HEADER_LIMIT = 100_000_000
@@ -97,11 +80,6 @@ class Checkpoint:
         return self.sources
 
     @property
-    def files(self) -> Sequence[LocalFile | None]:
-        """`opened`, with None for those that are not on this node too."""
-        return [source if isinstance(source, LocalFile) else None for source in self.opened]
-
-    @property
     def signature(self) -> object:
         """A value that is the same on all ranks if they read the same checkpoint, whatever its files hold."""
         return [os.path.basename(source.name) for source in self.sources]
@@ -118,14 +96,9 @@ class Checkpoint:
         self.close()
 
 
-def check_files(files: Iterable[str] | None, *, folder: str | os.PathLike[str] | None = None) -> list[str]:
-    """Return `files` if they are safetensors files inside `folder` (where given).
-
-    Raises CheckpointError on no files at all, on another format (`.bin`), and on an index that points outside
-    its folder.
-    """
-    paths = [os.fspath(path) for path in files or ()]
-    where = f"checkpoint {folder}" if folder is not None else "checkpoint"
+def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError on no files at all, on another format (`.bin`), and on paths outside a local `folder`."""
+    where = f"checkpoint {folder}"
     if not paths:
         raise CheckpointError(where, got="no weight files", expected="safetensors files", fix="Add them.")
     for path in paths:
@@ -137,7 +110,7 @@ def check_files(files: Iterable[str] | None, *, folder: str | os.PathLike[str] |
                 fix="Convert once, in one process without tp_plan: AutoModelForCausalLM.from_pretrained(folder)"
                 ".save_pretrained(new_folder).",
             )
-    if folder is not None and os.path.isdir(folder):
+    if os.path.isdir(folder):
         root = os.path.abspath(folder)
         for path in paths:
             if os.path.commonpath([root, os.path.abspath(path)]) != root:
@@ -147,7 +120,6 @@ def check_files(files: Iterable[str] | None, *, folder: str | os.PathLike[str] |
                     expected="files inside the checkpoint's own folder",
                     fix="Do not load it unless you trust where it comes from; correct the index.",
                 )
-    return paths
 
 
 def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) -> dict[str, Stored]:
@@ -200,9 +172,9 @@ def _stored(source: Source, name: str, entry: Any, *, data_start: int) -> Stored
         well_formed = False
     if not well_formed:
         raise _malformed(source, f"the entry {entry!r} for tensor {name}", "dtype, shape and two data_offsets")
-    if not isinstance(dtype_name, str) or dtype_name not in _DTYPES:
-        raise _malformed(source, f"dtype {dtype_name!r} for tensor {name}", f"one of {', '.join(_DTYPES)}")
-    dtype = _DTYPES[dtype_name]
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+        raise _malformed(source, f"dtype {dtype_name!r} for tensor {name}", f"one of {', '.join(DTYPES)}")
+    dtype = DTYPES[dtype_name]
     nbytes = math.prod(shape) * dtype.itemsize
     if stop - start != nbytes:
         raise _malformed(

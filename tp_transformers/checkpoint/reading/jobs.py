@@ -56,7 +56,6 @@ class Statistics:
     methods: dict[str, Method] = field(default_factory=dict)
     """Totals by way: `contiguous`, and the ways of `costs`."""
     seconds: float = 0.0
-    threads: int = 1
     peak_buffer: int = 0
     """Bytes of all buffers beside the destinations."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Iterable, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...ranks.environment import node_name
 from ...slices.source import Source
 from .file_map import FileMap
 
@@ -34,8 +34,7 @@ class LocalFile(Source):
         super().__init__()
         self.name = os.fspath(path)
         self._fd = -1
-        self._map: FileMap | None = None
-        self._own_map: FileMap | None = None
+        self._maps: dict[bool, FileMap] = {}
         try:
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -50,7 +49,7 @@ class LocalFile(Source):
         self.bytes_sampled = 0
         """Bytes read by `sample`; `bytes_read` leaves them out."""
         status = os.fstat(self._fd)
-        self.copy = (node(), status.st_dev, *_identity(status))
+        self.copy = (node_name(), status.st_dev, *_identity(status))
         """A value that is equal for two processes only if they read one inode of one node."""
         self._identity = _identity(status)
         self.size = self._identity[1]
@@ -76,17 +75,11 @@ class LocalFile(Source):
             if count:
                 pending[0] = pending[0][count:]
 
-    def map(self) -> FileMap:
-        """A read-only memory map of the file, made at the first call; for bytes that are in the page cache."""
-        if self._map is None:
-            self._map = FileMap(self._fd, self.size)
-        return self._map
-
-    def own_map(self) -> FileMap:
-        """A copy-on-write memory map of the file, made at the first call; parameters may live in it."""
-        if self._own_map is None:
-            self._own_map = FileMap(self._fd, self.size, own=True)
-        return self._own_map
+    def map(self, *, own: bool = False) -> FileMap:
+        """A read-only memory map of the file, made at the first call; `own` is copy-on-write, for parameters."""
+        if own not in self._maps:
+            self._maps[own] = FileMap(self._fd, self.size, own=own)
+        return self._maps[own]
 
     def is_resident(self, spans: Iterable[tuple[int, int]]) -> bool:
         """True if all probed bytes, one in every MiB of `spans` (start, stop), are in the page cache.
@@ -154,10 +147,8 @@ class LocalFile(Source):
 
     def close(self) -> None:
         """Close the file descriptor and drop the maps; a map that parameters view stays as long as they do."""
-        for each in (self._map, self._own_map):
-            if each is not None:
-                each.close()
-        self._map = self._own_map = None
+        while self._maps:
+            self._maps.popitem()[1].close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -176,10 +167,3 @@ class LocalFile(Source):
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
     """Inode, size and time of the last change, which differ between files and between versions of one."""
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-@cache
-def node() -> str:
-    """A name that processes have in common if they share files and a page cache."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else socket.gethostname()

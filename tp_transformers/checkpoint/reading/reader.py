@@ -38,7 +38,7 @@ def read(
     Raises CheckpointError where a file is shorter than its header says, cannot be read, or changes meanwhile.
     """
     began = perf_counter()
-    statistics = Statistics(threads=threads)
+    statistics = Statistics()
     pieces = [piece for request in requests for piece in cut(request)]
     pieces.sort(key=lambda piece: (piece.box.source.name, piece.box.offset))
     with ExitStack() as stack:

@@ -31,7 +31,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from ...errors import CheckpointError
 from ...slices.layout import Layout, Split
-from ..reading.header import DTYPE_NAMES
+from ..reading.header import DTYPE_NAMES, DTYPES
 from .writer import write_text
 
 VARIANT = "sharded"
@@ -43,7 +43,6 @@ RANK_FILE = re.compile(r"rank-\d{5}-of-\d{5}-[0-9a-f]{8}\.safetensors")
 """Names of rank files: no name of another form is opened or removed."""
 
 _VERSION = 1
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ORDINARY = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 _DISTRIBUTED_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -234,8 +233,8 @@ class _Parser:
     def tensor(self, name: str, entry: Any, layouts: Sequence[Layout]) -> WholeTensor:
         """One entry of `tensors`, whose layout is one of its shape."""
         dtype, shape, index = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise self.fault(f"dtype {dtype!r} for {name}", f"one of {', '.join(_DTYPES)}")
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise self.fault(f"dtype {dtype!r} for {name}", f"one of {', '.join(DTYPES)}")
         if not isinstance(shape, list) or not all(map(_is_count, shape)):
             raise self.fault(f"shape {shape!r} for {name}", "a list of lengths")
         if index is not None and not (_is_count(index) and index < len(layouts)):
@@ -243,7 +242,7 @@ class _Parser:
         layout = None if index is None else layouts[index]
         if layout is not None and (layout.dim >= len(shape) or layout.split.length != shape[layout.dim]):
             raise self.fault(f"layout {index} for {name} of shape {shape}", "a cut of one of its dims")
-        return WholeTensor(_DTYPES[dtype], tuple(shape), layout)
+        return WholeTensor(DTYPES[dtype], tuple(shape), layout)
 
     def fault(self, got: Any, expected: str) -> CheckpointError:
         """The error to raise."""

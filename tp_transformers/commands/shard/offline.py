@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -140,9 +140,9 @@ class _Work:
         """Cut and write all parameters; those of the model stay on the meta device."""
         began = perf_counter()
         absent = AbsentRanks(None, 0, self.size, self.one.device)
-        resolution = parallelize(model, plan, absent, allow_replicated=request.allow_replicated)
+        resolution = parallelize(model, plan, absent, allow_replicated=bool(request.options.allow_replicated))
         whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-        dtype_of = dtype_policy(request.dtype_plan)
+        dtype_of = dtype_policy(request.config.dtype_plan)
         dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in whole.items()}
         with open_checkpoint(request, rank=0) as checkpoint:
             # 1. Every parameter: its expression, layout and dtype.
@@ -161,11 +161,14 @@ class _Work:
                     stack.enter_context(closing(open_writer(path, _shards(kept, rank), save=self.save, rank=rank)))
                     for rank, path in enumerate(self.paths)
                 ]
-                with self._progress(sum(writer.size for writer in writers)) as done:
+                total = sum(writer.size for writer in writers)
+                with transformers_logging.tqdm(
+                    total=total, unit="B", unit_scale=True, desc="Sharding", disable=not self.show_progress
+                ) as bar:
                     for name in list(writers[0].pending):
                         for writer, piece in zip(writers, kept[name].pieces(self.size), strict=True):
                             writer.write(name, piece)
-                            done(piece.nbytes)
+                            bar.update(piece.nbytes)
                 for source in checkpoint.sources:
                     source.check_unchanged()
                 for writer in writers:
@@ -181,14 +184,6 @@ class _Work:
         shares = tuple(file.size for file in self.files)
         report = LoadReport(0, shares, perf_counter() - began, perf_counter() - began, bytes_read, reads)
         return resolution, LoadResult(missing, conversion.unexpected, mismatched, report)
-
-    @contextmanager
-    def _progress(self, nbytes: int) -> Iterator[Callable[[int], object]]:
-        """A bar on stderr, if asked for."""
-        with transformers_logging.tqdm(
-            total=nbytes, unit="B", unit_scale=True, desc="Sharding", disable=not self.show_progress
-        ) as bar:
-            yield bar.update
 
     def remove(self) -> None:
         """Remove what was written."""
