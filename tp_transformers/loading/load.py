@@ -117,7 +117,11 @@ def load(
 
     # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
     def is_same(target: str, source: str) -> bool:
-        return _same_on_all_ranks(group, values[target], values[source])
+        """The ranks decide together: what one process would see as different may be equal on some shards."""
+        equal = torch.tensor(int(same_bytes(values[target], values[source])), device=group.device)
+        if group.process_group is not None:
+            dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
+        return bool(equal)
 
     for name in tie(model, values, is_same, say=group.rank == 0):
         del values[name]
@@ -220,14 +224,6 @@ def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if two tensors hold the same bytes; float8 cannot be compared by value."""
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-
-
-def _same_on_all_ranks(group: TensorParallelGroup, first: torch.Tensor, second: torch.Tensor) -> bool:
-    """The ranks decide together: what one process would see as different may be equal on some shards."""
-    equal = torch.tensor(int(same_bytes(first, second)), device=group.device)
-    if group.process_group is not None:
-        dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
-    return bool(equal)
 
 
 def place(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -60,11 +60,7 @@ class Options:
         return os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0")
 
     def check(self, name: Any, others: Mapping[str, Any]) -> None:
-        """Refuse what is no option, what does not go with `tp_plan`, and what transformers would trip over.
-
-        Args:
-            name: the folder or the name on the Hub.
-            others: the arguments of `from_pretrained` that are not ours.
+        """Refuse what does not go with `tp_plan` among the `others` of the arguments, and a folder that is not there.
 
         Raises:
             PlanError: an option that there is not, or of another type; an argument that says where weights go.
@@ -120,7 +116,6 @@ def _check_dtype(option: str, value: Any) -> None:
 INSTEAD = ("device_map", "distributed_config")
 """Arguments of transformers that `tp_plan` takes the place of."""
 OPTIONS = tuple(option.name for option in fields(Options))
-"""Their names."""
 
 
 def refuse_without_tp_plan(kwargs: Mapping[str, Any]) -> None:

@@ -77,7 +77,12 @@ def express(
         tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
     if request.quantization is not None:
         tensors = request.quantization.dequantized(tensors)
-    conversion = _convert(model, tensors, {name: tensor.shape for name, tensor in whole.items()}, request)
+    shapes, entries = {name: tensor.shape for name, tensor in whole.items()}, request.config.weight_mapping
+    conversion = convert(model, tensors, shapes, entries if request.sharded is None else None)
+    if request.sharded is not None:
+        # The model went through these before it was saved in shards; `save_pretrained` reverts them.
+        gone_through = [entry for entry in entries or () if identity(entry) in request.sharded.conversions]
+        untyped(model)._weight_conversions = gone_through
     return conversion, _take_mismatched(conversion, whole, request)
 
 
@@ -94,21 +99,6 @@ def leaves(
             else:
                 others.append((leaf, destination))
     return stored, others
-
-
-def _convert(
-    model: PreTrainedModel,
-    tensors: Mapping[str, LazyTensor],
-    shapes: Mapping[str, torch.Size],
-    request: LoadRequest,
-) -> Conversion:
-    if request.sharded is None:
-        return convert(model, tensors, shapes, request.config.weight_mapping)
-    conversion = convert(model, tensors, shapes, None)
-    # The model went through these before it was saved in shards; `save_pretrained` reverts them.
-    entries, gone_through = request.config.weight_mapping or (), request.sharded.conversions
-    untyped(model)._weight_conversions = [entry for entry in entries if identity(entry) in gone_through]
-    return conversion
 
 
 def _take_mismatched(conversion: Conversion, whole: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:

@@ -58,11 +58,9 @@ class Split:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranges)
 
     def local_length(self, rank: int) -> int:
-        """Number of indices that `rank` holds."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
     @cached_property

@@ -57,29 +57,23 @@ class LazyTensor(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device that the values are read to."""
         return torch.device("cpu")
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def dim(self) -> int:
-        """Number of dims."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """Shape, or the length of one dim."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> LazyTensor:
@@ -103,12 +97,11 @@ class LazyTensor(ABC):
             for item in items
         ) or any(isinstance(item, bool) for item in items):
             return self.materialize()[index]
+        torch.empty(self.shape, device="meta")[index]  # raises IndexError on what is out of range
         if Ellipsis in items:
             at = items.index(Ellipsis)
             missing = self.ndim - (len(items) - 1)
             items = items[:at] + (slice(None),) * missing + items[at + 1 :]
-        if len(items) > self.ndim:
-            raise IndexError(f"too many indices for a lazy tensor of shape {tuple(self.shape)}: {index!r}")
         result: LazyTensor = self
         dropped = []
         for dim, item in enumerate(items):
@@ -118,8 +111,6 @@ class LazyTensor(ABC):
                     result = result.select(dim, [(start, max(start, stop))])
             else:
                 start = item + self.shape[dim] if item < 0 else item
-                if not 0 <= start < self.shape[dim]:
-                    raise IndexError(f"index {item} is out of range for dim {dim} of length {self.shape[dim]}")
                 result = result.select(dim, [(start, start + 1)])
                 dropped.append(dim)
         if not dropped:
@@ -173,7 +164,6 @@ class Resident(LazyTensor):
         return Resident(parts[0] if len(parts) == 1 else torch.cat(parts, dim))
 
     def materialize(self) -> torch.Tensor:
-        """The tensor, made contiguous."""
         return self.tensor.contiguous()
 
 

@@ -42,7 +42,6 @@ class Box:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -58,7 +57,6 @@ class Box:
 
     @property
     def stop(self) -> int:
-        """File offset after the last element."""
         return self.offset + self.span
 
     def run_offsets(self) -> list[int]:

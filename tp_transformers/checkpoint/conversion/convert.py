@@ -1,10 +1,7 @@
 """transformers' renamings and converters -> for every model parameter, a lazy expression over checkpoint tensors.
 
-Renamings cost nothing. Converters are expressed by `operations`, so that slices of their results read slices of their
-sources. A converter that cannot be expressed falls back: transformers itself converts its complete sources, and the
-result is sliced; the load report says so.
-
-The internals of transformers that are used here are the same from 5.6 on.
+Converters are expressed by `operations`, so that slices of their results read slices of their sources. A converter
+that cannot be expressed falls back: transformers itself converts its complete sources, and the result is sliced.
 """
 
 from __future__ import annotations
@@ -45,16 +42,10 @@ def convert(
     shapes: Mapping[str, torch.Size],
     weight_mapping: Sequence[Any] | None,
 ) -> Conversion:
-    """Express the state of `model` in terms of checkpoint tensors.
+    """Express the parameters and buffers of `model`, of whole `shapes`, in terms of the checkpoint's `tensors`.
 
-    Args:
-        model: the model; its names, config and base-model prefix count.
-        tensors: what the checkpoint holds.
-        shapes: whole shape of every parameter and persistent buffer of the model.
-        weight_mapping: transformers' transforms for this model, in their order.
-
-    Raises:
-        CheckpointError: where a converter cannot take the tensors that there are for it.
+    `weight_mapping` are transformers' transforms for the model, in their order. Raises CheckpointError where a
+    converter cannot take the tensors that there are for it.
     """
     renamings = [entry for entry in weight_mapping or () if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping or () if isinstance(entry, WeightConverter)]

@@ -32,14 +32,8 @@ _SHORTEST_ROW = 64
 def express(converter: WeightConverter, target: str, sources: Sources, model: Any) -> dict[str, LazyTensor] | None:
     """Results of `converter` on `sources`: {parameter name: lazy tensor}; None where it cannot be expressed.
 
-    Args:
-        converter: one of transformers' converters.
-        target: name of its first target.
-        sources: what it takes.
-        model: what operations ask for the config, and for parameters of whole shapes.
-
-    Raises:
-        CheckpointError: where transformers cannot convert tensors of these shapes (an expert is missing).
+    `target` is the name of the first result; operations ask `model` for its config and for whole shapes. Raises
+    CheckpointError where transformers cannot convert tensors of these shapes (an expert is missing).
     """
     if not all(map(_is_known, converter.operations)):
         return None
@@ -119,9 +113,7 @@ class _Step:
     wanted: list[torch.Tensor]
     """Meta tensors: the results, in the order of transformers."""
     arguments: dict[str, Any]
-    """Keyword arguments of the operation, as transformers passes them."""
     run: Callable[[dict[str, Any]], dict[str, Any]]
-    """The operation itself, on tensors by pattern."""
 
     @property
     def only_source(self) -> LazyTensor:

@@ -27,10 +27,7 @@ from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.source import Source
 from ...slices.stored import Selection, Stored
 from ..reading.jobs import Request
-from .fetch_plan import Bytes, Need, Part, Positions, divide, pieces
-
-CONNECTIONS = 6
-"""Requests that a rank has under way at a time."""
+from .fetch_plan import CONNECTIONS, Bytes, Need, Part, Positions, divide, pieces
 
 
 def fetch(

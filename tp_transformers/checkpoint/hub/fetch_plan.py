@@ -18,6 +18,8 @@ from ...slices.stored import Stored, byte_view
 from ..reading.jobs import Request, is_same_memory
 from ..reading.memory import copy
 
+CONNECTIONS = 6
+"""Requests that a rank has under way at a time."""
 DIRECT_BYTES = 4 << 20
 """Runs of at least as many bytes are fetched by the rank that needs them."""
 RANGE_BYTES = 32 << 20
@@ -104,7 +106,6 @@ class Part:
     """Bytes that nobody needs."""
 
     def of(self, rank: int) -> list[Need]:
-        """The needs of one rank."""
         return [need for need in self.needs if need.rank == rank]
 
 

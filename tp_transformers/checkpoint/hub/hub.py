@@ -27,11 +27,10 @@ from ...slices.source import Source
 from ...transformers_api import get_state_dict_dtype
 from ..reading.header import HEADER_LIMIT, check_files, read_header
 from ..reading.local_file import LocalFile
+from .fetch_plan import CONNECTIONS
 from .remote_file import RemoteFile
 from .tries import ask_hub, refused, resolve
 
-CONNECTIONS = 6
-"""Requests that one rank has under way at a time."""
 HEAD_BYTES = 256 << 10
 """Most bytes of a file that are fetched at first for its header."""
 HEAD_SHARE = 1024
@@ -57,11 +56,9 @@ class Weights:
         """Arguments of `cached_file`, those above included."""
 
     def url(self, file: str) -> str:
-        """The URL at which the Hub answers for a file."""
         return hf_hub_url(self.repository, file, revision=self.revision, subfolder=self.subfolder or None)
 
     def path(self, file: str) -> str:
-        """A file's name in the repository."""
         return posixpath.join(self.subfolder, file)
 
     def cached(self, file: str) -> str | None:
@@ -106,11 +103,9 @@ def pin(
 
 
 def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str | RemoteFile], dict[str, Any]]:
-    """The files of a checkpoint on the Hub, and what transformers calls its sharded metadata.
+    """The files of a checkpoint on the Hub, and what transformers calls its sharded metadata, with its `dtype`.
 
     Files that were downloaded before are read from the cache; the others are remote, their headers fetched already.
-    The metadata has transformers' `dtype`, of the first file, unless the index tells it.
-
     Raises CheckpointError on all ranks where there are no safetensors files, or where they cannot be read.
     """
     files, metadata = _on_rank_0(group, lambda: _find(weights))

@@ -63,9 +63,10 @@ class Tries:
             asked = getattr(error, "wait", None)
             if not self.closed.wait(asked and asked + wait if asked is not None else wait):
                 return
+        kind = "" if isinstance(error, TryAgainError) else f"{type(error).__name__}: "
         raise CheckpointError(
             self.subject,
-            got=f"{_told(error)} in {self.count} tries",
+            got=f"{kind}{error} in {self.count} tries",
             expected="an answer",
             fix="Check the network and HF_ENDPOINT, and load again.",
         ) from error
@@ -115,10 +116,6 @@ def asked_wait(headers: Mapping[str, str]) -> float | None:
     asked = re.fullmatch(r"\s*(\d{1,9})\s*", headers.get("Retry-After", ""))
     seconds = limit.reset_in_seconds if limit and not limit.remaining else int(asked[1]) if asked else None
     return None if seconds is None else min(float(seconds), LONGEST_RETRY_AFTER)
-
-
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, TryAgainError) else f"{type(error).__name__}: {error}"
 
 
 def refused(url: str, error: Exception) -> CheckpointError:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +30,7 @@ HEADER_LIMIT = 100_000_000
 """The longest header that safetensors itself accepts, in bytes."""
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """Open shard files and the lazy tensors in them. Use as a context manager: it closes every file on every path."""
 
     def __init__(
@@ -85,12 +85,8 @@ class Checkpoint:
         return [os.path.basename(source.name) for source in self.sources]
 
     def close(self) -> None:
-        """Close all files; a second call does nothing."""
         for source in self.sources:
             source.close()
-
-    def __enter__(self) -> Checkpoint:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -154,7 +150,7 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     for key, value in (metadata or {}).items():
         if said.get(key) != value:
             got, fix = f"{key} {said.get(key)!r} in its metadata", "The file is another one than was written here."
-            raise _malformed(source, got, f"{key} {value!r}", fix)
+            raise source.fault(got, f"{key} {value!r}", fix)
     tensors = {name: _stored(source, name, entry, data_start=8 + length) for name, entry in header.items()}
     tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
     for (name, stored), (other, following) in pairwise(tensors.items()):
@@ -181,15 +177,10 @@ def _stored(source: Source, name: str, entry: Any, *, data_start: int) -> Stored
             source, f"{stop - start} bytes for tensor {name}", f"{nbytes} bytes for {dtype_name} of shape {shape}"
         )
     if data_start + stop > source.size:
-        raise _malformed(
-            source,
-            f"tensor {name} ending at byte {data_start + stop} of a file of {source.size}",
-            "every tensor inside the file",
-            fix="The file is truncated; download it again.",
-        )
+        got = f"tensor {name} ending at byte {data_start + stop} of a file of {source.size}"
+        raise source.fault(got, "every tensor inside the file", "The file is truncated; download it again.")
     return Stored(source, offset=data_start + start, shape=shape, dtype=dtype)
 
 
-def _malformed(source: Source, got: str, expected: str, fix: str = "") -> CheckpointError:
-    fix = fix or "The file is damaged or not safetensors; download it again."
-    return CheckpointError(f"checkpoint file {source.name}", got=got, expected=expected, fix=fix)
+def _malformed(source: Source, got: str, expected: str) -> CheckpointError:
+    return source.fault(got, expected, "The file is damaged or not safetensors; download it again.")

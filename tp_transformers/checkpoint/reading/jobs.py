@@ -1,10 +1,9 @@
 """Slice requests -> jobs: the reads that one thread makes at a time, in file order.
 
-Requests are cut into boxes of the files, and these into pieces of a few MiB. Bytes of a file that are the destination's
-in the same order are read straight into place, and neighbours of the file by one call, whatever tensors they belong to.
-Rows are read in the way that `costs` finds cheapest. Bytes in the page cache can be copied out of a memory
-map into any strides and dtype; other bytes for another device, another dtype or strided memory pass through a staging
-buffer. Bytes that no rank needs are read only between the rows of a block.
+Bytes of a file that are the destination's in the same order are read straight into place, and neighbours of the file by
+one call, whatever tensors they belong to. Rows are read in the way that `costs` finds cheapest. Bytes in the page cache
+can be copied out of a memory map into any strides and dtype; other bytes for another device, another dtype or strided
+memory pass through a staging buffer.
 """
 
 from __future__ import annotations
@@ -103,12 +102,10 @@ class Job:
 
     @property
     def nbytes(self) -> int:
-        """Bytes for destinations."""
         return sum(piece.box.nbytes for piece in self.pieces)
 
     @property
     def device(self) -> torch.device:
-        """The device of the destinations."""
         return self.pieces[0].destination.device
 
     @property
@@ -140,7 +137,6 @@ class Job:
 
 
 def _read_rows(box: Box, destination: torch.Tensor) -> int:
-    """One read a row."""
     view, position = byte_view(destination), 0
     for offset in box.run_offsets():
         box.source.read(offset, [view[position : position + box.run]])
@@ -161,7 +157,6 @@ def _read_blocks(box: Box, destination: torch.Tensor) -> int:
 
 
 def _read_map(box: Box, destination: torch.Tensor) -> int:
-    """A strided copy out of the memory map."""
     assert isinstance(box.source, LocalFile)
     copy(box.source.map().view(box.offset, box.span, box.dtype, box.shape, box.strides), destination)
     box.source.count(box.nbytes)

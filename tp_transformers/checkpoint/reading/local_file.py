@@ -38,12 +38,8 @@ class LocalFile(Source):
         try:
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise CheckpointError(
-                f"checkpoint file {self.name}",
-                got="no such file",
-                expected="a safetensors file",
-                fix="Download the checkpoint again, or correct its index.",
-            ) from None
+            fix = "Download the checkpoint again, or correct its index."
+            raise self.fault("no such file", "a safetensors file", fix) from None
         except OSError as error:
             raise CheckpointError(f"checkpoint file {self.name} cannot be opened: {error.strerror}") from error
         self.bytes_sampled = 0
@@ -61,13 +57,9 @@ class LocalFile(Source):
         while pending:
             count = self._preadv(pending[:_IOV_MAX], position)
             if count == 0:
-                missing = sum(map(len, pending))
-                raise CheckpointError(
-                    f"checkpoint file {self.name}",
-                    got=f"the end of the file at byte {position}",
-                    expected=f"{missing} bytes more",
-                    fix="The file is truncated, or changed while it was read; download it again.",
-                )
+                got, expected = f"the end of the file at byte {position}", f"{sum(map(len, pending))} bytes more"
+                fix = "The file is truncated, or changed while it was read; download it again."
+                raise self.fault(got, expected, fix)
             self.count(count)
             position += count
             while pending and count >= len(pending[0]):
@@ -138,11 +130,10 @@ class LocalFile(Source):
         except OSError:
             same = False
         if not same:
-            raise CheckpointError(
-                f"checkpoint file {self.name}",
-                got="another file, or other contents, after loading than before",
-                expected="files that stay as they are while they are read",
-                fix="Wait until the checkpoint is complete, then load it again.",
+            raise self.fault(
+                "another file, or other contents, after loading than before",
+                "files that stay as they are while they are read",
+                "Wait until the checkpoint is complete, then load it again.",
             )
 
     def close(self) -> None:

@@ -37,18 +37,10 @@ def prefetch(
 ) -> int:
     """Read what `requests` need into the page cache, with the other ranks of this node; all ranks call it.
 
-    Args:
-        opened: the files, in the same order on all ranks; None for one that this rank has not opened and needs not.
-        requests: the reads that this rank will make.
-        group: the ranks.
-        wanted: True even if the bytes seem to be there, None where some are not there; False leaves out what this rank
-            needs.
+    `opened` are the files in the same order on all ranks, None for one that this rank needs not. `wanted` is True even
+    if the bytes seem to be there, None where some are not there; False leaves out what this rank needs.
 
-    Returns:
-        Bytes that this rank brought in.
-
-    Raises:
-        CheckpointError: on all ranks, where one cannot read a file.
+    Returns the bytes that this rank brought in. Raises CheckpointError on all ranks where one cannot read a file.
     """
     files = [source if isinstance(source, LocalFile) else None for source in opened]
     with group.agree():
@@ -98,9 +90,7 @@ def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> li
 def _available_memory() -> float:
     """Bytes that can be had without swapping; infinite where the system does not say."""
     meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return float("inf")
-    for line in meminfo.read_text().splitlines():
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return float("inf")

@@ -52,7 +52,8 @@ def read(
             # One buffer more than threads, so that a thread fills one while another is emptied.
             device = max((job.device for job in staged), key=lambda device: device.type != "cpu")
             nbytes = max(job.nbytes for job in staged)
-            staging = stack.enter_context(Staging(device, count=min(threads, len(staged)) + 1, nbytes=nbytes))
+            staging = Staging(device, count=min(threads, len(staged)) + 1, nbytes=nbytes)
+            stack.callback(staging.close)
             statistics.peak_buffer += staging.nbytes
         if any(job.method == "blocks" for job in jobs):
             statistics.peak_buffer += threads * BLOCK_BYTES

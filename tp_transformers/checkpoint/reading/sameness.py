@@ -1,8 +1,8 @@
 """A check that ranks which read files of one name on several nodes read the same files.
 
-Two fine-tunes of one architecture have files of the same sizes, often with the same headers. Ranks compare sizes,
-hashes of headers and, if they are known, commits and ETags. If ranks have copies of their own (not one inode of one
-node), one rank reads a few blocks of each copy too, and their hashes are compared.
+Ranks compare sizes, hashes of headers and, if they are known, commits and ETags. Two fine-tunes of one architecture may
+have all of them alike: if ranks have copies of their own (not one inode of one node), one rank reads a few blocks of
+each copy too, and their hashes are compared.
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ class WholeTensor:
     """Ranges that each rank holds; None for a replicated tensor."""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the tensor in the file of `rank`."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
 
@@ -176,7 +175,6 @@ class _Parser:
             raise self.fault(f"version {self.content['version']}", f"version {_VERSION}, which this release reads")
 
     def manifest(self) -> Manifest:
-        """All of it."""
         files = tuple(self.file(file) for file in self.entry("files", list))
         names = sorted(file.name for file in files)
         if not names or len(set(names)) != len(names):
@@ -197,7 +195,6 @@ class _Parser:
         )
 
     def entry(self, key: str, kind: type) -> Any:
-        """One entry, of a JSON type."""
         value = self.content.get(key)
         if not isinstance(value, kind):
             raise self.fault(f"{value!r} for {key}", f"a {kind.__name__}")
@@ -245,7 +242,6 @@ class _Parser:
         return WholeTensor(DTYPES[dtype], tuple(shape), layout)
 
     def fault(self, got: Any, expected: str) -> CheckpointError:
-        """The error to raise."""
         got = str(got)[:300]
         fix = "The manifest is damaged or not one of ours; save the model again."
         return CheckpointError(f"checkpoint file {self.path}", got=got, expected=expected, fix=fix)

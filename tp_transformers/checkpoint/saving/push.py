@@ -31,15 +31,7 @@ def push(
 ) -> Any:
     """Upload the files that `save` writes into a folder, from rank 0; every rank has to call it.
 
-    Args:
-        group: the ranks, all of which call `save`.
-        save: writes the files of rank 0 into a folder.
-        repo_id: where to.
-        tags: for the model card.
-        **options: of transformers' `push_to_hub`.
-
-    Returns:
-        The result of transformers' `push_to_hub` on rank 0; None on the others.
+    `tags` are for the model card, other `options` for transformers' `push_to_hub`, whose result rank 0 returns.
     """
     with tempfile.TemporaryDirectory() as folder:
         save(folder)

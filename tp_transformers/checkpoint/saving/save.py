@@ -1,9 +1,8 @@
 """Shards -> a standard checkpoint, written by rank 0 one tensor after the other.
 
-The files are written in a stream rather than collected first: rank 0 gathers the few whole tensors of one module on its
-CPU, and no GPU holds more than its shards and a box of them on its way. Names and tensors are those of transformers'
-own `save_pretrained`, and so are the file cuts, unless the checkpoint is converted (transformers then counts the sizes
-of shared storages).
+Rank 0 gathers the few whole tensors of one module on its CPU, and no GPU holds more than its shards and a box of them
+on its way. Names and tensors are those of transformers' own `save_pretrained`, and so are the file cuts, unless the
+checkpoint is converted (transformers then counts the sizes of shared storages).
 """
 
 from __future__ import annotations
@@ -50,17 +49,8 @@ def save_pretrained(
 ) -> None:
     """Write config, generation config and weights of a tensor-parallel model from rank 0; all ranks have to call it.
 
-    Args:
-        model: a model loaded with `tp_plan`.
-        save_directory: a folder, made if needed.
-        is_main_process: False on rank 0 writes nothing; the others never write.
-        max_shard_size: the largest weight file, in bytes or such as "5GB".
-        variant: put into the file names, as in `model.fp16.safetensors`.
-        save_original_format: True if weights are renamed and split back to the form that they were loaded from.
-        **unsupported: other arguments of transformers' `save_pretrained`.
-
-    Raises:
-        UnsupportedError: on an argument that is not one of these.
+    The arguments are those of transformers' `save_pretrained`, but `is_main_process` counts on rank 0 alone; the others
+    never write. Raises UnsupportedError on any other argument that is set.
     """
     unsupported.pop("safe_serialization", None)  # there is no other kind
     if unsupported.get("distributed_checkpoint"):

@@ -121,7 +121,6 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
 
 
 def rank_path(folder: Path, save: str, rank: int, size: int) -> Path:
-    """A rank's file."""
     return folder / f"rank-{rank:05}-of-{size:05}-{save}.safetensors"
 
 
@@ -132,22 +131,8 @@ def open_writer(path: Path, local: Mapping[str, torch.Tensor], *, save: str, ran
 
 def check_save(model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile]) -> Manifest:
     """The manifest of files that are all written, which are looked at as a load would. Raises CheckpointError."""
-    manifest = _describe(model, folder, save, files)
-    with ShardedCheckpoint(manifest, rank=0) as written:
-        for rank in range(len(files)):
-            written.shards(rank)
-    return manifest
-
-
-def complete_save(manifest: Manifest) -> None:
-    """Put the manifest in place, and remove what it is in place of."""
-    manifest.write()
-    _remove_others(manifest.folder, keep={file.name for file in manifest.files})
-
-
-def _describe(model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile]) -> Manifest:
     whole = {name: (whole_like(tensor), layout_of(tensor)) for name, tensor in saved_state(model).items()}
-    return Manifest(
+    manifest = Manifest(
         folder,
         save,
         tuple(files),
@@ -157,6 +142,19 @@ def _describe(model: PreTrainedModel, folder: Path, save: str, files: Sequence[R
         untyped(model).tp_source,
         model.tp_plan or {},
     )
+    with closing(ShardedCheckpoint(manifest, rank=0)) as written:
+        for rank in range(len(files)):
+            written.shards(rank)
+    return manifest
+
+
+def complete_save(manifest: Manifest) -> None:
+    """Put the manifest in place, and remove the rank files of earlier saves, also of those that were broken off."""
+    manifest.write()
+    keep = {file.name for file in manifest.files}
+    for path in manifest.folder.iterdir():
+        if RANK_FILE.match(path.name) and path.name not in keep:
+            path.unlink(missing_ok=True)
 
 
 def refuse_ordinary_weights(folder: Path) -> None:
@@ -169,10 +167,3 @@ def refuse_ordinary_weights(folder: Path) -> None:
             expected="a folder without other weights",
             fix="Choose another folder; one inside this one will do.",
         )
-
-
-def _remove_others(folder: Path, *, keep: set[str]) -> None:
-    """Remove the rank files of earlier saves, also of those that were broken off."""
-    for path in folder.iterdir():
-        if RANK_FILE.match(path.name) and path.name not in keep:
-            path.unlink(missing_ok=True)

@@ -69,9 +69,6 @@ class ShardedCheckpoint(Checkpoint):
                 covers[tensor.layout] = tensor.layout.split.cover(rank)
             self.tensors[name] = _Whole(self, name, tensor, covers[tensor.layout], home=rank % len(manifest.files))
 
-    def __enter__(self) -> ShardedCheckpoint:
-        return self
-
     def shards(self, rank: int) -> dict[str, Stored]:
         """Tensors in the file of `rank`.
 
@@ -121,7 +118,6 @@ class _Whole(Expression):
         return concat(parts, dim) if parts else self._shard(self.home).select(dim, [])
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """Every piece fills its own range of the cut dim."""
         yield from self._all().pieces(destination)
 
     def _all(self) -> LazyTensor:

@@ -96,7 +96,6 @@ class Writer:
             raise
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write one tensor to its place."""
         position, expected = self.pending.pop(name)
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):
             raise RuntimeError(f"{name} became {value.dtype} {tuple(value.shape)}, not {tuple(expected.shape)}")
