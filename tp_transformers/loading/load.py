@@ -190,12 +190,12 @@ def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     if len(found) != 1 or not isinstance(found[0][0], Stored) or not found[0][1].is_contiguous():
         return None
     boxes = [box for box, _ in found[0][0].boxes(found[0][1])]
-    if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].offset % dtype.itemsize:
+    if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].start % dtype.itemsize:
         return None
     (box,) = boxes
     if not isinstance(box.source, LocalFile):
         return None
-    return box.source.map(own=True).view(box.offset, box.span, dtype, outline.shape, outline.stride())
+    return box.source.map(own=True).view(box.start, box.span, dtype, outline.shape, outline.stride())
 
 
 def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, str], bool], *, say: bool) -> set[str]:

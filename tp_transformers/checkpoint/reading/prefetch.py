@@ -83,7 +83,7 @@ def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> li
     for request in requests:
         for box, _ in request.tensor.boxes(request.destination):
             if isinstance(box.source, LocalFile):
-                spans[box.source].append((box.offset, box.stop))
+                spans[box.source].append((box.start, box.stop))
     return [union(spans[file]) if file is not None else [] for file in files]
 
 
