@@ -123,6 +123,9 @@ class Stored(LazyTensor):
 
     def boxes(self, destination: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
         """The selection as boxes (one range of every dim, not empty), each with its view of `destination`."""
+        if self.nbytes and all(len(ranges) == 1 for ranges in self.selection):
+            yield self, destination
+            return
         placed = [list(_placed(ranges)) for ranges in self.selection]
         for ranges in product(*placed):
             view = destination
