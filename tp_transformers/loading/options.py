@@ -69,13 +69,15 @@ class Options:
         """
         for option in OPTIONS:
             value = getattr(self, option)
+            fits, expected, example = value is None or isinstance(value, bool), "True, False or None", "True"
             if option == "tp_reduce_dtype":
-                _check_dtype(option, value)
-                continue
-            names = ", or a list of modules" if option == "tp_batch_sharded" else ""
-            if not (value is None or isinstance(value, bool) or (names and is_names(value))):
-                fix = f"Pass {option}=True, or leave it out."
-                raise PlanError(option, got=repr(value), expected=f"True, False or None{names}", fix=fix)
+                fits = value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+                expected, example = "a floating-point dtype of torch or None", "torch.float32"
+            elif option == "tp_batch_sharded":
+                fits, expected = fits or is_names(value), f"{expected}, or a list of modules"
+            if not fits:
+                fix = f"Pass {option}={example}, or leave it out."
+                raise PlanError(option, got=repr(value), expected=expected, fix=fix)
         for other in others:
             if other.startswith("tp_"):
                 fix = f"There are tp_plan, tp_size, {', '.join(OPTIONS)}."
@@ -105,12 +107,6 @@ class Options:
         if isinstance(name, str | os.PathLike) and _is_path(os.fspath(name)) and not os.path.exists(name):
             fix = "Correct the path, or name a model on the Hub (org/name)."
             raise CheckpointError(f"checkpoint {name}", got="no such folder", expected="one", fix=fix)
-
-
-def _check_dtype(option: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        fix = f"Pass {option}=torch.float32, or leave it out."
-        raise PlanError(option, got=repr(value), expected="a floating-point dtype of torch or None", fix=fix)
 
 
 INSTEAD = ("device_map", "distributed_config")

@@ -43,11 +43,6 @@ class LoadRequest:
     quantization: Float8 | None = None
     """How the weights are quantised, if they are; they are dequantised to the model's dtype."""
 
-    @property
-    def name(self) -> str:
-        """Name of the checkpoint in messages: its folder, or its name on the Hub."""
-        return str(self.config.pretrained_model_name_or_path)
-
 
 def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
     """Open the files and read their headers, as `rank` best reads them. Raises CheckpointError where that fails."""
@@ -56,7 +51,8 @@ def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
     if request.state_dict is not None:
         return Checkpoint(())
     files = request.files or ()
-    check_files([file.name if isinstance(file, Source) else file for file in files], folder=request.name)
+    names = [file.name if isinstance(file, Source) else file for file in files]
+    check_files(names, folder=str(request.config.pretrained_model_name_or_path))
     return Checkpoint(files, weight_map=(request.config.sharded_metadata or {}).get("weight_map"))
 
 
@@ -111,7 +107,7 @@ def _take_mismatched(conversion: Conversion, whole: Mapping[str, torch.Tensor], 
     if mismatched and not request.config.ignore_mismatched_sizes:
         lines = (f"\n  - {name}: got {tuple(got)}, expected {tuple(want)}" for name, got, want in sorted(mismatched))
         raise CheckpointError(
-            f"checkpoint {request.name}: tensors of the wrong shape:{''.join(lines)}\n"
+            f"checkpoint {request.config.pretrained_model_name_or_path}: tensors of the wrong shape:{''.join(lines)}\n"
             "Correct the config, or pass ignore_mismatched_sizes=True to initialise them anew."
         )
     for name, _, _ in mismatched:

@@ -41,6 +41,12 @@ class Source(AbstractContextManager["Source"]):
         Raises CheckpointError where the file ends before that or cannot be read.
         """
 
+    def read_bytes(self, offset: int, length: int) -> bytes:
+        """The bytes [offset, offset + length). Raises CheckpointError as `read` does."""
+        buffer = bytearray(length)
+        self.read(offset, [memoryview(buffer)])
+        return bytes(buffer)
+
     def check_unchanged(self) -> None:
         """Raise CheckpointError where the file is not the one that was opened, or was written to since."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import WeightConverter
@@ -77,7 +78,10 @@ def convert(
         expressed = express(group.converter, group.first_target, group.sources, group.model)
         if expressed is None:
             result.fallbacks.append(group.first_target)
-            result.expressions.update({target: group.deferred(target, shapes[target]) for target in targets})
+            dtype = group.sources[0][2].dtype
+            result.expressions.update(
+                {name: Deferred(partial(group.value, name), shape=shapes[name], dtype=dtype) for name in targets}
+            )
         else:
             result.expressions.update({target: group.take(expressed, target) for target in targets})
     # transformers reverts these on save.
@@ -138,10 +142,6 @@ class _Group:
         self.sources: list[tuple[str, str, LazyTensor]] = []
         self.results: dict[str, torch.Tensor] = {}
 
-    def deferred(self, target: str, shape: torch.Size) -> Deferred:
-        """`target` by transformers' own code, on sources that are read whole."""
-        return Deferred(lambda: self._value(target), shape=shape, dtype=self.sources[0][2].dtype)
-
     def take(self, values: dict[str, Any], target: str) -> Any:
         """Take `target` out of what the converter gave. Raises CheckpointError where it is not there."""
         if target not in values:
@@ -150,13 +150,12 @@ class _Group:
             )
         return values.pop(target)
 
-    def _value(self, target: str) -> torch.Tensor:
-        """The whole value of `target`; computed for all targets together, each kept until it is taken."""
+    def value(self, target: str) -> torch.Tensor:
+        """The whole value of `target`, by transformers' own code for all targets together; each is kept until taken."""
         if target not in self.results:
             converter = copy.deepcopy(self.converter)
             for key, pattern, tensor in self.sources:
                 converter.add_tensor(self.first_target, key, pattern, tensor.materialize())
             values = converter.convert(self.first_target, model=self.model, config=self.model.config)
             self.results = {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
-        value: torch.Tensor = self.take(self.results, target)
-        return value
+        return cast(torch.Tensor, self.take(self.results, target))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,9 +93,7 @@ class _Expressed:
         }
 
     def _inconvertible(self, error: Exception) -> CheckpointError:
-        counts: dict[str, int] = {}
-        for _, pattern, _ in self.sources:
-            counts[pattern] = counts.get(pattern, 0) + 1
+        counts = Counter(pattern for _, pattern, _ in self.sources)
         return CheckpointError(
             f"{self.target}, which is made of {self.sources[0][0]} and others",
             got=" and ".join(f"{count} tensors of {pattern}" for pattern, count in counts.items()),

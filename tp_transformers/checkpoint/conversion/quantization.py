@@ -92,20 +92,18 @@ def take_quantization(config: Any, asked: Any) -> Float8 | None:
         return None
     if method != "fp8" or found.get("expert_dtype", "fp8") != "fp8":
         what = method if method != "fp8" else f"fp8 and experts in {found['expert_dtype']}"
+        fix = "Choose such a checkpoint of the model, or load this one without tp_plan."
+        if method == "mxfp4":
+            undone = "from_pretrained(name, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(folder)"
+            fix = f"Dequantise it once, in one process: {undone}."
         raise UnsupportedError(
             "tp_plan",
             got=f"a checkpoint quantised with {what}",
             expected="one in floating point, or in FP8 with a scale a block",
-            fix=_FIXES.get(method, "Choose such a checkpoint of the model, or load this one without tp_plan."),
+            fix=fix,
         )
     block = found.get("weight_block_size")
     return Float8(None if block is None else (int(block[0]), int(block[1])))
-
-
-_FIXES = {
-    "mxfp4": "Dequantise it once, in one process: from_pretrained(name, quantization_config=Mxfp4Config("
-    "dequantize=True)).save_pretrained(folder).",
-}
 
 
 def _settings(quantization: Any) -> dict[str, Any]:

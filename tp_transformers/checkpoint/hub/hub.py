@@ -23,7 +23,6 @@ from transformers.utils import cached_file
 
 from ...errors import CheckpointError
 from ...ranks.group import TensorParallelGroup
-from ...slices.source import Source
 from ...transformers_api import get_state_dict_dtype
 from ..reading.header import HEADER_LIMIT, check_files, read_header
 from ..reading.local_file import LocalFile
@@ -137,16 +136,8 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
         return [single], {}
     if index is None and weights.file is None:
         index = _variant("model.safetensors.index.json", weights.variant)
-    path = index and ask_hub(
-        weights.url(index),
-        partial(
-            cached_file,
-            weights.repository,
-            index,
-            **weights.download,
-            _raise_exceptions_for_missing_entries=False,
-        ),
-    )
+    how = {**weights.download, "_raise_exceptions_for_missing_entries": False}
+    path = index and ask_hub(weights.url(index), partial(cached_file, weights.repository, index, **how))
     if path is None:
         for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
             if _exists(weights, _variant(name, weights.variant)):
@@ -210,17 +201,11 @@ def _inquire(weights: Weights, file: str) -> dict[str, Any]:
     assert metadata.size is not None
     remote = {"size": metadata.size, "etag": metadata.etag, "location": metadata.location}
     with closing(weights.open(file, **remote)) as source:
-        head = _read(source, 0, min(metadata.size, max(8, min(metadata.size // HEAD_SHARE, HEAD_BYTES))))
+        head = source.read_bytes(0, min(metadata.size, max(8, min(metadata.size // HEAD_SHARE, HEAD_BYTES))))
         stop = 8 + int.from_bytes(head[:8], "little")
         if len(head) < stop <= min(metadata.size, 8 + HEADER_LIMIT):  # else read_header says what is wrong
-            head += _read(source, len(head), stop - len(head))
+            head += source.read_bytes(len(head), stop - len(head))
         return remote | {"location": source.location, "etags": source.etags, "head": head}
-
-
-def _read(source: Source, offset: int, length: int) -> bytes:
-    buffer = bytearray(length)
-    source.read(offset, [memoryview(buffer)])
-    return bytes(buffer)
 
 
 def _dtype(file: str | RemoteFile) -> torch.dtype:

@@ -127,17 +127,14 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     """
     if source.size < 8:
         raise _malformed(source, f"{source.size} bytes", "at least the 8 bytes of a header length")
-    prefix = bytearray(8)
-    source.read(0, [memoryview(prefix)])
-    length = int.from_bytes(prefix, "little")
+    length = int.from_bytes(source.read_bytes(0, 8), "little")
     if length > min(source.size - 8, HEADER_LIMIT):
         raise _malformed(
             source,
             f"a header of {length} bytes in a file of {source.size}",
             f"a header inside the file and of at most {HEADER_LIMIT} bytes",
         )
-    text = bytearray(length)
-    source.read(8, [memoryview(text)])
+    text = source.read_bytes(8, length)
     source.header_hash = hashlib.blake2b(text, digest_size=16).hexdigest()
     try:
         header = json.loads(text)

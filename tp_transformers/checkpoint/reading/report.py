@@ -55,12 +55,8 @@ class LoadReport:
             f"buffers {size(self.peak_buffer)}",
             f"shares {shares}",
         ]
-        if self.mapped:
-            notes.append(f"mapped {size(self.mapped)}")
-        if self.prefetched:
-            notes.append(f"prefetched {size(self.prefetched)}")
-        if self.sampled:
-            notes.append(f"sampled {size(self.sampled)}")
+        others = {"mapped": self.mapped, "prefetched": self.prefetched, "sampled": self.sampled}
+        notes += [f"{name} {size(nbytes)}" for name, nbytes in others.items() if nbytes]
         if self.fallbacks:
             notes.append(f"{len(self.fallbacks)} parameters converted whole ({self.fallbacks[0]}, ...)")
         return "; ".join(notes)
