@@ -63,10 +63,8 @@ def save_and_push(
 def _upload(
     group: TensorParallelGroup, files: Iterable[Path], repo_id: str, *, tags: Iterable[str], **options: Any
 ) -> Any:
-    def upload() -> Any:
-        return _Saved(files).push_to_hub(repo_id, tags=sorted(set(tags)) or None, **options)
-
-    return group.together(lambda: upload() if group.writes else None)
+    card = {"tags": sorted(set(tags)) or None}
+    return group.together(lambda: _Saved(files).push_to_hub(repo_id, **card, **options) if group.writes else None)
 
 
 def _times(folder: Path) -> dict[Path, int]:

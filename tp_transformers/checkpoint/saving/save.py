@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
+
+Revert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def save_pretrained(
@@ -71,7 +73,9 @@ def save_pretrained(
     tensors = saved_state(model)
     meta = {name: whole_like(tensor) for name, tensor in tensors.items()}
     whole_model = WholeModel(model, {name: tensor.shape for name, tensor in meta.items()})
-    state = _reverted(whole_model, meta, save_original_format)
+    # To the names and pieces of the checkpoint that the model was loaded from.
+    revert: Revert = partial(revert_weight_conversion, cast(Any, whole_model)) if save_original_format else dict
+    state = revert(meta)
     weights_name = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace(".", f".{variant}.")
     cut = split_torch_state_dict_into_shards(
         state,
@@ -91,7 +95,7 @@ def save_pretrained(
 
         # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
         def write(values: dict[str, Tensor]) -> None:
-            for target, value in _reverted(whole_model, values, save_original_format).items():
+            for target, value in revert(values).items():
                 writers[cut.tensor_to_filename[target]].write(target, value)
 
         def finish() -> None:
@@ -103,7 +107,7 @@ def save_pretrained(
                 name = SAFE_WEIGHTS_INDEX_NAME if variant is None else f"model.safetensors.index.{variant}.json"
                 write_text(folder / name, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-        for names in _convertible_groups(whole_model, meta, state, save_original_format):
+        for names in _convertible_groups(revert, meta, state, group):
             gathered = {name: gather(tensors[name], group) for name in names}
             group.together(partial(write, {n: value for n, value in gathered.items() if value is not None and writes}))
             del gathered
@@ -134,25 +138,18 @@ def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
     return tensor.detach().cpu() if group.rank == 0 else None
 
 
-def _reverted(model: WholeModel, state: dict[str, Tensor], save_original_format: bool) -> dict[str, Tensor]:
-    """The state in the names and pieces of the checkpoint that the model was loaded from."""
-    if not save_original_format:
-        return state
-    return dict(revert_weight_conversion(cast(Any, model), state))
-
-
 def _convertible_groups(
-    model: WholeModel, meta: Mapping[str, Tensor], state: Mapping[str, Tensor], save_original_format: bool
+    revert: Revert, meta: Mapping[str, Tensor], state: Mapping[str, Tensor], group: TensorParallelGroup
 ) -> list[list[str]]:
     """Cut the names into groups that can be reverted by themselves: one a module, else all together."""
     groups: dict[str, list[str]] = {}
     for name in meta:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
-    alone = [_reverted(model, {name: meta[name] for name in names}, save_original_format) for names in groups.values()]
+    alone = [revert({name: meta[name] for name in names}) for names in groups.values()]
     shapes = {name: tensor.shape for part in alone for name, tensor in part.items()}
     if shapes == {name: tensor.shape for name, tensor in state.items()}:
         return list(groups.values())
-    if model.tp_group.rank == 0:
+    if group.rank == 0:
         logger.warning("the weights are converted all together; rank 0 holds the whole model while it saves")
     return [list(meta)]
 
