@@ -153,7 +153,8 @@ def complete_save(manifest: Manifest) -> None:
     manifest.write()
     keep = {file.name for file in manifest.files}
     for path in manifest.folder.iterdir():
-        if RANK_FILE.match(path.name) and path.name not in keep:
+        name = path.name.removesuffix(".partial").removesuffix(".tmp")  # .tmp: of earlier releases
+        if RANK_FILE.fullmatch(name) and path.name not in keep:
             path.unlink(missing_ok=True)
 
 
