@@ -20,6 +20,10 @@ from collections.abc import Iterable
 class TensorParallelError(Exception):
     """Base of all errors raised by tp_transformers."""
 
+    def __init__(self, subject: str, *, got: str | None = None, expected: str = "", fix: str = "") -> None:
+        """A message in its usual form: subject, got, expected, what to do; without `got`, the subject is all of it."""
+        super().__init__(subject if got is None else describe(subject, got=got, expected=expected, fix=fix))
+
 
 class PlanError(TensorParallelError, ValueError):
     """A plan does not fit the model; the message lists every fault at once."""

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation.streamers import BaseStreamer
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_utils import LoadStateDictConfig, get_state_dict_dtype
+from transformers.modeling_utils import LoadStateDictConfig, get_state_dict_dtype, str_to_torch_dtype
 from transformers.models.auto import modeling_auto
 from transformers.utils.hub import extract_commit_hash
 from transformers.utils.loading_report import LoadStateDictInfo
@@ -47,6 +47,7 @@ __all__ = [
     "modeling_utils",  # two of its functions are replaced
     "rename_source_key",  # name of a checkpoint's tensor in the model
     "revert_weight_conversion",  # saved files have the checkpoint's names and shapes
+    "str_to_torch_dtype",  # names of dtypes in safetensors headers
 ]
 
 OLDEST, FIRST_UNSUPPORTED = (5, 6), (6, 0)

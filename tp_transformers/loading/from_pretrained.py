@@ -1,12 +1,6 @@
-"""Functions that run in place of transformers' own while the hook is on.
+"""Functions that run in place of transformers' own while the hook is on: `from_pretrained`, and three that it calls.
 
-`from_pretrained` takes `tp_plan`, `tp_size`, `device_mesh`, `allow_replicated` and its other `tp_` options out of its
-arguments and calls the original, which resolves config and dtype and builds the model on the meta device.
-`find_quantizer` stands for the function that would have it built for quantised weights; those that can be dequantised
-while they are loaded are, and all others refused. `resolve_files` stands for the function that would download the
-weights on every rank; it does so on one rank of a node, or with `tp_stream` only asks the Hub where they are.
-`load_pretrained_model` stands for the one that would then load the checkpoint, and runs our loader instead; everything
-around it (tying, initialising what is missing, the report, the generation config) stays transformers' own.
+Everything around them (config, dtype, tying, initialising, the report, the generation config) stays transformers' own.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ from ..checkpoint.conversion.quantization import Float8, take_quantization
 from ..checkpoint.hub.hub import Weights, is_on_hub, open_weights, pin
 from ..checkpoint.hub.remote_file import RemoteFile
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
-from ..errors import CheckpointError, PlanError, UnsupportedError, describe
+from ..errors import CheckpointError, PlanError, UnsupportedError
 from ..logs import get_logger
 from ..marks import untyped
 from ..model.parallelize import parallelize
@@ -155,14 +149,14 @@ def _settle_stream(group: TensorParallelGroup, name: Any, options: Options, kwar
 
 
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The paths of a checkpoint's files and the metadata of its index, as transformers wants them."""
+    """The paths of a checkpoint's files and the metadata of its index; one rank of a node downloads, or none."""
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(*args, **kwargs)
     asked = inspect.signature(original).bind(*args, **kwargs).arguments
     found = asked.get("download_kwargs") or {}
     if current.stream:
-        files, metadata = open_weights(current.group, Weights.asked_for(asked, found))
+        files, metadata = open_weights(current.group, Weights(asked, found))
         current.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
         return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
 
@@ -206,24 +200,19 @@ def load_pretrained_model(
     plan = current.tp_plan if isinstance(current.tp_plan, Plan) else auto_plan(model, quietly=current.group.rank > 0)
     plan = current.options.change(plan)
     request = LoadRequest(
-        name=str(load_config.pretrained_model_name_or_path),
+        config=load_config,
+        options=current.options,
         files=[current.remote.get(file, file) for file in checkpoint_files or ()],
         shared=current.stream is not None,
         state_dict=state_dict,
-        weight_map=(load_config.sharded_metadata or {}).get("weight_map"),
-        weight_mapping=load_config.weight_mapping,
-        dtype_plan=load_config.dtype_plan or {},
-        ignore_mismatched_sizes=load_config.ignore_mismatched_sizes,
-        allow_replicated=bool(current.options.allow_replicated),
-        map=bool(current.options.tp_map),
-        prefetch=current.options.tp_prefetch,
         sharded=current.sharded,
         quantization=current.quantization,
     )
     if current.instead is not None:
         current.resolution, result = current.instead(model, plan, request)
     else:
-        current.resolution = parallelize(model, plan, current.group, allow_replicated=request.allow_replicated)
+        replicated = bool(current.options.allow_replicated)
+        current.resolution = parallelize(model, plan, current.group, allow_replicated=replicated)
         result = load(model, current.resolution, current.group, request)
     loaded = untyped(model)
     loaded.tp_report = result.report
@@ -264,12 +253,10 @@ def read_plan(tp_plan: Any) -> Plan | str:
     if isinstance(tp_plan, str | os.PathLike):
         return Plan.from_yaml(os.fspath(tp_plan))
     raise PlanError(
-        describe(
-            "tp_plan",
-            got=repr(tp_plan),
-            expected='"auto", a dict of names and strategies, a Plan, or the path of a YAML file',
-            fix='Most models need tp_plan="auto".',
-        )
+        "tp_plan",
+        got=repr(tp_plan),
+        expected='"auto", a dict of names and strategies, a Plan, or the path of a YAML file',
+        fix='Most models need tp_plan="auto".',
     )
 
 
@@ -279,13 +266,11 @@ def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
     model_type = model.config.model_type
     if plan is None:
         raise PlanError(
-            describe(
-                'tp_plan="auto"',
-                got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
-                expected=f"one of {', '.join(sorted(available_plans()))}, or a class that declares a plan",
-                fix="Let one be written and proven: tp-transformers suggest MODEL plan.yaml; then pass "
-                'tp_plan="plan.yaml". Or pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}.',
-            )
+            'tp_plan="auto"',
+            got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
+            expected=f"one of {', '.join(sorted(available_plans()))}, or a class that declares a plan",
+            fix="Let one be written and proven: tp-transformers suggest MODEL plan.yaml; then pass "
+            'tp_plan="plan.yaml". Or pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}.',
         )
     if plan.declared and model_type not in _told and not quietly:
         _told.add(model_type)

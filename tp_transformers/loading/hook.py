@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import TracebackType
-
 from transformers import PreTrainedModel
 
 from ..patches import Patch, Undo, replace
@@ -12,8 +9,13 @@ from ..transformers_api import auto_classes, check, modeling_utils
 from .from_pretrained import find_quantizer, from_pretrained, load_pretrained_model, resolve_files
 
 
-def _replace_from_pretrained() -> Undo:
-    undos = [replace(cls, "from_pretrained", from_pretrained) for cls in (PreTrainedModel, *auto_classes())]
+def _replace_all() -> Undo:
+    undos = [
+        replace(PreTrainedModel, "_load_pretrained_model", load_pretrained_model),
+        replace(modeling_utils, "_get_resolved_checkpoint_files", resolve_files),
+        replace(modeling_utils, "get_hf_quantizer", find_quantizer),
+        *(replace(cls, "from_pretrained", from_pretrained) for cls in (PreTrainedModel, *auto_classes())),
+    ]
 
     def undo_all() -> None:
         for undo in undos:
@@ -22,25 +24,7 @@ def _replace_from_pretrained() -> Undo:
     return undo_all
 
 
-PATCHES = (
-    Patch(
-        "transformers",
-        "PreTrainedModel._load_pretrained_model",
-        partial(replace, PreTrainedModel, "_load_pretrained_model", load_pretrained_model),
-    ),
-    Patch(
-        "transformers",
-        "modeling_utils._get_resolved_checkpoint_files",
-        partial(replace, modeling_utils, "_get_resolved_checkpoint_files", resolve_files),
-    ),
-    Patch(
-        "transformers",
-        "modeling_utils.get_hf_quantizer",
-        partial(replace, modeling_utils, "get_hf_quantizer", find_quantizer),
-    ),
-    Patch("transformers", "from_pretrained of PreTrainedModel and every Auto class", _replace_from_pretrained),
-)
-"""Changes to transformers, held by `enable()`."""
+_HOOK = Patch("transformers", "from_pretrained, and three functions that it calls", _replace_all)
 
 
 class enable:  # noqa: N801 - used as a function, returns its own context manager
@@ -55,18 +39,15 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
     """
 
     def __init__(self) -> None:
-        self._turned_on = not any(patch.is_on for patch in PATCHES)
+        self._turned_on = not _HOOK.is_on
         if self._turned_on:
             check()
-            for patch in PATCHES:
-                patch.hold()
+            _HOOK.hold()
 
     def __enter__(self) -> enable:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._turned_on:
             disable()
 
@@ -76,6 +57,5 @@ def disable() -> None:
 
     Changes to torch that such models need are undone when the last of them is collected.
     """
-    for patch in PATCHES:
-        if patch.is_on:
-            patch.release()
+    if _HOOK.is_on:
+        _HOOK.release()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -73,11 +73,11 @@ def load(
                 for name, expression in conversion.expressions.items()
             }
             # 3. Say which bytes go where in the memory that the parameters will live in.
-            dtype_of = dtype_policy(request.dtype_plan)
+            dtype_of = dtype_policy(request.config.dtype_plan)
             values, mapped = {}, {}
             for name, shard in shards.items():
                 dtype = dtype_of(name) or whole[name].dtype
-                pages = _pages(shard, dtype) if request.map and group.device.type == "cpu" else None
+                pages = _pages(shard, dtype) if request.options.tp_map and group.device.type == "cpu" else None
                 values[name] = empty(shard.shape, dtype, group.device) if pages is None else pages
                 if pages is not None:
                     mapped[name] = shard
@@ -97,17 +97,18 @@ def load(
                 size(sum(value.nbytes for value in values.values())),
             )
         # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
-        prefetched = prefetch(checkpoint.files, [*stored, *in_place], group, wanted=request.prefetch)
-        with _progress(group, nbytes) as progress:
-            statistics = group.together(lambda: read(stored, threads=group.threads, progress=progress))
-            progress(sum(each.tensor.nbytes for each in in_place))
+        prefetched = prefetch(checkpoint.opened, [*stored, *in_place], group, wanted=request.options.tp_prefetch)
+        title, is_quiet = f"Loading shard 1 of {group.size}", group.rank > 0
+        with transformers_logging.tqdm(total=nbytes, unit="B", unit_scale=True, desc=title, disable=is_quiet) as bar:
+            statistics = group.together(lambda: read(stored, threads=group.threads, progress=bar.update))
+            bar.update(sum(each.tensor.nbytes for each in in_place))
             if request.shared:
-                fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
+                fetch(remote, sources=checkpoint.sources, group=group, progress=bar.update)
 
             def finish() -> None:
                 for leaf, destination in others:
                     leaf.fill(destination)
-                    progress(leaf.nbytes)
+                    bar.update(leaf.nbytes)
                 for source in checkpoint.sources:
                     source.check_unchanged()
 
@@ -116,7 +117,11 @@ def load(
 
     # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
     def is_same(target: str, source: str) -> bool:
-        return _same_on_all_ranks(group, values[target], values[source])
+        """The ranks decide together: what one process would see as different may be equal on some shards."""
+        equal = torch.tensor(int(same_bytes(values[target], values[source])), device=group.device)
+        if group.process_group is not None:
+            dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
+        return bool(equal)
 
     for name in tie(model, values, is_same, say=group.rank == 0):
         del values[name]
@@ -135,7 +140,7 @@ def load(
         bytes_read=bytes_read,
         reads=reads,
         methods={name: (way.nbytes, way.copied, way.seconds) for name, way in statistics.methods.items()},
-        threads=statistics.threads,
+        threads=group.threads,
         peak_buffer=statistics.peak_buffer,
         mapped=sum(each.tensor.nbytes for each in in_place),
         prefetched=prefetched,
@@ -185,12 +190,12 @@ def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     if len(found) != 1 or not isinstance(found[0][0], Stored) or not found[0][1].is_contiguous():
         return None
     boxes = [box for box, _ in found[0][0].boxes(found[0][1])]
-    if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].offset % dtype.itemsize:
+    if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].start % dtype.itemsize:
         return None
     (box,) = boxes
     if not isinstance(box.source, LocalFile):
         return None
-    return box.source.own_map().view(box.offset, box.span, dtype, outline.shape, outline.stride())
+    return box.source.map(own=True).view(box.start, box.span, dtype, outline.shape, outline.stride())
 
 
 def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, str], bool], *, say: bool) -> set[str]:
@@ -221,14 +226,6 @@ def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
-def _same_on_all_ranks(group: TensorParallelGroup, first: torch.Tensor, second: torch.Tensor) -> bool:
-    """The ranks decide together: what one process would see as different may be equal on some shards."""
-    equal = torch.tensor(int(same_bytes(first, second)), device=group.device)
-    if group.process_group is not None:
-        dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
-    return bool(equal)
-
-
 def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Set one parameter or buffer, marked so that transformers does not initialise it."""
     owner, attribute = _owner(model, name)
@@ -253,15 +250,3 @@ def restore_whole(model: nn.Module, name: str, whole: torch.Tensor) -> None:
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
-
-
-@contextmanager
-def _progress(group: TensorParallelGroup, nbytes: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar over this rank's bytes on rank 0, where transformers' bars are on."""
-    if group.rank:
-        yield lambda count: None
-        return
-    with transformers_logging.tqdm(
-        total=nbytes, unit="B", unit_scale=True, unit_divisor=1024, desc=f"Loading shard 1 of {group.size}"
-    ) as bar:
-        yield bar.update

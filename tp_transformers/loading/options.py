@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, PlanError, UnsupportedError, describe, nearest
+from ..errors import CheckpointError, PlanError, UnsupportedError, nearest
 from ..plans.parse import is_names
 from ..plans.rules import Plan
 
@@ -60,11 +60,7 @@ class Options:
         return os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0")
 
     def check(self, name: Any, others: Mapping[str, Any]) -> None:
-        """Refuse what is no option, what does not go with `tp_plan`, and what transformers would trip over.
-
-        Args:
-            name: the folder or the name on the Hub.
-            others: the arguments of `from_pretrained` that are not ours.
+        """Refuse what does not go with `tp_plan` among the `others` of the arguments, and a folder that is not there.
 
         Raises:
             PlanError: an option that there is not, or of another type; an argument that says where weights go.
@@ -73,60 +69,49 @@ class Options:
         """
         for option in OPTIONS:
             value = getattr(self, option)
+            fits, expected, example = value is None or isinstance(value, bool), "True, False or None", "True"
             if option == "tp_reduce_dtype":
-                _check_dtype(option, value)
-                continue
-            names = ", or a list of modules" if option == "tp_batch_sharded" else ""
-            if not (value is None or isinstance(value, bool) or (names and is_names(value))):
-                fix = f"Pass {option}=True, or leave it out."
-                raise PlanError(describe(option, got=repr(value), expected=f"True, False or None{names}", fix=fix))
+                fits = value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+                expected, example = "a floating-point dtype of torch or None", "torch.float32"
+            elif option == "tp_batch_sharded":
+                fits, expected = fits or is_names(value), f"{expected}, or a list of modules"
+            if not fits:
+                fix = f"Pass {option}={example}, or leave it out."
+                raise PlanError(option, got=repr(value), expected=expected, fix=fix)
         for other in others:
             if other.startswith("tp_"):
                 fix = f"There are tp_plan, tp_size, {', '.join(OPTIONS)}."
                 raise PlanError(
-                    describe("from_pretrained", got=f"{other}{nearest(other, OPTIONS)}", expected="an option", fix=fix)
+                    "from_pretrained", got=f"{other}{nearest(other, OPTIONS)}", expected="an option", fix=fix
                 )
         for other in INSTEAD:
             if others.get(other) is not None:
                 raise PlanError(
-                    describe(
-                        "from_pretrained",
-                        got=f"both tp_plan and {other}",
-                        expected="one of them",
-                        fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
-                    )
+                    "from_pretrained",
+                    got=f"both tp_plan and {other}",
+                    expected="one of them",
+                    fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
                 )
         if others.get("gguf_file") is not None:
             raise UnsupportedError(
-                describe(
-                    "from_pretrained",
-                    got="both tp_plan and gguf_file",
-                    expected="weights in safetensors files",
-                    fix="Convert once, in one process: from_pretrained(name, gguf_file=...).save_pretrained(folder).",
-                )
+                "from_pretrained",
+                got="both tp_plan and gguf_file",
+                expected="weights in safetensors files",
+                fix="Convert once, in one process: from_pretrained(name, gguf_file=...).save_pretrained(folder).",
             )
         dtype = others.get("dtype", others.get("torch_dtype"))
         if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise UnsupportedError(
-                describe(
-                    "dtype", got=repr(dtype), expected='"auto" or a dtype of torch', fix='Pass "bfloat16", for example.'
-                )
+                "dtype", got=repr(dtype), expected='"auto" or a dtype of torch', fix='Pass "bfloat16", for example.'
             )
         if isinstance(name, str | os.PathLike) and _is_path(os.fspath(name)) and not os.path.exists(name):
             fix = "Correct the path, or name a model on the Hub (org/name)."
-            raise CheckpointError(describe(f"checkpoint {name}", got="no such folder", expected="one", fix=fix))
-
-
-def _check_dtype(option: str, value: Any) -> None:
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        fix = f"Pass {option}=torch.float32, or leave it out."
-        raise PlanError(describe(option, got=repr(value), expected="a floating-point dtype of torch or None", fix=fix))
+            raise CheckpointError(f"checkpoint {name}", got="no such folder", expected="one", fix=fix)
 
 
 INSTEAD = ("device_map", "distributed_config")
 """Arguments of transformers that `tp_plan` takes the place of."""
 OPTIONS = tuple(option.name for option in fields(Options))
-"""Their names."""
 
 
 def refuse_without_tp_plan(kwargs: Mapping[str, Any]) -> None:
@@ -134,12 +119,10 @@ def refuse_without_tp_plan(kwargs: Mapping[str, Any]) -> None:
     given = [option for option in OPTIONS if kwargs.get(option) is not None]
     if given:
         raise PlanError(
-            describe(
-                "from_pretrained",
-                got=f"{', '.join(given)} without tp_plan",
-                expected="them together",
-                fix=f'Pass tp_plan="auto", or leave out {", ".join(given)}.',
-            )
+            "from_pretrained",
+            got=f"{', '.join(given)} without tp_plan",
+            expected="them together",
+            fix=f'Pass tp_plan="auto", or leave out {", ".join(given)}.',
         )
 
 

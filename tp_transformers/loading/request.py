@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,13 +12,15 @@ from ..checkpoint.conversion.convert import Conversion, convert, identity
 from ..checkpoint.conversion.quantization import Float8
 from ..checkpoint.reading.header import Checkpoint, check_files
 from ..checkpoint.reading.jobs import Request
-from ..checkpoint.reading.source import Source
 from ..checkpoint.saving.manifest import Manifest
 from ..checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from ..errors import CheckpointError
 from ..marks import untyped
 from ..slices.lazy import LazyTensor, Leaf, Resident
+from ..slices.source import Source
 from ..slices.stored import Stored
+from ..transformers_api import LoadStateDictConfig
+from .options import Options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,26 +30,14 @@ if TYPE_CHECKING:
 class LoadRequest:
     """The weights of a load, and the way it treats them."""
 
-    name: str
-    """Name of the checkpoint in messages: its folder, or its name on the Hub."""
+    config: LoadStateDictConfig
+    """transformers' own request: renamings and converters, dtypes that are kept, the index, the name for messages."""
+    options: Options
     files: Sequence[str | Source] | None = None
     shared: bool = False
     """True if files are on the Hub, so that ranks share the bytes that they fetch; the same on all ranks."""
     state_dict: Mapping[str, torch.Tensor] | None = None
     """Weights in memory, in place of files."""
-    weight_map: Mapping[str, str] | None = None
-    """The checkpoint index's {tensor: file}."""
-    weight_mapping: Sequence[Any] | None = None
-    """transformers' renamings and converters for the model."""
-    dtype_plan: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Parameters that are kept in another dtype than the model's."""
-    ignore_mismatched_sizes: bool = False
-    allow_replicated: bool = False
-    """True if a plan that a transformers class declares may leave layers replicated."""
-    map: bool = False
-    """True if a shard that is one run of a file stays there, mapped, on a CPU."""
-    prefetch: bool | None = None
-    """True if the ranks of a node fill the page cache together; None: if it is cold."""
     sharded: Manifest | None = None
     """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
     quantization: Float8 | None = None
@@ -61,8 +51,9 @@ def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
     if request.state_dict is not None:
         return Checkpoint(())
     files = request.files or ()
-    check_files((file.name if isinstance(file, Source) else file for file in files), folder=request.name)
-    return Checkpoint(files, weight_map=request.weight_map)
+    names = [file.name if isinstance(file, Source) else file for file in files]
+    check_files(names, folder=str(request.config.pretrained_model_name_or_path))
+    return Checkpoint(files, weight_map=(request.config.sharded_metadata or {}).get("weight_map"))
 
 
 Mismatched = set[tuple[str, torch.Size, torch.Size]]
@@ -82,7 +73,12 @@ def express(
         tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
     if request.quantization is not None:
         tensors = request.quantization.dequantized(tensors)
-    conversion = _convert(model, tensors, {name: tensor.shape for name, tensor in whole.items()}, request)
+    shapes, entries = {name: tensor.shape for name, tensor in whole.items()}, request.config.weight_mapping
+    conversion = convert(model, tensors, shapes, entries if request.sharded is None else None)
+    if request.sharded is not None:
+        # The model went through these before it was saved in shards; `save_pretrained` reverts them.
+        gone_through = [entry for entry in entries or () if identity(entry) in request.sharded.conversions]
+        untyped(model)._weight_conversions = gone_through
     return conversion, _take_mismatched(conversion, whole, request)
 
 
@@ -101,21 +97,6 @@ def leaves(
     return stored, others
 
 
-def _convert(
-    model: PreTrainedModel,
-    tensors: Mapping[str, LazyTensor],
-    shapes: Mapping[str, torch.Size],
-    request: LoadRequest,
-) -> Conversion:
-    if request.sharded is None:
-        return convert(model, tensors, shapes, request.weight_mapping)
-    conversion = convert(model, tensors, shapes, None)
-    # The model went through these before it was saved in shards; `save_pretrained` reverts them.
-    gone_through = [entry for entry in request.weight_mapping or () if identity(entry) in request.sharded.conversions]
-    untyped(model)._weight_conversions = gone_through
-    return conversion
-
-
 def _take_mismatched(conversion: Conversion, whole: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:
     """Take tensors of the wrong shape out of `conversion`. Raises CheckpointError unless they are to be ignored."""
     mismatched = {
@@ -123,10 +104,10 @@ def _take_mismatched(conversion: Conversion, whole: Mapping[str, torch.Tensor], 
         for name, expression in conversion.expressions.items()
         if expression.shape != whole[name].shape
     }
-    if mismatched and not request.ignore_mismatched_sizes:
+    if mismatched and not request.config.ignore_mismatched_sizes:
         lines = (f"\n  - {name}: got {tuple(got)}, expected {tuple(want)}" for name, got, want in sorted(mismatched))
         raise CheckpointError(
-            f"checkpoint {request.name}: tensors of the wrong shape:{''.join(lines)}\n"
+            f"checkpoint {request.config.pretrained_model_name_or_path}: tensors of the wrong shape:{''.join(lines)}\n"
             "Correct the config, or pass ignore_mismatched_sizes=True to initialise them anew."
         )
     for name, _, _ in mismatched:

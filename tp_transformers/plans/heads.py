@@ -57,7 +57,7 @@ class AttentionHeads:
 
     def attributes(self, rank: int) -> dict[str, int]:
         """The module's own head counts on `rank`, by the names that transformers uses."""
-        query, kv = self.query.local_length(rank), self.kv.local_length(rank)
+        query, kv = self.query.widths[rank], self.kv.widths[rank]
         counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
         counts["num_key_value_groups"] = query // kv
         if self.head_dim is not None:

@@ -93,7 +93,6 @@ class Concat(Expression):
         return concat(parts, dim) if parts else _nothing(self, dim)
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """Every part fills its own range of the dim."""
         position = 0
         for part in self.parts:
             length = part.shape[self.concat_dim]
@@ -117,7 +116,6 @@ class Transpose(Expression):
         return Transpose(self.source.select(inner, ranges), self.first, self.second)
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """The source fills the transposed destination."""
         yield from self.source.pieces(destination.transpose(self.first, self.second))
 
 
@@ -133,12 +131,10 @@ class Squeeze(Expression):
         self.dtype = source.dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Squeeze:
-        """The same selection of the source."""
         inner = dim + (dim >= self.squeezed_dim)
         return Squeeze(self.source.select(inner, ranges), self.squeezed_dim)
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """The source fills the destination with the dim put back."""
         yield from self.source.pieces(destination.unsqueeze(self.squeezed_dim))
 
 

@@ -58,17 +58,12 @@ class Split:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranges)
-
-    def local_length(self, rank: int) -> int:
-        """Number of indices that `rank` holds."""
-        return sum(stop - start for start, stop in self.ranges[rank])
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Local length of every rank."""
-        return tuple(self.local_length(rank) for rank in range(self.size))
+        """Number of indices that every rank holds."""
+        return tuple(sum(stop - start for start, stop in held) for held in self.ranges)
 
     @cached_property
     def _shared_slots(self) -> dict[Range, int]:
@@ -162,7 +157,7 @@ class Layout:
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Shape of the shard of `rank` of a tensor of `shape`."""
         local = list(shape)
-        local[self.dim] = self.split.local_length(rank)
+        local[self.dim] = self.split.widths[rank]
         return tuple(local)
 
 

@@ -1,8 +1,8 @@
 """Lazy tensors: a shape, a dtype and a way to read any slice, but no data.
 
 Slicing a lazy tensor returns another one; nothing is read until the loader (or any torch operation) asks for values.
-`Resident` is a tensor that is already in memory, `Deferred` is computed whole when needed. Tensors in files stand in
-`stored`, what is made of other lazy tensors (stacks, transposes, ...) in `expressions`.
+`Resident` is a tensor that is already in memory, `Deferred` is computed whole when needed. Tensors in files are in
+`stored`, those that are made of others (stacks, transposes, ...) in `composed`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from .layout import Range
 
 
 class Leaf(Protocol):
-    """Something that a destination is filled with: values, or a change to those that leaves before it have put there.
-
-    The latter come into their own once all values are read.
-    """
+    """A leaf writes values into a destination, or changes those that earlier leaves wrote, once all are read."""
 
     @property
     def nbytes(self) -> int:
@@ -60,29 +57,23 @@ class LazyTensor(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device that the values are read to."""
         return torch.device("cpu")
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def dim(self) -> int:
-        """Number of dims."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """Shape, or the length of one dim."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> LazyTensor:
@@ -106,12 +97,11 @@ class LazyTensor(ABC):
             for item in items
         ) or any(isinstance(item, bool) for item in items):
             return self.materialize()[index]
+        torch.empty(self.shape, device="meta")[index]  # raises IndexError on what is out of range
         if Ellipsis in items:
             at = items.index(Ellipsis)
             missing = self.ndim - (len(items) - 1)
             items = items[:at] + (slice(None),) * missing + items[at + 1 :]
-        if len(items) > self.ndim:
-            raise IndexError(f"too many indices for a lazy tensor of shape {tuple(self.shape)}: {index!r}")
         result: LazyTensor = self
         dropped = []
         for dim, item in enumerate(items):
@@ -121,8 +111,6 @@ class LazyTensor(ABC):
                     result = result.select(dim, [(start, max(start, stop))])
             else:
                 start = item + self.shape[dim] if item < 0 else item
-                if not 0 <= start < self.shape[dim]:
-                    raise IndexError(f"index {item} is out of range for dim {dim} of length {self.shape[dim]}")
                 result = result.select(dim, [(start, start + 1)])
                 dropped.append(dim)
         if not dropped:
@@ -176,37 +164,21 @@ class Resident(LazyTensor):
         return Resident(parts[0] if len(parts) == 1 else torch.cat(parts, dim))
 
     def materialize(self) -> torch.Tensor:
-        """The tensor, made contiguous."""
         return self.tensor.contiguous()
 
 
 class Deferred(LazyTensor):
     """A tensor whose whole value is computed when first needed (a converter that slices cannot be pushed through)."""
 
-    def __init__(
-        self,
-        compute: Callable[[], torch.Tensor],
-        *,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        selections: tuple[tuple[int, tuple[Range, ...]], ...] = (),
-    ) -> None:
-        self.compute = compute
-        self.selections = selections
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
+    def __init__(self, compute: Callable[[], torch.Tensor], *, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.compute, self.shape, self.dtype = compute, torch.Size(shape), dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Deferred:
         """Remember the selection; it is applied to the computed value."""
         shape = list(self.shape)
         shape[dim] = sum(stop - start for start, stop in ranges)
-        return Deferred(
-            self.compute, shape=shape, dtype=self.dtype, selections=(*self.selections, (dim, tuple(ranges)))
-        )
+        return Deferred(lambda: Resident(self.compute()).select(dim, ranges).tensor, shape=shape, dtype=self.dtype)
 
     def materialize(self) -> torch.Tensor:
         """Compute the whole value, then select."""
-        value = Resident(self.compute())
-        for dim, ranges in self.selections:
-            value = value.select(dim, ranges)
-        return value.materialize()
+        return self.compute().contiguous()

@@ -50,7 +50,6 @@ class Scaled(Expression):
         self.shape, self.dtype = torch.Size(lengths(self.selection)), torch.float32
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Scaled:
-        """The selection of this selection."""
         selection = list(self.selection)
         selection[dim] = compose(selection[dim], ranges)
         return Scaled(self.values, self.scales, self.block, tuple(selection))

@@ -3,112 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
-from typing import Protocol
 
 import torch
 
 from .layout import Range, joined
 from .lazy import LazyTensor
+from .source import Source
 
 Selection = tuple[tuple[Range, ...], ...]
 """For every dim, the index ranges that are selected, in order."""
 
 
-class Bytes(Protocol):
-    """A file, as far as slices know it; `checkpoint.reading.source.Source` has more."""
-
-    name: str
-    """Name of the file in error messages."""
-    is_remote: bool
-    """True if reading crosses a network."""
-
-    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, one after the other, with the consecutive bytes from `offset` on."""
-
-    def count(self, nbytes: int) -> None:
-        """Count one read of `nbytes`."""
-
-
-@dataclass(frozen=True)
-class Box:
-    """One index range of every dim of a row-major tensor in a file: runs of bytes at regular distances."""
-
-    source: Bytes
-    offset: int
-    """File offset of the first element, in bytes."""
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """Strides of the whole tensor, in elements."""
-    dtype: torch.dtype
-
-    @cached_property
-    def run(self) -> int:
-        """Consecutive bytes in the file, from the first element on."""
-        elements = 1
-        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if length > 1 and stride != elements:
-                break
-            elements *= length
-        return elements * self.dtype.itemsize
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the values."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def rows(self) -> int:
-        """Number of runs."""
-        return self.nbytes // self.run
-
-    @cached_property
-    def span(self) -> int:
-        """Bytes in the file from the first element to the last."""
-        last = sum((length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True))
-        return (last + 1) * self.dtype.itemsize
-
-    @property
-    def stop(self) -> int:
-        """File offset after the last element."""
-        return self.offset + self.span
-
-    def run_offsets(self) -> list[int]:
-        """File offsets of the runs, in the order of the elements."""
-        offsets = torch.tensor(self.offset)
-        inner = self.run // self.dtype.itemsize
-        for length, stride in zip(self.shape, self.strides, strict=True):
-            if length > 1 and stride >= inner:
-                offsets = offsets[..., None] + torch.arange(length) * (stride * self.dtype.itemsize)
-        return offsets.flatten().tolist()  # type: ignore[no-any-return]
-
-    def cut(
-        self, destination: torch.Tensor, limit: int, *, by_span: bool = False
-    ) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Cut into boxes of at most `limit` bytes (of values, or of the span), each with its view of `destination`."""
-        nbytes = self.span if by_span else self.nbytes
-        dim = next((dim for dim, length in enumerate(self.shape) if length > 1), None)
-        if nbytes <= limit or dim is None:
-            yield self, destination
-            return
-        length, stride = self.shape[dim], self.strides[dim]
-        step = max(limit * length // nbytes, 1)
-        for start in range(0, length, step):
-            shape = (*self.shape[:dim], min(step, length - start), *self.shape[dim + 1 :])
-            offset = self.offset + start * stride * self.dtype.itemsize
-            part = Box(self.source, offset, shape, self.strides, self.dtype)
-            yield from part.cut(destination.narrow(dim, start, shape[dim]), limit, by_span=by_span)
-
-
 class Stored(LazyTensor):
-    """A selection of a row-major tensor in a file."""
+    """A selection of a row-major tensor in a file: runs of bytes, at regular distances in a box."""
 
     def __init__(
         self,
-        source: Bytes,
+        source: Source,
         *,
         offset: int,
         shape: Sequence[int],
@@ -138,9 +52,10 @@ class Stored(LazyTensor):
     def _with(self, dim: int, ranges: tuple[Range, ...]) -> Stored:
         selection = list(self.selection)
         selection[dim] = ranges
-        return Stored(
-            self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=tuple(selection)
-        )
+        return self._selected(tuple(selection))
+
+    def _selected(self, selection: Selection) -> Stored:
+        return Stored(self.source, offset=self.offset, shape=self.stored_shape, dtype=self.dtype, selection=selection)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
@@ -153,13 +68,38 @@ class Stored(LazyTensor):
         partial = [dim for dim, length in enumerate(self.stored_shape) if self.selection[dim] != ((0, length),)]
         return partial[-1] + 1 if partial else 0
 
-    @property
+    @cached_property
     def shortest_run(self) -> int:
         """Fewest consecutive bytes of a run."""
         if not self._looped:
             return self.nbytes
         last = self._looped - 1
         return min(stop - start for start, stop in self.selection[last]) * self.strides[last] * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """Number of runs of a box, which are all of one length."""
+        return self.nbytes // self.shortest_run
+
+    @cached_property
+    def start(self) -> int:
+        """File offset of the first byte."""
+        firsts = (min(start for start, _ in ranges) for ranges in self.selection)
+        return self.offset + self._distance(firsts)
+
+    @cached_property
+    def span(self) -> int:
+        """Bytes in the file from the first one to the last."""
+        lasts = (max(stop for _, stop in ranges) - 1 for ranges in self.selection)
+        return self.offset + self._distance(lasts) + self.dtype.itemsize - self.start
+
+    @property
+    def stop(self) -> int:
+        """File offset after the last byte."""
+        return self.start + self.span
+
+    def _distance(self, index: Iterable[int]) -> int:
+        return sum(at * stride for at, stride in zip(index, self.strides, strict=True)) * self.dtype.itemsize
 
     def runs(self) -> list[tuple[int, int]]:
         """The selected bytes as (file offset, byte count), in the order of the selected elements.
@@ -181,26 +121,47 @@ class Stored(LazyTensor):
         parts = [(start * inner[1], (stop - start) * inner[1]) for start, stop in inner[0] if stop > start]
         return [(row + start, length) for row in rows for start, length in parts]
 
-    def boxes(self, destination: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The selection as boxes, each with its view of `destination` (of `shape`)."""
+    def boxes(self, destination: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
+        """The selection as boxes (one range of every dim, not empty), each with its view of `destination`."""
+        if self.nbytes and all(len(ranges) == 1 for ranges in self.selection):
+            yield self, destination
+            return
         placed = [list(_placed(ranges)) for ranges in self.selection]
         for ranges in product(*placed):
-            offset, view = self.offset, destination
+            view = destination
             for dim, (start, stop, position) in enumerate(ranges):
-                offset += start * self.strides[dim] * self.dtype.itemsize
                 if len(placed[dim]) > 1:
                     view = view.narrow(dim, position, stop - start)
-            shape = tuple(stop - start for start, stop, _ in ranges)
-            yield Box(self.source, offset, shape, self.strides, self.dtype), view
+            yield self._selected(tuple(((start, stop),) for start, stop, _ in ranges)), view
 
-    def materialize(self) -> torch.Tensor:
-        """Read the selection through the source, run by run."""
-        result = torch.empty(self.shape, dtype=self.dtype)
-        view = byte_view(result)
-        position = 0
+    def cut(
+        self, destination: torch.Tensor, limit: int, *, by_span: bool = False
+    ) -> Iterator[tuple[Stored, torch.Tensor]]:
+        """Cut into parts of at most `limit` bytes (of values, or of the span), each with its view of `destination`."""
+        nbytes = self.span if by_span else self.nbytes
+        dim = next((dim for dim, length in enumerate(self.shape) if length > 1), None)
+        if nbytes <= limit or dim is None:
+            yield self, destination
+            return
+        length = self.shape[dim]
+        step = max(limit * length // nbytes, 1)
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            part = self.select(dim, [(start, stop)])
+            yield from part.cut(destination.narrow(dim, start, stop - start), limit, by_span=by_span)
+
+    def read(self, destination: torch.Tensor) -> int:
+        """Read run by run into contiguous CPU memory of `shape` and `dtype`; returns how many bytes."""
+        view, position = byte_view(destination), 0
         for offset, length in self.runs():
             self.source.read(offset, [view[position : position + length]])
             position += length
+        return position
+
+    def materialize(self) -> torch.Tensor:
+        """Read the selection through the source."""
+        result = torch.empty(self.shape, dtype=self.dtype)
+        self.read(result)
         return result
 
 

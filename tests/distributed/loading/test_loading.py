@@ -165,7 +165,7 @@ def test_a_cache_without_room_is_left_alone(pool: Any, cases: Any) -> None:
 
 def on_nodes_of_their_own(folder: str, how: list[bool | None]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    undo = patched(prefetch, "node", lambda: f"node {rank}")
+    undo = patched(prefetch, "node_name", lambda: f"node {rank}")
     try:
         return report(folder, how[rank], False)
     finally:

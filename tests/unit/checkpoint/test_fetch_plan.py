@@ -14,8 +14,8 @@ from tp_transformers.checkpoint.hub import fetch_plan as shares
 from tp_transformers.checkpoint.hub.fetch import _copy, _places
 from tp_transformers.checkpoint.hub.fetch_plan import Need, divide, pieces
 from tp_transformers.checkpoint.reading.jobs import Request
-from tp_transformers.checkpoint.reading.source import Source
 from tp_transformers.slices.layout import even
+from tp_transformers.slices.source import Source
 from tp_transformers.slices.stored import Stored
 
 

@@ -24,7 +24,7 @@ from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.reading.reader import read
-from tp_transformers.slices.stored import Box
+from tp_transformers.slices.stored import Stored
 
 
 @pytest.fixture
@@ -232,8 +232,9 @@ def test_the_cost_model_gives_what_was_measured() -> None:
         assert measured[cold] > 0.85 * max(measured["reads"], measured["blocks"])
 
 
-def made_of(run: int, stride: int) -> Box:
-    return Box(None, 0, ((256 << 20) // stride, run), (stride, 1), torch.uint8)  # type: ignore[arg-type]
+def made_of(run: int, stride: int) -> Stored:
+    matrix = Stored(None, offset=0, shape=((256 << 20) // stride, stride), dtype=torch.uint8)  # type: ignore[arg-type]
+    return matrix.select(1, [(0, run)])
 
 
 def test_few_bytes_of_long_rows_are_read_alone() -> None:

@@ -13,8 +13,8 @@ from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.hub.remote_file import RemoteFile
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.reading.sameness import check_same_files
-from tp_transformers.checkpoint.reading.source import Source
 from tp_transformers.ranks.group import TensorParallelGroup
+from tp_transformers.slices.source import Source
 
 ETAG, COMMIT = "e" * 64, "c" * 40
 

@@ -99,7 +99,7 @@ def test_threads_that_prefetch(device: Device, group: TensorParallelGroup, tmp_p
     save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
     with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
         request = jobs.Request(checkpoint.tensors["x"], torch.empty(4096))
-        prefetch.prefetch(checkpoint.files, [request], group, wanted=True)
+        prefetch.prefetch(checkpoint.opened, [request], group, wanted=True)
     assert any(name.startswith("prefetch") for name in device.of_others())
     assert all(calls[0] == ("set_device", GPU) for calls in device.of_others().values())
 

@@ -1,10 +1,7 @@
 """transformers' renamings and converters -> for every model parameter, a lazy expression over checkpoint tensors.
 
-Renamings cost nothing. Converters are expressed by `operations`, so that slices of their results read slices of their
-sources. A converter that cannot be expressed falls back: transformers itself converts its complete sources, and the
-result is sliced; the load report says so.
-
-The internals of transformers that are used here are the same from 5.6 on.
+Converters are expressed by `operations`, so that slices of their results read slices of their sources. A converter
+that cannot be expressed falls back: transformers itself converts its complete sources, and the result is sliced.
 """
 
 from __future__ import annotations
@@ -12,7 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import WeightConverter
@@ -45,16 +43,10 @@ def convert(
     shapes: Mapping[str, torch.Size],
     weight_mapping: Sequence[Any] | None,
 ) -> Conversion:
-    """Express the state of `model` in terms of checkpoint tensors.
+    """Express the parameters and buffers of `model`, of whole `shapes`, in terms of the checkpoint's `tensors`.
 
-    Args:
-        model: the model; its names, config and base-model prefix count.
-        tensors: what the checkpoint holds.
-        shapes: whole shape of every parameter and persistent buffer of the model.
-        weight_mapping: transformers' transforms for this model, in their order.
-
-    Raises:
-        CheckpointError: where a converter cannot take the tensors that there are for it.
+    `weight_mapping` are transformers' transforms for the model, in their order. Raises CheckpointError where a
+    converter cannot take the tensors that there are for it.
     """
     renamings = [entry for entry in weight_mapping or () if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping or () if isinstance(entry, WeightConverter)]
@@ -86,7 +78,10 @@ def convert(
         expressed = express(group.converter, group.first_target, group.sources, group.model)
         if expressed is None:
             result.fallbacks.append(group.first_target)
-            result.expressions.update({target: group.deferred(target, shapes[target]) for target in targets})
+            dtype = group.sources[0][2].dtype
+            result.expressions.update(
+                {name: Deferred(partial(group.value, name), shape=shapes[name], dtype=dtype) for name in targets}
+            )
         else:
             result.expressions.update({target: group.take(expressed, target) for target in targets})
     # transformers reverts these on save.
@@ -104,7 +99,7 @@ def identity(entry: Any) -> list[Any]:
     ]
 
 
-def dtype_policy(dtype_plan: Mapping[str, torch.dtype]) -> Callable[[str], torch.dtype | None]:
+def dtype_policy(dtype_plan: Mapping[str, torch.dtype] | None) -> Callable[[str], torch.dtype | None]:
     """A function from a parameter's name to the dtype that transformers' `dtype_plan` keeps it in, or None."""
     if not dtype_plan:
         return lambda name: None
@@ -147,10 +142,6 @@ class _Group:
         self.sources: list[tuple[str, str, LazyTensor]] = []
         self.results: dict[str, torch.Tensor] = {}
 
-    def deferred(self, target: str, shape: torch.Size) -> Deferred:
-        """`target` by transformers' own code, on sources that are read whole."""
-        return Deferred(lambda: self._value(target), shape=shape, dtype=self.sources[0][2].dtype)
-
     def take(self, values: dict[str, Any], target: str) -> Any:
         """Take `target` out of what the converter gave. Raises CheckpointError where it is not there."""
         if target not in values:
@@ -159,13 +150,12 @@ class _Group:
             )
         return values.pop(target)
 
-    def _value(self, target: str) -> torch.Tensor:
-        """The whole value of `target`; computed for all targets together, each kept until it is taken."""
+    def value(self, target: str) -> torch.Tensor:
+        """The whole value of `target`, by transformers' own code for all targets together; each is kept until taken."""
         if target not in self.results:
             converter = copy.deepcopy(self.converter)
             for key, pattern, tensor in self.sources:
                 converter.add_tensor(self.first_target, key, pattern, tensor.materialize())
             values = converter.convert(self.first_target, model=self.model, config=self.model.config)
             self.results = {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
-        value: torch.Tensor = self.take(self.results, target)
-        return value
+        return cast(torch.Tensor, self.take(self.results, target))

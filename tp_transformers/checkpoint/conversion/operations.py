@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from transformers import WeightConverter
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ...slices.composed import Concat, Squeeze, Stack, Transpose, permute
 from ...slices.lazy import LazyTensor
 from ...transformers_api import core_model_loading
@@ -32,14 +33,8 @@ _SHORTEST_ROW = 64
 def express(converter: WeightConverter, target: str, sources: Sources, model: Any) -> dict[str, LazyTensor] | None:
     """Results of `converter` on `sources`: {parameter name: lazy tensor}; None where it cannot be expressed.
 
-    Args:
-        converter: one of transformers' converters.
-        target: name of its first target.
-        sources: what it takes.
-        model: what operations ask for the config, and for parameters of whole shapes.
-
-    Raises:
-        CheckpointError: where transformers cannot convert tensors of these shapes (an expert is missing).
+    `target` is the name of the first result; operations ask `model` for its config and for whole shapes. Raises
+    CheckpointError where transformers cannot convert tensors of these shapes (an expert is missing).
     """
     if not all(map(_is_known, converter.operations)):
         return None
@@ -98,16 +93,12 @@ class _Expressed:
         }
 
     def _inconvertible(self, error: Exception) -> CheckpointError:
-        counts: dict[str, int] = {}
-        for _, pattern, _ in self.sources:
-            counts[pattern] = counts.get(pattern, 0) + 1
+        counts = Counter(pattern for _, pattern, _ in self.sources)
         return CheckpointError(
-            describe(
-                f"{self.target}, which is made of {self.sources[0][0]} and others",
-                got=" and ".join(f"{count} tensors of {pattern}" for pattern, count in counts.items()),
-                expected=f"what {type(self.operation).__name__} can convert ({error})",
-                fix="Tensors are missing, or of the wrong shape; download the checkpoint again.",
-            )
+            f"{self.target}, which is made of {self.sources[0][0]} and others",
+            got=" and ".join(f"{count} tensors of {pattern}" for pattern, count in counts.items()),
+            expected=f"what {type(self.operation).__name__} can convert ({error})",
+            fix="Tensors are missing, or of the wrong shape; download the checkpoint again.",
         )
 
 
@@ -121,9 +112,7 @@ class _Step:
     wanted: list[torch.Tensor]
     """Meta tensors: the results, in the order of transformers."""
     arguments: dict[str, Any]
-    """Keyword arguments of the operation, as transformers passes them."""
     run: Callable[[dict[str, Any]], dict[str, Any]]
-    """The operation itself, on tensors by pattern."""
 
     @property
     def only_source(self) -> LazyTensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, UnsupportedError, describe
+from ...errors import CheckpointError, UnsupportedError
 from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
@@ -83,33 +83,27 @@ def take_quantization(config: Any, asked: Any) -> Float8 | None:
     method = _method(found)
     if wanted and not (method == _method(wanted) == "fp8" and wanted.get("dequantize")):
         raise UnsupportedError(
-            describe(
-                "from_pretrained",
-                got=f"tp_plan with quantization_config for {_method(wanted)}",
-                expected="weights in floating point",
-                fix="Leave out quantization_config: with tp_plan weights in FP8 are dequantised, and none quantised.",
-            )
+            "from_pretrained",
+            got=f"tp_plan with quantization_config for {_method(wanted)}",
+            expected="weights in floating point",
+            fix="Leave out quantization_config: with tp_plan weights in FP8 are dequantised, and none quantised.",
         )
     if not found:
         return None
     if method != "fp8" or found.get("expert_dtype", "fp8") != "fp8":
         what = method if method != "fp8" else f"fp8 and experts in {found['expert_dtype']}"
+        fix = "Choose such a checkpoint of the model, or load this one without tp_plan."
+        if method == "mxfp4":
+            undone = "from_pretrained(name, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(folder)"
+            fix = f"Dequantise it once, in one process: {undone}."
         raise UnsupportedError(
-            describe(
-                "tp_plan",
-                got=f"a checkpoint quantised with {what}",
-                expected="one in floating point, or in FP8 with a scale a block",
-                fix=_FIXES.get(method, "Choose such a checkpoint of the model, or load this one without tp_plan."),
-            )
+            "tp_plan",
+            got=f"a checkpoint quantised with {what}",
+            expected="one in floating point, or in FP8 with a scale a block",
+            fix=fix,
         )
     block = found.get("weight_block_size")
     return Float8(None if block is None else (int(block[0]), int(block[1])))
-
-
-_FIXES = {
-    "mxfp4": "Dequantise it once, in one process: from_pretrained(name, quantization_config=Mxfp4Config("
-    "dequantize=True)).save_pretrained(folder).",
-}
 
 
 def _settings(quantization: Any) -> dict[str, Any]:
@@ -130,4 +124,4 @@ def _method(settings: Mapping[str, Any] | None) -> str:
 
 def _unfit(name: str, got: str, expected: str) -> CheckpointError:
     fix = "Download the checkpoint again; if it is whole, its config's quantization_config does not describe it."
-    return CheckpointError(describe(f"tensor {name}", got=got, expected=expected, fix=fix))
+    return CheckpointError(f"tensor {name}", got=got, expected=expected, fix=fix)

@@ -24,13 +24,10 @@ import torch
 import torch.distributed as dist
 
 from ...ranks.group import TensorParallelGroup, bind_thread
-from ...slices.stored import Selection, Stored
+from ...slices.source import Source
+from ...slices.stored import Stored
 from ..reading.jobs import Request
-from ..reading.source import Source
-from .fetch_plan import Bytes, Need, Part, Positions, divide, pieces
-
-CONNECTIONS = 6
-"""Requests that a rank has under way at a time."""
+from .fetch_plan import CONNECTIONS, Bytes, Need, Part, Positions, divide, pieces
 
 
 def fetch(
@@ -54,7 +51,8 @@ def fetch(
             for request in requests
             for piece in pieces(request)
         ]
-        told = [(need.file, *_described(need.stored)) for need in mine]
+        parts = [(need.file, need.stored) for need in mine]
+        told = [(file, part.offset, part.stored_shape, part.dtype, part.selection) for file, part in parts]
     needs: list[Need] = []
     for rank, others in enumerate(group.gather(told)):
         needs += mine if rank == group.rank else [_need(rank, sources, *other) for other in others]
@@ -83,10 +81,6 @@ def fetch(
             with group.agree():
                 progress(current.deliver(channel))
                 start()
-
-
-def _described(stored: Stored) -> tuple[int, tuple[int, ...], torch.dtype, Selection]:
-    return stored.offset, stored.stored_shape, stored.dtype, stored.selection
 
 
 def _need(rank: int, sources: Sequence[Source], file: int, offset: int, shape: Any, dtype: Any, selection: Any) -> Need:

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...slices.layout import even
 from ...slices.stored import Stored, byte_view
 from ..reading.jobs import Request, is_same_memory
 from ..reading.memory import copy
 
+CONNECTIONS = 6
+"""Requests that a rank has under way at a time."""
 DIRECT_BYTES = 4 << 20
 """Runs of at least as many bytes are fetched by the rank that needs them."""
 RANGE_BYTES = 32 << 20
@@ -39,12 +40,7 @@ class Need:
 
     def __init__(self, rank: int, file: int, stored: Stored, destination: torch.Tensor | None = None) -> None:
         self.rank, self.file, self.stored, self.destination = rank, file, stored, destination
-        # The span of bytes in the file.
-        self.start = last = stored.offset
-        for stride, ranges in zip(stored.strides, stored.selection, strict=True):
-            self.start += min(begin for begin, _ in ranges) * stride * stored.dtype.itemsize
-            last += (max(end for _, end in ranges) - 1) * stride * stored.dtype.itemsize
-        self.stop = last + stored.dtype.itemsize
+        self.start, self.stop = stored.start, stored.stop
 
     @cached_property
     def _runs(self) -> tuple[Positions, Positions, Positions]:
@@ -104,22 +100,15 @@ class Part:
     """Bytes that nobody needs."""
 
     def of(self, rank: int) -> list[Need]:
-        """The needs of one rank."""
         return [need for need in self.needs if need.rank == rank]
 
 
 def pieces(request: Request) -> Iterator[Request]:
     """The request, in pieces of BLOCK_BYTES where its bytes cannot go straight into place."""
-    tensor, destination = request.tensor, request.destination
-    if not tensor.nbytes:
-        return
-    if is_same_memory(request.destination, tensor.dtype) or tensor.nbytes <= BLOCK_BYTES:
-        yield request
-        return
-    dim = next(dim for dim, length in enumerate(tensor.shape) if length > 1)
-    count = min(-(-tensor.nbytes // BLOCK_BYTES), tensor.shape[dim])
-    for ((start, stop),) in even(tensor.shape[dim], count).ranges:
-        yield from pieces(Request(tensor.select(dim, [(start, stop)]), destination.narrow(dim, start, stop - start)))
+    if request.tensor.nbytes:
+        is_direct = is_same_memory(request.destination, request.tensor.dtype)
+        limit = request.tensor.nbytes if is_direct else BLOCK_BYTES
+        yield from (Request(*part) for part in request.tensor.cut(request.destination, limit))
 
 
 def divide(needs: Iterable[Need], size: int) -> tuple[list[Part], list[list[Part]]]:

@@ -12,7 +12,6 @@ import posixpath
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,17 +21,15 @@ from huggingface_hub import constants, hf_hub_url, is_offline_mode, try_to_load_
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from transformers.utils import cached_file
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ...ranks.group import TensorParallelGroup
 from ...transformers_api import get_state_dict_dtype
 from ..reading.header import HEADER_LIMIT, check_files, read_header
 from ..reading.local_file import LocalFile
-from ..reading.source import Source
+from .fetch_plan import CONNECTIONS
 from .remote_file import RemoteFile
 from .tries import ask_hub, refused, resolve
 
-CONNECTIONS = 6
-"""Requests that one rank has under way at a time."""
 HEAD_BYTES = 256 << 10
 """Most bytes of a file that are fetched at first for its header."""
 HEAD_SHARE = 1024
@@ -41,66 +38,40 @@ HEAD_SHARE = 1024
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
 class Weights:
     """The place on the Hub where `from_pretrained` looks for weights."""
 
-    repository: str
-    revision: str
-    subfolder: str = ""
-    variant: str | None = None
-    use_safetensors: bool | None = None
-    file: str | None = None
-    """The file, or index, that the config names."""
-    token: str | bool | None = None
-    cache_dir: str | Path | None = None
-    force_download: bool = False
-
-    @classmethod
-    def asked_for(cls, arguments: Mapping[str, Any], download: Mapping[str, Any]) -> Weights:
-        """Those that the `arguments` of transformers' `_get_resolved_checkpoint_files` mean."""
-        return cls(
-            repository=str(arguments["pretrained_model_name_or_path"]),
-            revision=str(download["revision"]),
-            subfolder=download.get("subfolder") or "",
-            variant=arguments["variant"],
-            use_safetensors=arguments["use_safetensors"],
-            file=arguments.get("transformers_explicit_filename"),
-            token=download.get("token"),
-            cache_dir=download.get("cache_dir"),
-            force_download=bool(download.get("force_download")),
-        )
+    def __init__(self, arguments: Mapping[str, Any], download: Mapping[str, Any]) -> None:
+        """The place that the `arguments` of transformers' `_get_resolved_checkpoint_files` mean."""
+        self.repository = str(arguments["pretrained_model_name_or_path"])
+        self.variant: str | None = arguments["variant"]
+        self.use_safetensors: bool | None = arguments["use_safetensors"]
+        self.file: str | None = arguments.get("transformers_explicit_filename")
+        """The file, or index, that the config names."""
+        self.revision = str(download["revision"])
+        self.subfolder: str = download.get("subfolder") or ""
+        self.token: str | bool | None = download.get("token")
+        self.download = download
+        """Arguments of `cached_file`, those above included."""
 
     def url(self, file: str) -> str:
-        """The URL at which the Hub answers for a file."""
         return hf_hub_url(self.repository, file, revision=self.revision, subfolder=self.subfolder or None)
 
     def path(self, file: str) -> str:
-        """A file's name in the repository."""
         return posixpath.join(self.subfolder, file)
 
     def cached(self, file: str) -> str | None:
         """Path of a file that was downloaded before, if it was and may be used."""
-        if self.force_download:
+        if self.download.get("force_download"):
             return None
-        path = try_to_load_from_cache(
-            self.repository,
-            self.path(file),
-            cache_dir=self.cache_dir,
-            revision=self.revision,
-        )
+        where = self.download.get("cache_dir")
+        path = try_to_load_from_cache(self.repository, self.path(file), cache_dir=where, revision=self.revision)
         return path if isinstance(path, str) else None
 
-
-@dataclass(frozen=True)
-class _Remote:
-    """One rank's findings about a file, for the others."""
-
-    size: int
-    etag: str
-    location: str
-    etags: dict[str, str]
-    head: bytes
+    def open(self, file: str, **remote: Any) -> RemoteFile:
+        """A file that is `remote`, as `RemoteFile` takes it."""
+        name = f"{self.repository}@{self.revision[:8]}/{self.path(file)}"
+        return RemoteFile(self.url(file), name=name, token=self.token, **remote)
 
 
 def is_on_hub(name: str | os.PathLike[str] | None, *, local_files_only: bool = False) -> bool:
@@ -131,11 +102,9 @@ def pin(
 
 
 def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str | RemoteFile], dict[str, Any]]:
-    """The files of a checkpoint on the Hub, and what transformers calls its sharded metadata.
+    """The files of a checkpoint on the Hub, and what transformers calls its sharded metadata, with its `dtype`.
 
     Files that were downloaded before are read from the cache; the others are remote, their headers fetched already.
-    The metadata has transformers' `dtype`, of the first file, unless the index tells it.
-
     Raises CheckpointError on all ranks where there are no safetensors files, or where they cannot be read.
     """
     files, metadata = _on_rank_0(group, lambda: _find(weights))
@@ -145,7 +114,7 @@ def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str
     found = group.together(lambda: _inquire_all(weights, missing[group.rank :: group.size]))
     everywhere = {file: remote for some in group.gather(found) for file, remote in some.items()}
     with group.agree():
-        opened = [cached[file] or _open(weights, file, everywhere[file]) for file in files]
+        opened = [cached[file] or weights.open(file, **everywhere[file]) for file in files]
         if "dtype" not in metadata:
             metadata["dtype"] = _dtype(opened[0])
     return opened, metadata
@@ -167,32 +136,18 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
         return [single], {}
     if index is None and weights.file is None:
         index = _variant("model.safetensors.index.json", weights.variant)
-    path = index and ask_hub(
-        weights.url(index),
-        partial(
-            cached_file,
-            weights.repository,
-            index,
-            subfolder=weights.subfolder,
-            revision=weights.revision,
-            token=weights.token,
-            cache_dir=weights.cache_dir,
-            force_download=weights.force_download,
-            _raise_exceptions_for_missing_entries=False,
-        ),
-    )
+    how = {**weights.download, "_raise_exceptions_for_missing_entries": False}
+    path = index and ask_hub(weights.url(index), partial(cached_file, weights.repository, index, **how))
     if path is None:
         for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
             if _exists(weights, _variant(name, weights.variant)):
                 check_files([_variant(name, weights.variant)], folder=weights.repository)
         names = dict.fromkeys(weights.path(name) for name in (single, index) if name)
         raise CheckpointError(
-            describe(
-                f"{weights.repository} on the Hub",
-                got=f"no {' and no '.join(names)}",
-                expected="safetensors files",
-                fix="Check the name, revision, subfolder and variant.",
-            )
+            f"{weights.repository} on the Hub",
+            got=f"no {' and no '.join(names)}",
+            expected="safetensors files",
+            fix="Check the name, revision, subfolder and variant.",
         )
     try:
         content = json.loads(Path(path).read_bytes())
@@ -200,23 +155,19 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
         files = sorted({os.fspath(file) for file in weight_map.values()})
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            describe(
-                f"{weights.repository} on the Hub",
-                got=f"{index}, which cannot be read ({type(error).__name__}: {error})",
-                expected="a JSON index whose weight_map names the file of every tensor",
-                fix="The index is damaged; save the model again.",
-            )
+            f"{weights.repository} on the Hub",
+            got=f"{index}, which cannot be read ({type(error).__name__}: {error})",
+            expected="a JSON index whose weight_map names the file of every tensor",
+            fix="The index is damaged; save the model again.",
         ) from error
     check_files(files, folder=weights.repository)
     for name in files:
         if posixpath.isabs(name) or posixpath.normpath(name).startswith(".."):
             raise CheckpointError(
-                describe(
-                    f"{weights.repository} on the Hub",
-                    got=f"an index that names {name}",
-                    expected="files of the repository",
-                    fix="Do not load it unless you trust where it comes from.",
-                )
+                f"{weights.repository} on the Hub",
+                got=f"an index that names {name}",
+                expected="files of the repository",
+                fix="Do not load it unless you trust where it comes from.",
             )
     return files, {**metadata, "weight_map": weight_map}
 
@@ -236,45 +187,25 @@ def _exists(weights: Weights, file: str) -> bool:
     return True
 
 
-def _inquire_all(weights: Weights, files: list[str]) -> dict[str, _Remote]:
+def _inquire_all(weights: Weights, files: list[str]) -> dict[str, dict[str, Any]]:
     with ThreadPoolExecutor(CONNECTIONS) as executor:
         return dict(zip(files, executor.map(partial(_inquire, weights), files), strict=True))
 
 
-def _inquire(weights: Weights, file: str) -> _Remote:
-    """Ask the Hub for one file, and fetch its header."""
+def _inquire(weights: Weights, file: str) -> dict[str, Any]:
+    """Ask the Hub for one file, and fetch its header; all that the other ranks need to open it too."""
     try:
         metadata = resolve(weights.url(file), weights.token)
     except EntryNotFoundError as error:
         raise refused(weights.url(file), error) from error
-    assert metadata.etag is not None
     assert metadata.size is not None
-    remote = _Remote(metadata.size, metadata.etag, metadata.location, {}, b"")
-    with closing(_open(weights, file, remote)) as source:
-        head = _read(source, 0, min(metadata.size, max(8, min(metadata.size // HEAD_SHARE, HEAD_BYTES))))
+    remote = {"size": metadata.size, "etag": metadata.etag, "location": metadata.location}
+    with closing(weights.open(file, **remote)) as source:
+        head = source.read_bytes(0, min(metadata.size, max(8, min(metadata.size // HEAD_SHARE, HEAD_BYTES))))
         stop = 8 + int.from_bytes(head[:8], "little")
         if len(head) < stop <= min(metadata.size, 8 + HEADER_LIMIT):  # else read_header says what is wrong
-            head += _read(source, len(head), stop - len(head))
-        return _Remote(source.size, source.etag, source.location, source.etags, head)
-
-
-def _read(source: Source, offset: int, length: int) -> bytes:
-    buffer = bytearray(length)
-    source.read(offset, [memoryview(buffer)])
-    return bytes(buffer)
-
-
-def _open(weights: Weights, file: str, remote: _Remote) -> RemoteFile:
-    return RemoteFile(
-        weights.url(file),
-        name=f"{weights.repository}@{weights.revision[:8]}/{weights.path(file)}",
-        size=remote.size,
-        etag=remote.etag,
-        location=remote.location,
-        token=weights.token,
-        etags=remote.etags,
-        head=remote.head,
-    )
+            head += source.read_bytes(len(head), stop - len(head))
+        return remote | {"location": source.location, "etags": source.etags, "head": head}
 
 
 def _dtype(file: str | RemoteFile) -> torch.dtype:

@@ -12,8 +12,8 @@ from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session
 
-from ...errors import CheckpointError, describe
-from ..reading.source import Source
+from ...errors import CheckpointError
+from ...slices.source import Source
 from .tries import TRANSIENT, HTTPError, Tries, TryAgainError, asked_wait, refused, resolve
 
 PROGRESS_BYTES = 1 << 20
@@ -134,7 +134,7 @@ class RemoteFile(Source):
             raise TryAgainError(f"status {status} from {urlsplit(location).hostname}", 0)
         if status in (412, 416):
             raise self._changed(f"status {status}", "the range that was asked for")
-        raise self._fault(f"status {status}", "a part of the file", "Check the token, and that the file is there.")
+        raise self.fault(f"status {status}", "a part of the file", "Check the token, and that the file is there.")
 
     def _compare(self, location: str, etag: str | None) -> None:
         """Raise CheckpointError where a host calls the file another one than it did before."""
@@ -163,13 +163,10 @@ class RemoteFile(Source):
 
     def _misserved(self, got: str, expected: str) -> CheckpointError:
         fix = "The server, or a proxy before it, does not serve ranges rightly; load without tp_stream."
-        return self._fault(got, expected, fix)
+        return self.fault(got, expected, fix)
 
     def _changed(self, got: str, expected: str) -> CheckpointError:
-        return self._fault(got, expected, "The file changed while it was read; load again.")
-
-    def _fault(self, got: str, expected: str, fix: str) -> CheckpointError:
-        return CheckpointError(describe(f"checkpoint file {self.name}", got=got, expected=expected, fix=fix))
+        return self.fault(got, expected, "The file changed while it was read; load again.")
 
 
 class _Target:

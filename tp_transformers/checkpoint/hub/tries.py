@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import HfFileMetadata
 from huggingface_hub.utils import parse_ratelimit_headers
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 
 TRIES = 6
 """Number of times that a request is made before its error is final; bytes that came in between start it anew."""
@@ -63,13 +63,12 @@ class Tries:
             asked = getattr(error, "wait", None)
             if not self.closed.wait(asked and asked + wait if asked is not None else wait):
                 return
+        kind = "" if isinstance(error, TryAgainError) else f"{type(error).__name__}: "
         raise CheckpointError(
-            describe(
-                self.subject,
-                got=f"{_told(error)} in {self.count} tries",
-                expected="an answer",
-                fix="Check the network and HF_ENDPOINT, and load again.",
-            )
+            self.subject,
+            got=f"{kind}{error} in {self.count} tries",
+            expected="an answer",
+            fix="Check the network and HF_ENDPOINT, and load again.",
         ) from error
 
 
@@ -84,12 +83,10 @@ def resolve(url: str, token: str | bool | None = None, closed: threading.Event |
     if metadata.commit_hash and metadata.etag and metadata.size is not None:
         return metadata
     raise CheckpointError(
-        describe(
-            url,
-            got="an answer without commit, ETag or size",
-            expected="what the Hugging Face Hub answers",
-            fix="Check HF_ENDPOINT, proxies and firewalls.",
-        )
+        url,
+        got="an answer without commit, ETag or size",
+        expected="what the Hugging Face Hub answers",
+        fix="Check HF_ENDPOINT, proxies and firewalls.",
     )
 
 
@@ -121,10 +118,6 @@ def asked_wait(headers: Mapping[str, str]) -> float | None:
     return None if seconds is None else min(float(seconds), LONGEST_RETRY_AFTER)
 
 
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, TryAgainError) else f"{type(error).__name__}: {error}"
-
-
 def refused(url: str, error: Exception) -> CheckpointError:
     """The error of a Hub that says no."""
     name = urlsplit(url).path.lstrip("/")
@@ -137,4 +130,4 @@ def refused(url: str, error: Exception) -> CheckpointError:
         (EntryNotFoundError, "no such file"),
     ]
     got = next((text for kind, text in kinds if isinstance(error, kind)), f"status {status}")
-    return CheckpointError(describe(f"{name} on the Hub", got=got, expected="a file that can be read", fix=access))
+    return CheckpointError(f"{name} on the Hub", got=got, expected="a file that can be read", fix=access)

@@ -24,7 +24,7 @@ One contiguous read gave 12.2 GB/s there. The constants below give every number 
 
 from __future__ import annotations
 
-from ...slices.stored import Box
+from ...slices.stored import Stored
 
 BLOCK_BYTES = 1 << 20
 """Size of the buffer for `blocks`."""
@@ -41,7 +41,7 @@ _SECONDS_A_BYTE_MAPPED = 1 / 200e9
 """Time to enter the pages of the span into the page table, and to take them out again."""
 
 
-def costs(box: Box, *, may_map: bool) -> dict[str, float]:
+def costs(box: Stored, *, may_map: bool) -> dict[str, float]:
     """Estimated seconds of every way to read `box`; without `map` where its bytes are not known to be in memory."""
     runs = box.rows * _SECONDS_A_RUN
     blocks = max(box.span / BLOCK_BYTES, 1)
@@ -57,7 +57,7 @@ def costs(box: Box, *, may_map: bool) -> dict[str, float]:
     return estimates
 
 
-def cheapest(box: Box, *, may_map: bool) -> str:
+def cheapest(box: Stored, *, may_map: bool) -> str:
     """The way to read the rows of `box` that costs least."""
     estimates = costs(box, may_map=may_map)
     return min(estimates, key=estimates.__getitem__)

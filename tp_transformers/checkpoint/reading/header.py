@@ -7,48 +7,30 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ...slices.lazy import LazyTensor
+from ...slices.source import Source
 from ...slices.stored import Stored
+from ...transformers_api import str_to_torch_dtype
 from .local_file import LocalFile
-from .source import Source
 
-# Names of dtypes in safetensors headers: https://github.com/huggingface/safetensors (README, "Format").
-_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+DTYPES: dict[str, torch.dtype] = {**str_to_torch_dtype, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
+"""Name of a dtype in a safetensors header -> the dtype; transformers' table and what it lacks."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """torch dtype -> its name in a safetensors header."""
 
 HEADER_LIMIT = 100_000_000
 """The longest header that safetensors itself accepts, in bytes."""
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """Open shard files and the lazy tensors in them. Use as a context manager: it closes every file on every path."""
 
     def __init__(
@@ -75,12 +57,10 @@ class Checkpoint:
             for name, home in (weight_map or {}).items():
                 if os.path.basename(homes.get(name, "")) != os.path.basename(home):
                     raise CheckpointError(
-                        describe(
-                            f"tensor {name}",
-                            got=f"it in {homes[name]}" if name in homes else "it in none of the files",
-                            expected=f"it in {home}, where the index puts it",
-                            fix="Index and files are of different checkpoints; download it again.",
-                        )
+                        f"tensor {name}",
+                        got=f"it in {homes[name]}" if name in homes else "it in none of the files",
+                        expected=f"it in {home}, where the index puts it",
+                        fix="Index and files are of different checkpoints; download it again.",
                     )
             opened.pop_all()
 
@@ -100,63 +80,42 @@ class Checkpoint:
         return self.sources
 
     @property
-    def files(self) -> Sequence[LocalFile | None]:
-        """`opened`, with None for those that are not on this node too."""
-        return [source if isinstance(source, LocalFile) else None for source in self.opened]
-
-    @property
     def signature(self) -> object:
         """A value that is the same on all ranks if they read the same checkpoint, whatever its files hold."""
         return [os.path.basename(source.name) for source in self.sources]
 
     def close(self) -> None:
-        """Close all files; a second call does nothing."""
         for source in self.sources:
             source.close()
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
-def check_files(files: Iterable[str] | None, *, folder: str | os.PathLike[str] | None = None) -> list[str]:
-    """Return `files` if they are safetensors files inside `folder` (where given).
-
-    Raises CheckpointError on no files at all, on another format (`.bin`), and on an index that points outside
-    its folder.
-    """
-    paths = [os.fspath(path) for path in files or ()]
-    where = f"checkpoint {folder}" if folder is not None else "checkpoint"
+def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError on no files at all, on another format (`.bin`), and on paths outside a local `folder`."""
+    where = f"checkpoint {folder}"
     if not paths:
-        raise CheckpointError(describe(where, got="no weight files", expected="safetensors files", fix="Add them."))
+        raise CheckpointError(where, got="no weight files", expected="safetensors files", fix="Add them.")
     for path in paths:
         if not path.endswith(".safetensors"):
             raise CheckpointError(
-                describe(
-                    where,
-                    got=f"the file {os.path.basename(path)}",
-                    expected="safetensors files, of which a rank can read its slices alone",
-                    fix="Convert once, in one process without tp_plan: AutoModelForCausalLM.from_pretrained(folder)"
-                    ".save_pretrained(new_folder).",
-                )
+                where,
+                got=f"the file {os.path.basename(path)}",
+                expected="safetensors files, of which a rank can read its slices alone",
+                fix="Convert once, in one process without tp_plan: AutoModelForCausalLM.from_pretrained(folder)"
+                ".save_pretrained(new_folder).",
             )
-    if folder is not None and os.path.isdir(folder):
+    if os.path.isdir(folder):
         root = os.path.abspath(folder)
         for path in paths:
             if os.path.commonpath([root, os.path.abspath(path)]) != root:
                 raise CheckpointError(
-                    describe(
-                        where,
-                        got=f"an index that names {path}",
-                        expected="files inside the checkpoint's own folder",
-                        fix="Do not load it unless you trust where it comes from; correct the index.",
-                    )
+                    where,
+                    got=f"an index that names {path}",
+                    expected="files inside the checkpoint's own folder",
+                    fix="Do not load it unless you trust where it comes from; correct the index.",
                 )
-    return paths
 
 
 def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) -> dict[str, Stored]:
@@ -168,17 +127,14 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     """
     if source.size < 8:
         raise _malformed(source, f"{source.size} bytes", "at least the 8 bytes of a header length")
-    prefix = bytearray(8)
-    source.read(0, [memoryview(prefix)])
-    length = int.from_bytes(prefix, "little")
+    length = int.from_bytes(source.read_bytes(0, 8), "little")
     if length > min(source.size - 8, HEADER_LIMIT):
         raise _malformed(
             source,
             f"a header of {length} bytes in a file of {source.size}",
             f"a header inside the file and of at most {HEADER_LIMIT} bytes",
         )
-    text = bytearray(length)
-    source.read(8, [memoryview(text)])
+    text = source.read_bytes(8, length)
     source.header_hash = hashlib.blake2b(text, digest_size=16).hexdigest()
     try:
         header = json.loads(text)
@@ -191,7 +147,7 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     for key, value in (metadata or {}).items():
         if said.get(key) != value:
             got, fix = f"{key} {said.get(key)!r} in its metadata", "The file is another one than was written here."
-            raise _malformed(source, got, f"{key} {value!r}", fix)
+            raise source.fault(got, f"{key} {value!r}", fix)
     tensors = {name: _stored(source, name, entry, data_start=8 + length) for name, entry in header.items()}
     tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
     for (name, stored), (other, following) in pairwise(tensors.items()):
@@ -209,24 +165,19 @@ def _stored(source: Source, name: str, entry: Any, *, data_start: int) -> Stored
         well_formed = False
     if not well_formed:
         raise _malformed(source, f"the entry {entry!r} for tensor {name}", "dtype, shape and two data_offsets")
-    if not isinstance(dtype_name, str) or dtype_name not in _DTYPES:
-        raise _malformed(source, f"dtype {dtype_name!r} for tensor {name}", f"one of {', '.join(_DTYPES)}")
-    dtype = _DTYPES[dtype_name]
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+        raise _malformed(source, f"dtype {dtype_name!r} for tensor {name}", f"one of {', '.join(DTYPES)}")
+    dtype = DTYPES[dtype_name]
     nbytes = math.prod(shape) * dtype.itemsize
     if stop - start != nbytes:
         raise _malformed(
             source, f"{stop - start} bytes for tensor {name}", f"{nbytes} bytes for {dtype_name} of shape {shape}"
         )
     if data_start + stop > source.size:
-        raise _malformed(
-            source,
-            f"tensor {name} ending at byte {data_start + stop} of a file of {source.size}",
-            "every tensor inside the file",
-            fix="The file is truncated; download it again.",
-        )
+        got = f"tensor {name} ending at byte {data_start + stop} of a file of {source.size}"
+        raise source.fault(got, "every tensor inside the file", "The file is truncated; download it again.")
     return Stored(source, offset=data_start + start, shape=shape, dtype=dtype)
 
 
-def _malformed(source: Source, got: str, expected: str, fix: str = "") -> CheckpointError:
-    fix = fix or "The file is damaged or not safetensors; download it again."
-    return CheckpointError(describe(f"checkpoint file {source.name}", got=got, expected=expected, fix=fix))
+def _malformed(source: Source, got: str, expected: str) -> CheckpointError:
+    return source.fault(got, expected, "The file is damaged or not safetensors; download it again.")

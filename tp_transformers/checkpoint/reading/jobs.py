@@ -1,10 +1,9 @@
 """Slice requests -> jobs: the reads that one thread makes at a time, in file order.
 
-Requests are cut into boxes of the files, and these into pieces of a few MiB. Bytes of a file that are the destination's
-in the same order are read straight into place, and neighbours of the file by one call, whatever tensors they belong to.
-Rows are read in the way that `costs` finds cheapest. Bytes in the page cache can be copied out of a memory
-map into any strides and dtype; other bytes for another device, another dtype or strided memory pass through a staging
-buffer. Bytes that no rank needs are read only between the rows of a block.
+Bytes of a file that are the destination's in the same order are read straight into place, and neighbours of the file by
+one call, whatever tensors they belong to. Rows are read in the way that `costs` finds cheapest. Bytes in the page cache
+can be copied out of a memory map into any strides and dtype; other bytes for another device, another dtype or strided
+memory pass through a staging buffer.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from time import perf_counter
 
 import torch
 
-from ...slices.stored import Box, Stored, byte_view
+from ...slices.source import Source
+from ...slices.stored import Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
 from .local_file import LocalFile
 from .memory import Pages, Staging, copy
-from .source import Source
 
 JOB_BYTES = 16 << 20
 """Most bytes that one job reads: enough to make a call and a copy to a device cheap, few enough to share the work and
@@ -35,6 +34,11 @@ class Request:
 
     tensor: Stored
     destination: torch.Tensor
+
+    @property
+    def is_direct(self) -> bool:
+        """True if it is one run of the file, whose bytes are the destination's in the same order."""
+        return self.tensor.rows == 1 and is_same_memory(self.destination, self.tensor.dtype)
 
 
 @dataclass
@@ -56,22 +60,8 @@ class Statistics:
     methods: dict[str, Method] = field(default_factory=dict)
     """Totals by way: `contiguous`, and the ways of `costs`."""
     seconds: float = 0.0
-    threads: int = 1
     peak_buffer: int = 0
     """Bytes of all buffers beside the destinations."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A box, and the destination of its shape."""
-
-    box: Box
-    destination: torch.Tensor
-
-    @property
-    def is_direct(self) -> bool:
-        """True if the file's bytes are the destination's, in the same order and with no others between them."""
-        return self.box.rows == 1 and is_same_memory(self.destination, self.box.dtype)
 
 
 def is_same_memory(destination: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -97,19 +87,17 @@ class Context:
 
 @dataclass(frozen=True)
 class Job:
-    """One piece, or several that are neighbours in the file and read into place."""
+    """One box, or several that are neighbours in the file and read into place."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[Request]
     method: str
 
     @property
     def nbytes(self) -> int:
-        """Bytes for destinations."""
-        return sum(piece.box.nbytes for piece in self.pieces)
+        return sum(piece.tensor.nbytes for piece in self.pieces)
 
     @property
     def device(self) -> torch.device:
-        """The device of the destinations."""
         return self.pieces[0].destination.device
 
     @property
@@ -117,17 +105,17 @@ class Job:
         """True if the values pass through a staging buffer."""
         if self.device.type != "cpu":
             return True
-        return self.method != "map" and not is_same_memory(self.pieces[0].destination, self.pieces[0].box.dtype)
+        return self.method != "map" and not is_same_memory(self.pieces[0].destination, self.pieces[0].tensor.dtype)
 
     def run(self, context: Context) -> None:
         """Read the pieces, through a staging buffer where `is_staged`."""
         began = perf_counter()
-        box, destination = self.pieces[0].box, self.pieces[0].destination
+        box, destination = self.pieces[0].tensor, self.pieces[0].destination
         if len(self.pieces) > 1:
             copied = self.nbytes
             for piece in self.pieces:
                 context.pages.clear(piece.destination)
-            box.source.read(box.offset, [byte_view(piece.destination) for piece in self.pieces])
+            box.source.read(box.start, [byte_view(piece.destination) for piece in self.pieces])
         elif self.is_staged:
             assert context.staging is not None
             with context.staging.buffer() as buffer:
@@ -140,61 +128,51 @@ class Job:
         context.count(self.method, self.nbytes, copied, perf_counter() - began)
 
 
-def _read_rows(box: Box, destination: torch.Tensor) -> int:
-    """One read a row."""
-    view, position = byte_view(destination), 0
-    for offset in box.run_offsets():
-        box.source.read(offset, [view[position : position + box.run]])
-        position += box.run
-    return box.nbytes
-
-
-def _read_blocks(box: Box, destination: torch.Tensor) -> int:
+def _read_blocks(box: Stored, destination: torch.Tensor) -> int:
     """Whole rows into a buffer, and out of it the runs."""
-    buffer = torch.empty(max(min(BLOCK_BYTES, box.span), box.run), dtype=torch.uint8)
+    buffer = torch.empty(max(min(BLOCK_BYTES, box.span), box.shortest_run), dtype=torch.uint8)
     copied = 0
     for part, place in box.cut(destination, len(buffer), by_span=True):
         block = buffer[: part.span]
-        part.source.read(part.offset, [byte_view(block)])
+        part.source.read(part.start, [byte_view(block)])
         copy(block.view(part.dtype).as_strided(part.shape, part.strides), place)
         copied += part.span
     return copied
 
 
-def _read_map(box: Box, destination: torch.Tensor) -> int:
-    """A strided copy out of the memory map."""
+def _read_map(box: Stored, destination: torch.Tensor) -> int:
     assert isinstance(box.source, LocalFile)
-    copy(box.source.map().view(box.offset, box.span, box.dtype, box.shape, box.strides), destination)
+    copy(box.source.map().view(box.start, box.span, box.dtype, box.shape, box.strides), destination)
     box.source.count(box.nbytes)
     return box.nbytes
 
 
-_READERS: dict[str, Callable[[Box, torch.Tensor], int]] = {
-    "contiguous": _read_rows,
-    "reads": _read_rows,
+_READERS: dict[str, Callable[[Stored, torch.Tensor], int]] = {
+    "contiguous": Stored.read,
+    "reads": Stored.read,
     "blocks": _read_blocks,
     "map": _read_map,
 }
 """Name of a way to read -> the function that reads a box into a host tensor and returns how many bytes it copied."""
 
 
-def cut(request: Request) -> Iterator[Piece]:
+def cut(request: Request) -> Iterator[Request]:
     """The boxes of `request`, cut to JOB_BYTES each."""
     for box, destination in request.tensor.boxes(request.destination):
-        yield from (Piece(*part) for part in box.cut(destination, JOB_BYTES))
+        yield from (Request(*part) for part in box.cut(destination, JOB_BYTES))
 
 
-def order(pieces: Sequence[Piece], mapped: Sequence[Source]) -> Iterator[Job]:
+def order(pieces: Sequence[Request], mapped: Sequence[Source]) -> Iterator[Job]:
     """Pieces in file order -> jobs in file order."""
-    together: list[Piece] = []
+    together: list[Request] = []
     nbytes = 0
     for piece in pieces:
-        box = piece.box
+        box = piece.tensor
         follows = (
             piece.is_direct
             and together
-            and box.source is together[-1].box.source
-            and box.offset == together[-1].box.stop
+            and box.source is together[-1].tensor.source
+            and box.start == together[-1].tensor.stop
             and nbytes + box.nbytes <= JOB_BYTES
             and len(together) < _BUFFERS_A_CALL
         )
@@ -210,12 +188,12 @@ def order(pieces: Sequence[Piece], mapped: Sequence[Source]) -> Iterator[Job]:
         yield Job(together, "contiguous")
 
 
-def _method(piece: Piece, is_mapped: bool) -> str:
+def _method(piece: Request, is_mapped: bool) -> str:
     """How to read a piece that is not read into place: out of the map only what is in the page cache."""
-    box = piece.box
+    box = piece.tensor
     if is_mapped:
         assert isinstance(box.source, LocalFile)
-        is_mapped = box.offset % box.dtype.itemsize == 0 and box.source.is_resident([(box.offset, box.stop)])
+        is_mapped = box.start % box.dtype.itemsize == 0 and box.source.is_resident([(box.start, box.stop)])
     if box.rows > 1:
         return cheapest(box, may_map=is_mapped)
     return "map" if is_mapped and piece.destination.device.type == "cpu" else "contiguous"

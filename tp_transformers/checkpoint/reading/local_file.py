@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Iterable, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
+from ...ranks.environment import node_name
+from ...slices.source import Source
 from .file_map import FileMap
-from .source import Source
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 
@@ -34,25 +34,18 @@ class LocalFile(Source):
         super().__init__()
         self.name = os.fspath(path)
         self._fd = -1
-        self._map: FileMap | None = None
-        self._own_map: FileMap | None = None
+        self._maps: dict[bool, FileMap] = {}
         try:
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise CheckpointError(
-                describe(
-                    f"checkpoint file {self.name}",
-                    got="no such file",
-                    expected="a safetensors file",
-                    fix="Download the checkpoint again, or correct its index.",
-                )
-            ) from None
+            fix = "Download the checkpoint again, or correct its index."
+            raise self.fault("no such file", "a safetensors file", fix) from None
         except OSError as error:
             raise CheckpointError(f"checkpoint file {self.name} cannot be opened: {error.strerror}") from error
         self.bytes_sampled = 0
         """Bytes read by `sample`; `bytes_read` leaves them out."""
         status = os.fstat(self._fd)
-        self.copy = (node(), status.st_dev, *_identity(status))
+        self.copy = (node_name(), status.st_dev, *_identity(status))
         """A value that is equal for two processes only if they read one inode of one node."""
         self._identity = _identity(status)
         self.size = self._identity[1]
@@ -64,15 +57,9 @@ class LocalFile(Source):
         while pending:
             count = self._preadv(pending[:_IOV_MAX], position)
             if count == 0:
-                missing = sum(map(len, pending))
-                raise CheckpointError(
-                    describe(
-                        f"checkpoint file {self.name}",
-                        got=f"the end of the file at byte {position}",
-                        expected=f"{missing} bytes more",
-                        fix="The file is truncated, or changed while it was read; download it again.",
-                    )
-                )
+                got, expected = f"the end of the file at byte {position}", f"{sum(map(len, pending))} bytes more"
+                fix = "The file is truncated, or changed while it was read; download it again."
+                raise self.fault(got, expected, fix)
             self.count(count)
             position += count
             while pending and count >= len(pending[0]):
@@ -80,17 +67,11 @@ class LocalFile(Source):
             if count:
                 pending[0] = pending[0][count:]
 
-    def map(self) -> FileMap:
-        """A read-only memory map of the file, made at the first call; for bytes that are in the page cache."""
-        if self._map is None:
-            self._map = FileMap(self._fd, self.size)
-        return self._map
-
-    def own_map(self) -> FileMap:
-        """A copy-on-write memory map of the file, made at the first call; parameters may live in it."""
-        if self._own_map is None:
-            self._own_map = FileMap(self._fd, self.size, own=True)
-        return self._own_map
+    def map(self, *, own: bool = False) -> FileMap:
+        """A read-only memory map of the file, made at the first call; `own` is copy-on-write, for parameters."""
+        if own not in self._maps:
+            self._maps[own] = FileMap(self._fd, self.size, own=own)
+        return self._maps[own]
 
     def is_resident(self, spans: Iterable[tuple[int, int]]) -> bool:
         """True if all probed bytes, one in every MiB of `spans` (start, stop), are in the page cache.
@@ -149,21 +130,16 @@ class LocalFile(Source):
         except OSError:
             same = False
         if not same:
-            raise CheckpointError(
-                describe(
-                    f"checkpoint file {self.name}",
-                    got="another file, or other contents, after loading than before",
-                    expected="files that stay as they are while they are read",
-                    fix="Wait until the checkpoint is complete, then load it again.",
-                )
+            raise self.fault(
+                "another file, or other contents, after loading than before",
+                "files that stay as they are while they are read",
+                "Wait until the checkpoint is complete, then load it again.",
             )
 
     def close(self) -> None:
         """Close the file descriptor and drop the maps; a map that parameters view stays as long as they do."""
-        for each in (self._map, self._own_map):
-            if each is not None:
-                each.close()
-        self._map = self._own_map = None
+        while self._maps:
+            self._maps.popitem()[1].close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -182,10 +158,3 @@ class LocalFile(Source):
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
     """Inode, size and time of the last change, which differ between files and between versions of one."""
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-@cache
-def node() -> str:
-    """A name that processes have in common if they share files and a page cache."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text() if boot.exists() else socket.gethostname()

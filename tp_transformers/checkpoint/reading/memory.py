@@ -109,7 +109,7 @@ class Staging:
     """A few host buffers that are used over and over: filled by threads, emptied by copies on a side stream.
 
     They are pinned where `device` is not a CPU, so that a copy runs while the next buffer is filled. Casts and
-    reordering happen on the device. Close it (or use it as a context manager) to wait for the copies.
+    reordering happen on the device. Close it to wait for the copies.
     """
 
     def __init__(self, device: torch.device, *, count: int, nbytes: int) -> None:
@@ -149,9 +149,3 @@ class Staging:
         done = self._module.Event()
         done.record(self._stream)
         done.synchronize()
-
-    def __enter__(self) -> Staging:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ...logs import get_logger
+from ...ranks.environment import node_name
 from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.layout import Range, union
+from ...slices.source import Source
 from ...text import size
 from .jobs import Request
-from .local_file import LocalFile, node
+from .local_file import LocalFile
 
 logger = get_logger(__name__)
 
@@ -27,7 +29,7 @@ _THREADS = 4
 
 
 def prefetch(
-    files: Sequence[LocalFile | None],
+    opened: Sequence[Source | None],
     requests: Sequence[Request],
     group: TensorParallelGroup,
     *,
@@ -35,21 +37,14 @@ def prefetch(
 ) -> int:
     """Read what `requests` need into the page cache, with the other ranks of this node; all ranks call it.
 
-    Args:
-        files: the files, in the same order on all ranks; None for one that this rank has not opened and needs not.
-        requests: the reads that this rank will make.
-        group: the ranks.
-        wanted: True even if the bytes seem to be there, None where some are not there; False leaves out what this rank
-            needs.
+    `opened` are the files in the same order on all ranks, None for one that this rank needs not. `wanted` is True even
+    if the bytes seem to be there, None where some are not there; False leaves out what this rank needs.
 
-    Returns:
-        Bytes that this rank brought in.
-
-    Raises:
-        CheckpointError: on all ranks, where one cannot read a file.
+    Returns the bytes that this rank brought in. Raises CheckpointError on all ranks where one cannot read a file.
     """
+    files = [source if isinstance(source, LocalFile) else None for source in opened]
     with group.agree():
-        here, spans = node(), _spans(files, () if wanted is False else requests)
+        here, spans = node_name(), _spans(files, () if wanted is False else requests)
         cold = wanted or not all(
             file is None or file.is_resident(held) for file, held in zip(files, spans, strict=True)
         )
@@ -88,16 +83,14 @@ def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> li
     for request in requests:
         for box, _ in request.tensor.boxes(request.destination):
             if isinstance(box.source, LocalFile):
-                spans[box.source].append((box.offset, box.stop))
+                spans[box.source].append((box.start, box.stop))
     return [union(spans[file]) if file is not None else [] for file in files]
 
 
 def _available_memory() -> float:
     """Bytes that can be had without swapping; infinite where the system does not say."""
     meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return float("inf")
-    for line in meminfo.read_text().splitlines():
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return float("inf")

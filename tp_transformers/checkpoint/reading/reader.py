@@ -20,7 +20,7 @@ from ...errors import CheckpointError
 from ...ranks.group import bind_thread
 from .costs import BLOCK_BYTES
 from .file_map import handle_signals, may_map, survive_truncation
-from .jobs import Context, Job, Piece, Request, Statistics, cut, order
+from .jobs import Context, Job, Request, Statistics, cut, order
 from .local_file import LocalFile
 from .memory import Staging
 
@@ -38,9 +38,9 @@ def read(
     Raises CheckpointError where a file is shorter than its header says, cannot be read, or changes meanwhile.
     """
     began = perf_counter()
-    statistics = Statistics(threads=threads)
+    statistics = Statistics()
     pieces = [piece for request in requests for piece in cut(request)]
-    pieces.sort(key=lambda piece: (piece.box.source.name, piece.box.offset))
+    pieces.sort(key=lambda piece: (piece.tensor.source.name, piece.tensor.start))
     with ExitStack() as stack:
         mapped = _mapped(pieces) if may_map() else []
         if mapped:
@@ -52,7 +52,8 @@ def read(
             # One buffer more than threads, so that a thread fills one while another is emptied.
             device = max((job.device for job in staged), key=lambda device: device.type != "cpu")
             nbytes = max(job.nbytes for job in staged)
-            staging = stack.enter_context(Staging(device, count=min(threads, len(staged)) + 1, nbytes=nbytes))
+            staging = Staging(device, count=min(threads, len(staged)) + 1, nbytes=nbytes)
+            stack.callback(staging.close)
             statistics.peak_buffer += staging.nbytes
         if any(job.method == "blocks" for job in jobs):
             statistics.peak_buffer += threads * BLOCK_BYTES
@@ -64,10 +65,10 @@ def read(
     return statistics
 
 
-def _mapped(pieces: Sequence[Piece]) -> list[LocalFile]:
+def _mapped(pieces: Sequence[Request]) -> list[LocalFile]:
     """The files with a piece that needs more than a read into place, mapped by this call."""
     found = []
-    for source, group in groupby(pieces, key=attrgetter("box.source")):
+    for source, group in groupby(pieces, key=attrgetter("tensor.source")):
         if isinstance(source, LocalFile) and not all(piece.is_direct for piece in group):
             with suppress(OSError, ValueError):  # no maps on this file system, or a file that shrank
                 source.map()

@@ -41,11 +41,6 @@ class LoadReport:
         """Bytes that this rank holds."""
         return self.shares[self.rank]
 
-    @property
-    def gigabytes_per_second(self) -> float:
-        """This rank's shard over the time that it took, in 10^9 bytes a second."""
-        return self.share / self.seconds / 1e9 if self.seconds else 0.0
-
     def __str__(self) -> str:
         shares = ", ".join(map(size, self.shares))
         ways = ", ".join(
@@ -53,19 +48,15 @@ class LoadReport:
             for way, (nbytes, _, seconds) in sorted(self.methods.items())
             if seconds
         )
+        speed = self.share / self.seconds / 1e9 if self.seconds else 0.0
         notes = [
-            f"rank {self.rank} of {len(self.shares)}: {size(self.share)} in {self.seconds:.2f} s "
-            f"({self.gigabytes_per_second:.1f} GB/s)",
+            f"rank {self.rank} of {len(self.shares)}: {size(self.share)} in {self.seconds:.2f} s ({speed:.1f} GB/s)",
             f"read {size(self.bytes_read)} in {self.reads} reads by {self.threads} threads" + f" ({ways})" * bool(ways),
             f"buffers {size(self.peak_buffer)}",
             f"shares {shares}",
         ]
-        if self.mapped:
-            notes.append(f"mapped {size(self.mapped)}")
-        if self.prefetched:
-            notes.append(f"prefetched {size(self.prefetched)}")
-        if self.sampled:
-            notes.append(f"sampled {size(self.sampled)}")
+        others = {"mapped": self.mapped, "prefetched": self.prefetched, "sampled": self.sampled}
+        notes += [f"{name} {size(nbytes)}" for name, nbytes in others.items() if nbytes]
         if self.fallbacks:
             notes.append(f"{len(self.fallbacks)} parameters converted whole ({self.fallbacks[0]}, ...)")
         return "; ".join(notes)

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from ...slices.layout import Piece
@@ -20,7 +25,8 @@ from ...strategies import ParamShard, local_tensor
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class LocalShard(Tensor):
@@ -137,10 +143,8 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     grouped differs with the number of ranks. The state of parameters that are plain tensors knows its place too.
     `load_optimizer_state_dict` gives it back.
     """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     params = dict(model.named_parameters(remove_duplicate=False))
-    state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=_options())}
+    state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=_FLAT)}
     for key, value in state.items():
         param = params.get(_name(key))
         if isinstance(value, Tensor) and param is not None:
@@ -150,20 +154,12 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Give `optimizer` back what `optimizer_state_dict` returned, as torch.distributed.checkpoint has filled it."""
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
     params = dict(model.named_parameters(remove_duplicate=False))
     values: dict[str, Any] = {
         key: laid_out(value.plain(), params[_name(key)]) if isinstance(value, LocalShard) else value
         for key, value in state.items()
     }
-    set_optimizer_state_dict(model, optimizer, values, options=_options())
-
-
-def _options() -> StateDictOptions:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    return StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
 
 
 def _name(key: str) -> str:

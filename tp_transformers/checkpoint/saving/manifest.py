@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ...slices.layout import Layout, Split
-from ..reading.header import DTYPE_NAMES
+from ..reading.header import DTYPE_NAMES, DTYPES
 from .writer import write_text
 
 VARIANT = "sharded"
@@ -43,7 +43,6 @@ RANK_FILE = re.compile(r"rank-\d{5}-of-\d{5}-[0-9a-f]{8}\.safetensors")
 """Names of rank files: no name of another form is opened or removed."""
 
 _VERSION = 1
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ORDINARY = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 _DISTRIBUTED_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -71,7 +70,6 @@ class WholeTensor:
     """Ranges that each rank holds; None for a replicated tensor."""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the tensor in the file of `rank`."""
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
 
@@ -100,12 +98,10 @@ class Manifest:
         ordinary = ordinary_weights(folder)
         if ordinary:
             raise CheckpointError(
-                describe(
-                    f"checkpoint {folder}",
-                    got=f"both {MANIFEST_NAME} and {ordinary[0]}",
-                    expected="either pre-sharded or ordinary weights",
-                    fix="Remove those that are not meant.",
-                )
+                f"checkpoint {folder}",
+                got=f"both {MANIFEST_NAME} and {ordinary[0]}",
+                expected="either pre-sharded or ordinary weights",
+                fix="Remove those that are not meant.",
             )
         return _Parser(path).manifest()
 
@@ -142,13 +138,11 @@ def refuse_without_plan(folder: Path) -> None:
     """Raise CheckpointError where `from_pretrained(folder)` without a plan could load nothing but pre-sharded files."""
     if (folder / MANIFEST_NAME).is_file() and not ordinary_weights(folder):
         raise CheckpointError(
-            describe(
-                f"checkpoint {folder}",
-                got="a pre-sharded checkpoint without tp_plan",
-                expected="tp_plan, on any number of ranks",
-                fix='Pass tp_plan="auto", or the plan of your own that it was cut with; save_pretrained of that model '
-                "writes an ordinary checkpoint.",
-            )
+            f"checkpoint {folder}",
+            got="a pre-sharded checkpoint without tp_plan",
+            expected="tp_plan, on any number of ranks",
+            fix='Pass tp_plan="auto", or the plan of your own that it was cut with; save_pretrained of that model '
+            "writes an ordinary checkpoint.",
         )
 
 
@@ -159,12 +153,10 @@ def refuse_distributed(folder: Path) -> None:
     """
     if folder.is_dir() and any(_DISTRIBUTED_FILE.fullmatch(path.name) for path in folder.iterdir()):
         raise CheckpointError(
-            describe(
-                f"checkpoint {folder}",
-                got="one that was saved with distributed_checkpoint=True",
-                expected="safetensors files of whole tensors, or a folder of save_sharded",
-                fix="Load it without tp_plan, and write it with save_pretrained(new_folder), once.",
-            )
+            f"checkpoint {folder}",
+            got="one that was saved with distributed_checkpoint=True",
+            expected="safetensors files of whole tensors, or a folder of save_sharded",
+            fix="Load it without tp_plan, and write it with save_pretrained(new_folder), once.",
         )
 
 
@@ -183,7 +175,6 @@ class _Parser:
             raise self.fault(f"version {self.content['version']}", f"version {_VERSION}, which this release reads")
 
     def manifest(self) -> Manifest:
-        """All of it."""
         files = tuple(self.file(file) for file in self.entry("files", list))
         names = sorted(file.name for file in files)
         if not names or len(set(names)) != len(names):
@@ -204,7 +195,6 @@ class _Parser:
         )
 
     def entry(self, key: str, kind: type) -> Any:
-        """One entry, of a JSON type."""
         value = self.content.get(key)
         if not isinstance(value, kind):
             raise self.fault(f"{value!r} for {key}", f"a {kind.__name__}")
@@ -240,8 +230,8 @@ class _Parser:
     def tensor(self, name: str, entry: Any, layouts: Sequence[Layout]) -> WholeTensor:
         """One entry of `tensors`, whose layout is one of its shape."""
         dtype, shape, index = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise self.fault(f"dtype {dtype!r} for {name}", f"one of {', '.join(_DTYPES)}")
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise self.fault(f"dtype {dtype!r} for {name}", f"one of {', '.join(DTYPES)}")
         if not isinstance(shape, list) or not all(map(_is_count, shape)):
             raise self.fault(f"shape {shape!r} for {name}", "a list of lengths")
         if index is not None and not (_is_count(index) and index < len(layouts)):
@@ -249,13 +239,12 @@ class _Parser:
         layout = None if index is None else layouts[index]
         if layout is not None and (layout.dim >= len(shape) or layout.split.length != shape[layout.dim]):
             raise self.fault(f"layout {index} for {name} of shape {shape}", "a cut of one of its dims")
-        return WholeTensor(_DTYPES[dtype], tuple(shape), layout)
+        return WholeTensor(DTYPES[dtype], tuple(shape), layout)
 
     def fault(self, got: Any, expected: str) -> CheckpointError:
-        """The error to raise."""
         got = str(got)[:300]
         fix = "The manifest is damaged or not one of ours; save the model again."
-        return CheckpointError(describe(f"checkpoint file {self.path}", got=got, expected=expected, fix=fix))
+        return CheckpointError(f"checkpoint file {self.path}", got=got, expected=expected, fix=fix)
 
 
 def _is_count(value: Any) -> bool:

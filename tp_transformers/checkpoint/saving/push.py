@@ -31,15 +31,7 @@ def push(
 ) -> Any:
     """Upload the files that `save` writes into a folder, from rank 0; every rank has to call it.
 
-    Args:
-        group: the ranks, all of which call `save`.
-        save: writes the files of rank 0 into a folder.
-        repo_id: where to.
-        tags: for the model card.
-        **options: of transformers' `push_to_hub`.
-
-    Returns:
-        The result of transformers' `push_to_hub` on rank 0; None on the others.
+    `tags` are for the model card, other `options` for transformers' `push_to_hub`, whose result rank 0 returns.
     """
     with tempfile.TemporaryDirectory() as folder:
         save(folder)
@@ -71,10 +63,8 @@ def save_and_push(
 def _upload(
     group: TensorParallelGroup, files: Iterable[Path], repo_id: str, *, tags: Iterable[str], **options: Any
 ) -> Any:
-    def upload() -> Any:
-        return _Saved(files).push_to_hub(repo_id, tags=sorted(set(tags)) or None, **options)
-
-    return group.together(lambda: upload() if group.writes else None)
+    card = {"tags": sorted(set(tags)) or None}
+    return group.together(lambda: _Saved(files).push_to_hub(repo_id, **card, **options) if group.writes else None)
 
 
 def _times(folder: Path) -> dict[Path, int]:

@@ -1,9 +1,8 @@
 """Shards -> a standard checkpoint, written by rank 0 one tensor after the other.
 
-The files are written in a stream rather than collected first: rank 0 gathers the few whole tensors of one module on its
-CPU, and no GPU holds more than its shards and a box of them on its way. Names and tensors are those of transformers'
-own `save_pretrained`, and so are the file cuts, unless the checkpoint is converted (transformers then counts the sizes
-of shared storages).
+Rank 0 gathers the few whole tensors of one module on its CPU, and no GPU holds more than its shards and a box of them
+on its way. Names and tensors are those of transformers' own `save_pretrained`, and so are the file cuts, unless the
+checkpoint is converted (transformers then counts the sizes of shared storages).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+Revert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
 
 def save_pretrained(
     model: PreTrainedModel,
@@ -50,17 +51,8 @@ def save_pretrained(
 ) -> None:
     """Write config, generation config and weights of a tensor-parallel model from rank 0; all ranks have to call it.
 
-    Args:
-        model: a model loaded with `tp_plan`.
-        save_directory: a folder, made if needed.
-        is_main_process: False on rank 0 writes nothing; the others never write.
-        max_shard_size: the largest weight file, in bytes or such as "5GB".
-        variant: put into the file names, as in `model.fp16.safetensors`.
-        save_original_format: True if weights are renamed and split back to the form that they were loaded from.
-        **unsupported: other arguments of transformers' `save_pretrained`.
-
-    Raises:
-        UnsupportedError: on an argument that is not one of these.
+    The arguments are those of transformers' `save_pretrained`, but `is_main_process` counts on rank 0 alone; the others
+    never write. Raises UnsupportedError on any other argument that is set.
     """
     unsupported.pop("safe_serialization", None)  # there is no other kind
     if unsupported.get("distributed_checkpoint"):
@@ -81,7 +73,9 @@ def save_pretrained(
     tensors = saved_state(model)
     meta = {name: whole_like(tensor) for name, tensor in tensors.items()}
     whole_model = WholeModel(model, {name: tensor.shape for name, tensor in meta.items()})
-    state = _reverted(whole_model, meta, save_original_format)
+    # To the names and pieces of the checkpoint that the model was loaded from.
+    revert: Revert = partial(revert_weight_conversion, cast(Any, whole_model)) if save_original_format else dict
+    state = revert(meta)
     weights_name = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace(".", f".{variant}.")
     cut = split_torch_state_dict_into_shards(
         state,
@@ -101,7 +95,7 @@ def save_pretrained(
 
         # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
         def write(values: dict[str, Tensor]) -> None:
-            for target, value in _reverted(whole_model, values, save_original_format).items():
+            for target, value in revert(values).items():
                 writers[cut.tensor_to_filename[target]].write(target, value)
 
         def finish() -> None:
@@ -113,7 +107,7 @@ def save_pretrained(
                 name = SAFE_WEIGHTS_INDEX_NAME if variant is None else f"model.safetensors.index.{variant}.json"
                 write_text(folder / name, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-        for names in _convertible_groups(whole_model, meta, state, save_original_format):
+        for names in _convertible_groups(revert, meta, state, group):
             gathered = {name: gather(tensors[name], group) for name in names}
             group.together(partial(write, {n: value for n, value in gathered.items() if value is not None and writes}))
             del gathered
@@ -144,25 +138,18 @@ def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
     return tensor.detach().cpu() if group.rank == 0 else None
 
 
-def _reverted(model: WholeModel, state: dict[str, Tensor], save_original_format: bool) -> dict[str, Tensor]:
-    """The state in the names and pieces of the checkpoint that the model was loaded from."""
-    if not save_original_format:
-        return state
-    return dict(revert_weight_conversion(cast(Any, model), state))
-
-
 def _convertible_groups(
-    model: WholeModel, meta: Mapping[str, Tensor], state: Mapping[str, Tensor], save_original_format: bool
+    revert: Revert, meta: Mapping[str, Tensor], state: Mapping[str, Tensor], group: TensorParallelGroup
 ) -> list[list[str]]:
     """Cut the names into groups that can be reverted by themselves: one a module, else all together."""
     groups: dict[str, list[str]] = {}
     for name in meta:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
-    alone = [_reverted(model, {name: meta[name] for name in names}, save_original_format) for names in groups.values()]
+    alone = [revert({name: meta[name] for name in names}) for names in groups.values()]
     shapes = {name: tensor.shape for part in alone for name, tensor in part.items()}
     if shapes == {name: tensor.shape for name, tensor in state.items()}:
         return list(groups.values())
-    if model.tp_group.rank == 0:
+    if group.rank == 0:
         logger.warning("the weights are converted all together; rank 0 holds the whole model while it saves")
     return [list(meta)]
 

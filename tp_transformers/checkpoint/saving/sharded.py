@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import CheckpointError, UnsupportedError, describe
+from ...errors import CheckpointError, UnsupportedError
 from ...marks import untyped
+from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ...strategies import layout_of, local_tensor, whole_like
 from ..conversion.convert import identity
-from .first_copy import by_first_copy
 from .manifest import RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
 from .save import saved_state, write_configs
 from .sharded_checkpoint import ShardedCheckpoint
-from .writer import SummedWriter, make_folder, put_in_place
+from .writer import SummedWriter, make_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from ...ranks.group import TensorParallelGroup
 
 
 def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
@@ -48,32 +47,57 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
     group: TensorParallelGroup | None = getattr(model, "tp_group", None)
     if group is None:
         raise UnsupportedError(
-            describe(
-                "save_sharded",
-                got=f"a {type(model).__name__} that was loaded without tp_plan",
-                expected="a tensor-parallel model",
-                fix='Load it with tp_plan="auto", also on one rank; or call model.save_pretrained(folder).',
-            )
+            "save_sharded",
+            got=f"a {type(model).__name__} that was loaded without tp_plan",
+            expected="a tensor-parallel model",
+            fix='Load it with tp_plan="auto", also on one rank; or call model.save_pretrained(folder).',
         )
     if any(getattr(getattr(param, "tp_shard", None), "data_parallel", None) for param in model.parameters()):
         raise UnsupportedError(
             "save_sharded does not write what FSDP has cut once more. Call model.save_pretrained(folder) on all ranks."
         )
-    by_first_copy(group, partial(_save, model, Path(folder), group))
+    _by_first_copy(group, partial(_save, model, Path(folder), group))
+
+
+def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
+    """Run `save` on the ranks of the first copy; all ranks of all copies have to call it, and return once it is done.
+
+    Raises on every rank the error of the first copy, whose ranks agree on it by themselves.
+    """
+    if group.mesh is None or group.mesh.size() == group.size:
+        save()
+        return
+    failure: Exception | None = None
+    if group.is_first_replica:
+        try:
+            save()
+        except Exception as error:
+            failure = error
+    report = reported(failure)
+    # The report spreads along one axis of the mesh after the other, so no further process group is needed.
+    for axis in group.mesh.mesh_dim_names or ():
+        if axis != TP_AXIS:
+            mesh = DeviceMesh.from_group(group.mesh.get_group(axis), group.device.type)
+            copies = TensorParallelGroup(mesh, mesh.get_local_rank(), mesh.size(), group.device)
+            report = next(filter(None, copies.gather(report)), None)
+    if failure is not None:
+        raise failure
+    if report is not None:
+        kind, text = report
+        raise agreed(kind(text))
 
 
 def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
     """Write the files of one copy, then the manifest."""
     state, save = saved_state(model), group.gather(secrets.token_hex(4))[0]
-    path, temporary = rank_paths(folder, save, group.rank, group.size)
+    path = rank_path(folder, save, group.rank, group.size)
 
     def write() -> RankFile:
         make_folder(folder)
         refuse_ordinary_weights(folder)
         local = {name: local_tensor(tensor) for name, tensor in state.items()}
-        with closing(open_writer(temporary, local, save=save, rank=group.rank)) as writer:
+        with closing(open_writer(path, local, save=save, rank=group.rank)) as writer:
             writer.write_all(local)
-        put_in_place(temporary, path)
         return RankFile(path.name, writer.size, f"{writer.crc32:08x}")
 
     def check() -> Manifest:
@@ -87,9 +111,8 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
         # 2. Rank 0 looks at all of them as a load would.
         manifest = group.together(lambda: check() if group.rank == 0 else None)
     except BaseException:
-        for left in (temporary, path):
-            with suppress(OSError):
-                left.unlink()
+        with suppress(OSError):
+            path.unlink()
         raise
     # 3. From here on the folder is this save.
     with group.agree():
@@ -97,10 +120,8 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
             complete_save(manifest)
 
 
-def rank_paths(folder: Path, save: str, rank: int, size: int) -> tuple[Path, Path]:
-    """(name of a rank's file, its name until it is complete)."""
-    path = folder / f"rank-{rank:05}-of-{size:05}-{save}.safetensors"
-    return path, path.with_suffix(".safetensors.tmp")
+def rank_path(folder: Path, save: str, rank: int, size: int) -> Path:
+    return folder / f"rank-{rank:05}-of-{size:05}-{save}.safetensors"
 
 
 def open_writer(path: Path, local: Mapping[str, torch.Tensor], *, save: str, rank: int) -> SummedWriter:
@@ -110,22 +131,8 @@ def open_writer(path: Path, local: Mapping[str, torch.Tensor], *, save: str, ran
 
 def check_save(model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile]) -> Manifest:
     """The manifest of files that are all written, which are looked at as a load would. Raises CheckpointError."""
-    manifest = _describe(model, folder, save, files)
-    with ShardedCheckpoint(manifest, rank=0) as written:
-        for rank in range(len(files)):
-            written.shards(rank)
-    return manifest
-
-
-def complete_save(manifest: Manifest) -> None:
-    """Put the manifest in place, and remove what it is in place of."""
-    manifest.write()
-    _remove_others(manifest.folder, keep={file.name for file in manifest.files})
-
-
-def _describe(model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile]) -> Manifest:
     whole = {name: (whole_like(tensor), layout_of(tensor)) for name, tensor in saved_state(model).items()}
-    return Manifest(
+    manifest = Manifest(
         folder,
         save,
         tuple(files),
@@ -135,6 +142,20 @@ def _describe(model: PreTrainedModel, folder: Path, save: str, files: Sequence[R
         untyped(model).tp_source,
         model.tp_plan or {},
     )
+    with closing(ShardedCheckpoint(manifest, rank=0)) as written:
+        for rank in range(len(files)):
+            written.shards(rank)
+    return manifest
+
+
+def complete_save(manifest: Manifest) -> None:
+    """Put the manifest in place, and remove the rank files of earlier saves, also of those that were broken off."""
+    manifest.write()
+    keep = {file.name for file in manifest.files}
+    for path in manifest.folder.iterdir():
+        name = path.name.removesuffix(".partial").removesuffix(".tmp")  # .tmp: of earlier releases
+        if RANK_FILE.fullmatch(name) and path.name not in keep:
+            path.unlink(missing_ok=True)
 
 
 def refuse_ordinary_weights(folder: Path) -> None:
@@ -142,17 +163,8 @@ def refuse_ordinary_weights(folder: Path) -> None:
     found = ordinary_weights(folder)
     if found:
         raise CheckpointError(
-            describe(
-                f"save_sharded to {folder}",
-                got=f"a folder that holds {found[0]}",
-                expected="a folder without other weights",
-                fix="Choose another folder; one inside this one will do.",
-            )
+            f"save_sharded to {folder}",
+            got=f"a folder that holds {found[0]}",
+            expected="a folder without other weights",
+            fix="Choose another folder; one inside this one will do.",
         )
-
-
-def _remove_others(folder: Path, *, keep: set[str]) -> None:
-    """Remove the rank files of earlier saves, also of those that were broken off."""
-    for path in folder.iterdir():
-        if RANK_FILE.fullmatch(path.name.removesuffix(".tmp")) and path.name not in keep:
-            path.unlink(missing_ok=True)

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from ...errors import CheckpointError, describe, list_faults
+from ...errors import CheckpointError, list_faults
 from ...slices.composed import Expression, concat
 from ...slices.layout import Layout, Piece, Range
 from ...slices.lazy import LazyTensor, Leaf
+from ...slices.source import Source
 from ...slices.stored import Stored
 from ..reading.header import Checkpoint, read_header
 from ..reading.local_file import LocalFile
-from ..reading.source import Source
 from .manifest import MANIFEST_NAME, Manifest, RankFile, WholeTensor
 
 _CHUNK = 16 << 20
@@ -39,12 +39,10 @@ def verify_sharded(folder: str | os.PathLike[str]) -> None:
     manifest = Manifest.find(Path(folder))
     if manifest is None:
         raise CheckpointError(
-            describe(
-                f"checkpoint {folder}",
-                got=f"no {MANIFEST_NAME}",
-                expected="the folder of a save_sharded that was completed",
-                fix="Save the model again.",
-            )
+            f"checkpoint {folder}",
+            got=f"no {MANIFEST_NAME}",
+            expected="the folder of a save_sharded that was completed",
+            fix="Save the model again.",
         )
     with ThreadPoolExecutor(min(len(manifest.files), os.cpu_count() or 1)) as pool:
         faults = [fault for fault in pool.map(lambda file: _fault(manifest.folder, file), manifest.files) if fault]
@@ -70,9 +68,6 @@ class ShardedCheckpoint(Checkpoint):
             if tensor.layout is not None and tensor.layout not in covers:
                 covers[tensor.layout] = tensor.layout.split.cover(rank)
             self.tensors[name] = _Whole(self, name, tensor, covers[tensor.layout], home=rank % len(manifest.files))
-
-    def __enter__(self) -> ShardedCheckpoint:
-        return self
 
     def shards(self, rank: int) -> dict[str, Stored]:
         """Tensors in the file of `rank`.
@@ -123,7 +118,6 @@ class _Whole(Expression):
         return concat(parts, dim) if parts else self._shard(self.home).select(dim, [])
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """Every piece fills its own range of the cut dim."""
         yield from self._all().pieces(destination)
 
     def _all(self) -> LazyTensor:
@@ -173,4 +167,4 @@ def _fault(folder: Path, file: RankFile) -> str | None:
 
 def _other(path: str | Path, *, got: str, expected: str) -> CheckpointError:
     fix = "The folder was copied in part or changed; copy it again as a whole, or save the model again."
-    return CheckpointError(describe(f"checkpoint file {path}", got=got, expected=expected, fix=fix))
+    return CheckpointError(f"checkpoint file {path}", got=got, expected=expected, fix=fix)

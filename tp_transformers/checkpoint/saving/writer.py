@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from ...errors import CheckpointError, describe
+from ...errors import CheckpointError
 from ...slices.stored import byte_view
 from ..reading.header import DTYPE_NAMES
 
@@ -25,7 +25,7 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         got = "a file of that name" if isinstance(error, FileExistsError) else (error.strerror or str(error)).lower()
         raise CheckpointError(
-            describe(f"folder {folder}", got=got, expected="a folder, or room for one", fix="Choose another.")
+            f"folder {folder}", got=got, expected="a folder, or room for one", fix="Choose another."
         ) from error
 
 
@@ -96,7 +96,6 @@ class Writer:
             raise
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write one tensor to its place."""
         position, expected = self.pending.pop(name)
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):
             raise RuntimeError(f"{name} became {value.dtype} {tuple(value.shape)}, not {tuple(expected.shape)}")

@@ -98,7 +98,7 @@ def survey(
                 from_pretrained_with(_stop, model_class(config), name if has_weights else None, **kwargs)
         except _FoundError as found:
             model, plan, request = found.args
-        policy = dtype_policy(request.dtype_plan)
+        policy = dtype_policy(request.config.dtype_plan)
         stock, filled = _take_stock(model, request) if has_weights else (None, set(model.state_dict()))
         return Survey(name, model, plan, {name: kept for name in filled if (kept := policy(name))}, stock)
     except TensorParallelError:

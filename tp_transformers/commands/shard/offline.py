@@ -31,8 +31,8 @@ from ...checkpoint.reading.reader import read
 from ...checkpoint.reading.report import LoadReport
 from ...checkpoint.saving.manifest import Manifest, RankFile
 from ...checkpoint.saving.save import write_configs
-from ...checkpoint.saving.sharded import check_save, complete_save, open_writer, rank_paths, refuse_ordinary_weights
-from ...checkpoint.saving.writer import make_folder, put_in_place
+from ...checkpoint.saving.sharded import check_save, complete_save, open_writer, rank_path, refuse_ordinary_weights
+from ...checkpoint.saving.writer import make_folder
 from ...errors import CheckpointError, TensorParallelError, UsageError, describe, list_faults
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
@@ -123,7 +123,7 @@ class _Work:
     def __init__(self, folder: Path, size: int, show_progress: bool) -> None:
         self.folder, self.size, self.show_progress = folder, size, show_progress
         self.save = secrets.token_hex(4)
-        self.paths = [rank_paths(folder, self.save, rank, size) for rank in range(size)]
+        self.paths = [rank_path(folder, self.save, rank, size) for rank in range(size)]
         self.files: list[RankFile] = []
         self.one = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
 
@@ -131,9 +131,9 @@ class _Work:
         """Cut and write all parameters; those of the model stay on the meta device."""
         began = perf_counter()
         absent = AbsentRanks(None, 0, self.size, self.one.device)
-        resolution = parallelize(model, plan, absent, allow_replicated=request.allow_replicated)
+        resolution = parallelize(model, plan, absent, allow_replicated=bool(request.options.allow_replicated))
         whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-        dtype_of = dtype_policy(request.dtype_plan)
+        dtype_of = dtype_policy(request.config.dtype_plan)
         dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in whole.items()}
         with open_checkpoint(request, rank=0) as checkpoint:
             # 1. Every parameter: its expression, layout and dtype.
@@ -150,7 +150,7 @@ class _Work:
                 make_folder(self.folder)
                 writers = [
                     stack.enter_context(closing(open_writer(path, _shards(kept, rank), save=self.save, rank=rank)))
-                    for rank, (_, path) in enumerate(self.paths)
+                    for rank, path in enumerate(self.paths)
                 ]
                 total = sum(writer.size for writer in writers)
                 hidden = not self.show_progress
@@ -166,8 +166,7 @@ class _Work:
                 for writer in writers:
                     writer.finish()
             reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
-        for (path, temporary), writer in zip(self.paths, writers, strict=True):
-            put_in_place(temporary, path)
+        for path, writer in zip(self.paths, writers, strict=True):
             self.files.append(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
         for name, tensor in _shards(values, 0).items():
             place(model, name, tensor)
@@ -179,7 +178,7 @@ class _Work:
         return resolution, LoadResult(missing, conversion.unexpected, mismatched, report)
 
     def remove(self) -> None:
-        for path in (path for paths in self.paths for path in paths):
+        for path in self.paths:
             with suppress(OSError):
                 path.unlink()
 

@@ -202,7 +202,7 @@ class Differences:
         for split in {*self._splits(), even(length, self.size)}:  # the last of a sequence
             if length and length % split.length == 0:
                 scaled = split.scaled(length // split.length)
-                if scaled.local_length(rank) == output.shape[dims[0]]:
+                if scaled.widths[rank] == output.shape[dims[0]]:
                     errors.append(relative(output, _taken(whole, Layout(dims[0], scaled), rank)))
         return min(errors, default=0.0)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from threading import Lock
-from types import TracebackType
+
+from ..errors import CheckpointError
 
 
-class Source(ABC):
+class Source(AbstractContextManager["Source"]):
     """A file of known size that several threads may read from any offset. Use as a context manager, or `close()` it."""
 
     name: str
@@ -28,7 +30,6 @@ class Source(ABC):
         """Read calls issued so far, and copies from the memory map."""
 
     def count(self, nbytes: int) -> None:
-        """Count one read of `nbytes`."""
         with self._lock:
             self.reads += 1
             self.bytes_read += nbytes
@@ -40,17 +41,22 @@ class Source(ABC):
         Raises CheckpointError where the file ends before that or cannot be read.
         """
 
-    def check_unchanged(self) -> None:  # noqa: B027 - a source may check it in every read
+    def read_bytes(self, offset: int, length: int) -> bytes:
+        """The bytes [offset, offset + length). Raises CheckpointError as `read` does."""
+        buffer = bytearray(length)
+        self.read(offset, [memoryview(buffer)])
+        return bytes(buffer)
+
+    def check_unchanged(self) -> None:
         """Raise CheckpointError where the file is not the one that was opened, or was written to since."""
+
+    def fault(self, got: str, expected: str, fix: str) -> CheckpointError:
+        """The error to raise for something wrong with the file."""
+        return CheckpointError(f"checkpoint file {self.name}", got=got, expected=expected, fix=fix)
 
     @abstractmethod
     def close(self) -> None:
         """Release the file; a second call does nothing."""
 
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
