@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
 from tests.support.models import MASK, PROMPTS, relative
+from tp_transformers.ranks.mesh import join
+from tp_transformers.slices.layout import Layout, heads, packed
+from tp_transformers.strategies import ParamShard, take
 
 pytestmark = pytest.mark.distributed
 
@@ -142,3 +145,41 @@ def test_a_load_after_one_that_failed_on_one_rank(pool: Any, cases: Any) -> None
     for said in pool.run(3, fail_then_load, cases(8, 2).folder, timeout=120):
         assert said[0] != "loaded"
         assert said[1] == "loaded"
+
+
+def run_shared_heads() -> list[float]:
+    """A packed query-key-value weight whose KV heads are replicated: every rank ends with the whole gradient."""
+    group = join()
+    query, kv = heads(8, 2, group.size)
+    layout = Layout(0, packed([query, kv, kv]))
+    weight = torch.arange(12.0, dtype=torch.float64).reshape(12, 1)
+    shard = ParamShard(weight.shape, layout, group)
+    local = shard.wrap(take(weight, layout, group.rank).clone(), requires_grad=True)
+    # Every rank adds its rank + 1 to the gradient of all that it holds.
+    (shard.view(local) * (group.rank + 1)).sum().backward()
+    return tp_transformers.full_tensor(local, local.grad).flatten().tolist()
+
+
+def test_gradients_of_shared_indices_are_summed_over_their_holders(pool: Any) -> None:
+    # 4 ranks: KV head 0 on ranks 0 and 1 (1 + 2), KV head 1 on ranks 2 and 3 (3 + 4).
+    expected = [1.0, 1, 2, 2, 3, 3, 4, 4, 3, 7, 3, 7]
+    for result in pool.run(4, run_shared_heads):
+        assert result == expected
+
+
+def run_groups_of_different_ranks() -> list[list[float]]:
+    """KV heads that only some ranks share, then one that all of them do, then the first again."""
+    group = join()
+    results = []
+    for kv in (2, 1, 2):
+        shard = ParamShard(torch.Size([kv]), Layout(0, heads(8, kv, group.size)[1]), group)
+        local = shard.wrap(torch.ones(1), requires_grad=True)
+        (shard.view(local) * (group.rank + 1)).sum().backward()
+        results.append(tp_transformers.full_tensor(local, local.grad).tolist())
+    return results
+
+
+def test_heads_may_be_shared_by_some_ranks_and_then_by_others(pool: Any) -> None:
+    # 3 ranks: KV head 0 of 2 on ranks 0 and 1 (1 + 2), KV head 1 on rank 2 (3); that of 1 on all (1 + 2 + 3).
+    for results in pool.run(3, run_groups_of_different_ranks, timeout=60):
+        assert results == [[3, 3], [6], [3, 3]]
