@@ -12,6 +12,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
+import tp_transformers
 from tests.support.configs import (
     GRID,
     IMAGE_TOKEN,
@@ -32,13 +33,17 @@ from tests.support.configs import (
     tower,
     tower_2_5,
 )
-from tests.support.models import HEAD_DIM, MASK, PROMPTS, Case, save_as_loaded
+from tests.support.models import HEAD_DIM, MASK, PROMPTS, Case, relative, save_as_loaded
 
 Variant = tuple[int, int]
 """(query heads, KV heads)."""
 
 GROUPED: tuple[Variant, ...] = ((8, 4), (8, 2), (8, 1), (6, 3), (9, 3))
 MULTI_HEAD: tuple[Variant, ...] = ((8, 8), (6, 6), (9, 9))
+
+# fp32 sums in another order.
+LOGITS_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,20 @@ def observe(model: Any) -> dict[str, Any]:
         "grads": grads,
         "cache": (lengths, cache_bytes(made.past_key_values)),
     }
+
+
+def gradient_errors(model: Any, seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative differences; of gradients that are noise around zero (key biases without rotation), how large they are.
+
+    Both in units of what they are compared with: the parameter's largest gradient, or the model's.
+    """
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    errors = {}
+    for name, grad in seen.items():
+        whole = tp_transformers.full_tensor(model.get_parameter(name), grad)
+        is_zero = expected[name].abs().max().item() < 1e-6 * largest
+        errors[name] = whole.abs().max().item() / largest if is_zero else relative(whole, expected[name])
+    return errors
 
 
 def cache_bytes(cache: Any) -> int:

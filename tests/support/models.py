@@ -109,8 +109,7 @@ def make_case(folder: Path, heads: int, kv_heads: int, *, max_shard_size: str = 
 
 def observe(model: Any) -> dict[str, Any]:
     """What a model does, in numbers: logits and greedy tokens of a left-padded batch, loss and every gradient."""
-    with torch.no_grad():
-        logits = model(PROMPTS, attention_mask=MASK).logits
+    logits = logits_of(model)
     tokens = model.generate(PROMPTS, attention_mask=MASK, max_new_tokens=8, do_sample=False)
     model.zero_grad()
     loss = model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss

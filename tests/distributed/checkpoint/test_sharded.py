@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import tp_transformers
 from tests.distributed.strategies.test_expert_parallelism import PLANS
 from tests.support.architectures import ARCHITECTURES
-from tests.support.models import assert_same_files, bytes_read, held, llama_config
+from tests.support.models import assert_same_files, bytes_read, held, llama_config, load, save_as_loaded
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers import save_sharded, verify_sharded
@@ -28,11 +28,6 @@ from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
 from tp_transformers.checkpoint.saving.writer import SummedWriter
 
 pytestmark = pytest.mark.distributed
-
-
-def load(folder: Any, **arguments: Any) -> Any:
-    with tp_transformers.enable():
-        return AutoModelForCausalLM.from_pretrained(folder, **{"tp_plan": "auto", **arguments})
 
 
 def save(folder: str, target: str, plan: str = "auto") -> None:
@@ -59,9 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
         if name not in made:
             folder = tmp_path_factory.mktemp("model")
             torch.manual_seed(0)
-            model = MODELS[name]()
-            model.save_pretrained(folder / "first")
-            type(model).from_pretrained(folder / "first").save_pretrained(folder / "checkpoint")
+            save_as_loaded(MODELS[name](), folder)
             made[name] = str(folder / "checkpoint")
         return made[name]
 

@@ -159,8 +159,7 @@ def ways_in(folder: str, reference: str, plan_file: str) -> dict[str, float]:
     errors["loading info"] = logits_error(model, reference)
     # Trained and inferred in any class: the state dict given by the caller.
     whole_state = whole.state_dict()
-    with tp_transformers.enable():
-        model = LlamaForCausalLM.from_pretrained(None, config=whole.config, state_dict=whole_state, tp_plan="auto")
+    model = load(None, LlamaForCausalLM, config=whole.config, state_dict=whole_state)
     errors["state_dict"] = logits_error(model, reference)
     return errors
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import tp_transformers
-from tests.support.models import MASK, PROMPTS, relative
+from tests.support.models import MASK, PROMPTS, load, relative
 from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import Layout, heads, packed
 from tp_transformers.strategies import ParamShard, take
@@ -21,11 +21,6 @@ from tp_transformers.strategies import ParamShard, take
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-6  # sums in another order, in fp64
-
-
-def load(folder: str) -> Any:
-    with tp_transformers.enable():
-        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float64)
 
 
 def backward(model: Any, length: int = PROMPTS.shape[1]) -> None:
@@ -57,11 +52,11 @@ def gradients(folder: str) -> dict[str, float]:
         for model in (ours, theirs):
             model.zero_grad()
 
-    ours, theirs = load(folder), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    ours, theirs = load(folder, dtype=torch.float64), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     hold("plain", ours, theirs)
     hold("another length", ours, theirs, 5)
     hold("a copy", copy.deepcopy(ours), theirs)
-    hold("a second load", load(folder), theirs)
+    hold("a second load", load(folder, dtype=torch.float64), theirs)
     for model in (ours, theirs):
         model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
         model.model.layers[1].self_attn.v_proj.weight.requires_grad_(False)
@@ -76,7 +71,7 @@ def gradients(folder: str) -> dict[str, float]:
     found["clipped"] = max(errors(ours, theirs).values())
     config = LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     adapted = []
-    for model in (load(folder), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)):
+    for model in (load(folder, dtype=torch.float64), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)):
         torch.manual_seed(5)
         adapted.append(get_peft_model(model, copy.deepcopy(config)))
     weights = {name: param for name, param in adapted[1].named_parameters() if "lora_" in name}
@@ -100,7 +95,7 @@ def load_beside_own_groups(folder: str) -> float:
     if dist.get_rank() == 1:
         dist.new_group([1], use_local_synchronization=True)
         dist.new_group([1], use_local_synchronization=True)
-    ours, theirs = load(folder), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    ours, theirs = load(folder, dtype=torch.float64), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for model in (ours, theirs):
         backward(model)
     return max(errors(ours, theirs).values())
@@ -117,8 +112,7 @@ def load_on_part_of_the_world(folder: str) -> None:
     part = dist.device_mesh.DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("tp",))
     if dist.get_rank() < 3:
         known = len(dist.distributed_c10d._world.pg_map)
-        with tp_transformers.enable():
-            AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=part)
+        load(folder, device_mesh=part)
         assert len(dist.distributed_c10d._world.pg_map) == known
     assert mesh.size() == 4
     dist.barrier()
@@ -133,7 +127,7 @@ def fail_then_load(folder: str) -> list[str]:
     said = []
     for source in (f"{folder}-nowhere" if os.environ["RANK"] == "1" else folder, folder):
         try:
-            model = load(source)
+            model = load(source, dtype=torch.float64)
             backward(model)
             said.append("loaded")
         except tp_transformers.TensorParallelError as error:

@@ -54,9 +54,8 @@ def dropped(name: str, folder: str) -> list[dict[str, Any]]:
     for checkpoints in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         import transformers
 
-        with tp_transformers.enable():
-            auto = getattr(transformers, architectures.ARCHITECTURES[name].model)
-            model = auto.from_pretrained(folder, tp_plan="auto", **DROPOUT[name]).train()
+        auto = getattr(transformers, architectures.ARCHITECTURES[name].model)
+        model = load(folder, auto, **DROPOUT[name]).train()
         adapters = []
         if name == "llama":
             attention = model.model.layers[0].self_attn
