@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.models import bytes_read, load
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import Pool
 from tp_transformers.checkpoint.hub import fetch_plan as shares
 from tp_transformers.checkpoint.hub import tries as http
 
@@ -70,10 +69,5 @@ def stream_on_rank(args: tuple[Any, ...], arguments: dict[str, Any]) -> dict[str
 
 
 def fail(pool: Pool, size: int, *args: Any, **arguments: Any) -> str:
-    """The error that all ranks raise."""
-    with pytest.raises(WorkerError) as caught:
-        run(pool, size, *args, **arguments)
-    assert len(caught.value.errors) == size, caught.value
-    errors = {error.partition("rank ")[0] + error.rpartition("rank ")[2][3:] for error in caught.value.errors.values()}
-    assert len(set(caught.value.errors.values())) == 1, errors
-    return next(iter(caught.value.errors.values()))
+    """The error of `stream` that all ranks raise."""
+    return pool.error(size, stream_on_rank, args, arguments, timeout=90)

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaForCausalLM
 
 from tests.support.models import PROMPTS, VOCAB, edited, load
-from tests.support.pool import WorkerError
 
 pytestmark = pytest.mark.distributed
 
@@ -35,11 +34,7 @@ def test_bad_meshes_and_sizes(pool: Any, cases: Any) -> None:
         (4, bad_mesh, "MeshError: device_mesh: got 2 axes named ('dp', 'pp')"),
         (2, bad_size, "MeshError: tp_size: got 3, expected 2"),
     ):
-        with pytest.raises(WorkerError) as caught:
-            pool.run(size, function, folder)
-        assert len(caught.value.errors) == size
-        (error,) = set(caught.value.errors.values())
-        assert error.startswith(says)
+        assert pool.error(size, function, folder).startswith(says)
 
 
 def damage_missing(folder: Path) -> None:
@@ -115,12 +110,7 @@ def test_damaged_checkpoints(pool: Any, cases: Any, tmp_path: Path, damage: Any,
     folder = tmp_path / "checkpoint"
     shutil.copytree(cases(8, 4).folder, folder)
     damage(folder)
-    with pytest.raises(WorkerError) as caught:
-        pool.run(2, load, str(folder))
-    errors = set(caught.value.errors.values())
-    assert len(caught.value.errors) == 2
-    assert len(errors) == 1, errors
-    (error,) = errors
+    error = pool.error(2, load, str(folder))
     assert error.startswith("CheckpointError: ")
     assert says in error
 
@@ -137,19 +127,14 @@ def test_rules_that_do_not_fit_together_are_told_before_the_read(pool: Any, case
         with file.open("r+b") as stream:
             stream.truncate(file.stat().st_size - 8)
     rules = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise_rep"}
-    with pytest.raises(WorkerError) as caught:
-        pool.run(2, load_with_wrong_rules, str(folder), rules, timeout=60)
-    assert set(caught.value.errors) == {0, 1}
-    for error in caught.value.errors.values():
-        assert "model.layers.*.mlp.gate_proj: it leaves its features sharded, but model.layers.*.mlp.down_proj" in error
+    error = pool.error(2, load_with_wrong_rules, str(folder), rules, timeout=60)
+    assert "model.layers.*.mlp.gate_proj: it leaves its features sharded, but model.layers.*.mlp.down_proj" in error
 
 
 def test_what_does_not_fit_in_the_forward_is_told_there(pool: Any, cases: Any) -> None:
     # That an attention's output feeds the next block is not seen in a plan.
-    with pytest.raises(WorkerError) as caught:
-        pool.run(2, feed_a_shard, cases(8, 4).folder, timeout=60)
-    for error in caught.value.errors.values():
-        assert error.startswith("PlanError: model.layers.0.mlp.down_proj: got an input of 50 features, expected 100")
+    error = pool.error(2, feed_a_shard, cases(8, 4).folder, timeout=60)
+    assert error.startswith("PlanError: model.layers.0.mlp.down_proj: got an input of 50 features, expected 100")
 
 
 def feed_a_shard(folder: str) -> None:
@@ -162,10 +147,8 @@ def look_up_nobodys_id(folder: str) -> None:
 
 
 def test_ids_outside_the_vocabulary_fail_as_in_one_process(pool: Any, cases: Any) -> None:
-    with pytest.raises(WorkerError) as caught:
-        pool.run(2, look_up_nobodys_id, cases(8, 4).folder, timeout=60)
-    assert all(error.startswith("IndexError: index out of range") for error in caught.value.errors.values())
-    assert len(caught.value.errors) == 2
+    error = pool.error(2, look_up_nobodys_id, cases(8, 4).folder, timeout=60)
+    assert error.startswith("IndexError: index out of range")
 
 
 def load_differently(folders: list[str], what: str) -> None:
@@ -194,10 +177,7 @@ def test_ranks_that_ask_for_different_things_all_stop(
 ) -> None:
     folder = cases(8, 4).folder
     other = edited(folder, tmp_path / "c", lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(WorkerError) as caught:
-        pool.run(2, load_differently, [folder, other], what, timeout=60)
-    assert len(caught.value.errors) == 2
-    assert all(error.startswith(says) for error in caught.value.errors.values()), caught.value.errors
+    assert pool.error(2, load_differently, [folder, other], what, timeout=60).startswith(says)
 
 
 def load_own(folders: list[str]) -> None:
@@ -209,13 +189,9 @@ def test_a_fault_on_one_rank_stops_all_with_its_error(pool: Any, cases: Any, tmp
     bad = tmp_path / "checkpoint"
     shutil.copytree(good, bad)
     damage_truncated(bad)
-    with pytest.raises(WorkerError) as caught:
-        pool.run(3, load_own, [good, str(bad), good], timeout=60)
-    errors = caught.value.errors
-    assert len(errors) == 3
-    assert len(set(errors.values())) == 1
-    assert errors[0].startswith("CheckpointError: rank 1: ")
-    assert "truncated" in errors[0]
+    error = pool.error(3, load_own, [good, str(bad), good], timeout=60)
+    assert error.startswith("CheckpointError: rank 1: ")
+    assert "truncated" in error
 
 
 def load_with_own_plan(folder: str) -> None:
@@ -223,15 +199,11 @@ def load_with_own_plan(folder: str) -> None:
 
 
 def test_a_plan_that_does_not_fit_on_one_rank_stops_all(pool: Any, cases: Any) -> None:
-    with pytest.raises(WorkerError) as caught:
-        pool.run(4, load_with_own_plan, cases(8, 1).folder, timeout=60)
-    assert len(caught.value.errors) == 4
-    assert all(error.startswith("PlanError: rank 1: plan tp_plan") for error in caught.value.errors.values())
+    error = pool.error(4, load_with_own_plan, cases(8, 1).folder, timeout=60)
+    assert error.startswith("PlanError: rank 1: plan tp_plan")
 
 
 def test_a_fault_in_transformers_on_one_rank_stops_all(pool: Any, cases: Any, tmp_path: Path) -> None:
     good = cases(8, 4).folder
-    with pytest.raises(WorkerError) as caught:
-        pool.run(3, load_own, [good, str(tmp_path), good], timeout=60)
-    assert len(caught.value.errors) == 3
-    assert all(error.startswith("RemoteRankError: rank 1: ") for error in caught.value.errors.values())
+    error = pool.error(3, load_own, [good, str(tmp_path), good], timeout=60)
+    assert error.startswith("RemoteRankError: rank 1: ")
