@@ -235,6 +235,7 @@ def on_mesh(folder: str, target: str, parallel: bool, fails: str | None) -> bool
     for _ in range(2):
         save_sharded(model, target)
         again = load(target, device_mesh=mesh)
+        dist.barrier()  # the next save replaces files that the other copy may still read
     if fails == "write":
         fail_on(1, model, target)
     elif fails == "folder":
