@@ -17,8 +17,16 @@ import torch.distributed as dist
 import transformers
 
 import tp_transformers
-from tests.support.architectures import ARCHITECTURES, Variant, make_case, observe
-from tests.support.models import Case, assert_same_files, bytes_read, headers, held, read_folder, relative
+from tests.support.architectures import (
+    ARCHITECTURES,
+    GRADIENT_TOLERANCE,
+    LOGITS_TOLERANCE,
+    Variant,
+    gradient_errors,
+    make_case,
+    observe,
+)
+from tests.support.models import Case, assert_same_files, bytes_read, headers, held, load, read_folder, relative
 from tests.support.pool import Pool
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory
@@ -28,10 +36,6 @@ pytestmark = pytest.mark.distributed
 
 WHOLE_MATRIX = os.environ.get("MATRIX") == "1"
 SIZES = (2, 3, 4) if WHOLE_MATRIX else (2, 4)
-
-# fp32 sums in another order.
-LOGITS_TOLERANCE = 1e-4
-GRADIENT_TOLERANCE = 1e-3
 
 
 def shapes() -> Iterator[tuple[str, Variant, int]]:
@@ -59,8 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def compare(name: str, folder: str, reference_file: str, saved: str) -> dict[str, Any]:
     """Run on every rank: load, compare with the reference, save."""
-    with tp_transformers.enable():
-        model = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder, tp_plan="auto")
+    model = load(folder, getattr(transformers, ARCHITECTURES[name].model))
     reference = torch.load(reference_file)
     seen = observe(model)
     grads = gradient_errors(model, seen["grads"], reference["grads"])
@@ -87,20 +90,6 @@ def compare(name: str, folder: str, reference_file: str, saved: str) -> dict[str
         "reported": [share - stored_buffers for share in model.tp_report.shares],
         "cache": seen["cache"],
     }
-
-
-def gradient_errors(model: Any, seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative differences; of gradients that are noise around zero (key biases without rotation), how large they are.
-
-    Both in units of what they are compared with: the parameter's largest gradient, or the model's.
-    """
-    largest = max(grad.abs().max().item() for grad in expected.values())
-    errors = {}
-    for name, grad in seen.items():
-        whole = tp_transformers.full_tensor(model.get_parameter(name), grad)
-        is_zero = expected[name].abs().max().item() < 1e-6 * largest
-        errors[name] = whole.abs().max().item() / largest if is_zero else relative(whole, expected[name])
-    return errors
 
 
 @pytest.mark.parametrize(

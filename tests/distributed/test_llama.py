@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import assert_same_files, observe, read_folder, relative
+from tests.support.models import assert_same_files, load, observe, read_folder, relative
 
 pytestmark = pytest.mark.distributed
 
@@ -24,8 +23,7 @@ GRADIENT_TOLERANCE = 1e-4
 
 def compare(folder: str, reference_file: str, saved: str, plan: Any = "auto") -> dict[str, Any]:
     """Run on every rank: load, compare with the reference, save."""
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan=plan)
+    model = load(folder, tp_plan=plan)
     reference = torch.load(reference_file)
     seen = observe(model)
     grads = {

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tp_transformers
-from tests.support.models import bytes_read, relative
+from tests.support.models import bytes_read, load, relative
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -32,8 +32,7 @@ def run(model: Any, folder: str) -> dict[str, torch.Tensor]:
 
 
 def compare(folder: str, reference_file: str) -> dict[str, Any]:
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+    model = load(folder)
     seen, expected = run(model, folder), torch.load(reference_file)
     params = list(model.parameters())
     local = sum(tp_transformers.local_tensor(param).nbytes for param in params)

@@ -12,14 +12,38 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
-from tests.support.models import HEAD_DIM, MASK, PAD, PROMPTS, VOCAB, Case
+import tp_transformers
+from tests.support.configs import (
+    GRID,
+    IMAGE_TOKEN,
+    PATCH,
+    VISION_START,
+    bart,
+    bloom,
+    deepseek,
+    falcon,
+    gemma3,
+    gpt2,
+    llama4,
+    mixture,
+    opt,
+    plain,
+    qwen_vl,
+    t5,
+    tower,
+    tower_2_5,
+)
+from tests.support.models import HEAD_DIM, MASK, PROMPTS, Case, relative, save_as_loaded
 
 Variant = tuple[int, int]
 """(query heads, KV heads)."""
 
 GROUPED: tuple[Variant, ...] = ((8, 4), (8, 2), (8, 1), (6, 3), (9, 3))
 MULTI_HEAD: tuple[Variant, ...] = ((8, 8), (6, 6), (9, 9))
-"""For architectures whose config cannot say how many KV heads there are."""
+
+# fp32 sums in another order.
+LOGITS_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -53,305 +77,62 @@ class Architecture:
         return model
 
 
-def _text(heads: int, kv: int, odd: bool, **changes: Any) -> dict[str, Any]:
-    """What most text configs call things."""
-    return {
-        "vocab_size": VOCAB,
-        "hidden_size": heads * HEAD_DIM,
-        "intermediate_size": 101 if odd else 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "max_position_embeddings": 64,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": False,
-        **changes,
-    }
-
-
-def _plain(**changes: Any) -> Callable[[int, int, bool], dict[str, Any]]:
-    return lambda heads, kv, odd: _text(heads, kv, odd, **changes)
-
-
-def _mixture(
-    width: str = "moe_intermediate_size", shared: str | None = None, **changes: Any
-) -> Callable[[int, int, bool], dict[str, Any]]:
-    """A mixture of 4 experts, of which each token takes 2; `width` and `shared`: the settings of experts' widths."""
-
-    def settings(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-        own = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, **changes}
-        own[width] = 44 if odd else 32  # grouped matmuls want multiples of 16 bytes, also in one process
-        if shared is not None:
-            own[shared] = 37 if odd else 48
-        return _text(heads, kv, odd, **own)
-
-    return settings
-
-
-def _deepseek(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-    return _text(
-        heads,
-        heads,
-        odd,
-        num_hidden_layers=3,
-        moe_intermediate_size=44 if odd else 32,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-    )
-
-
-def _llama4(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-    return _text(
-        heads,
-        kv,
-        odd,
-        head_dim=HEAD_DIM,
-        intermediate_size=44 if odd else 32,
-        intermediate_size_mlp=101 if odd else 96,
-        num_local_experts=4,
-        num_experts_per_tok=1,
-        interleave_moe_layer_step=2,
-        attention_chunk_size=32,
-    )
-
-
-def _gpt2(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCAB,
-        "n_embd": heads * HEAD_DIM,
-        "n_layer": 2,
-        "n_head": heads,
-        "n_inner": 101 if odd else 96,
-        "n_positions": 16,
-        "initializer_range": 0.2,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
-    }
-
-
-def _bloom(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCAB,
-        "hidden_size": heads * HEAD_DIM,
-        "n_layer": 2,
-        "n_head": heads,
-        "initializer_range": 0.2,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
-    }
-
-
-def _falcon(**changes: Any) -> Callable[[int, int, bool], dict[str, Any]]:
-    def settings(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-        old = kv == heads  # Falcon-RW: one KV head for every query head, and biases
-        own = {
-            "num_kv_heads": kv,
-            "new_decoder_architecture": not old and kv > 1,
-            "multi_query": kv == 1,
-            "bias": old,
-            "ffn_hidden_size": 101 if odd else 96,
-            **changes,
-        }
-        return _text(heads, kv, odd, **own)
-
-    return settings
-
-
-def _opt(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-    return {
-        **_text(heads, kv, odd),
-        "ffn_dim": 101 if odd else 96,
-        "init_std": 0.2,
-        "max_position_embeddings": 16,
-        "word_embed_proj_dim": heads * HEAD_DIM,
-        "tie_word_embeddings": True,
-    }
-
-
-def _t5(**changes: Any) -> Callable[[int, int, bool], dict[str, Any]]:
-    def settings(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-        return {
-            "vocab_size": VOCAB,
-            "d_model": heads * HEAD_DIM,
-            "d_kv": HEAD_DIM,
-            "d_ff": 101 if odd else 96,
-            "num_layers": 2,
-            "num_heads": heads,
-            "relative_attention_num_buckets": 8,
-            "pad_token_id": PAD,
-            "eos_token_id": None,
-            "decoder_start_token_id": PAD,
-            **changes,
-        }
-
-    return settings
-
-
-def _bart(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-    return {
-        "vocab_size": VOCAB,
-        "d_model": heads * HEAD_DIM,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": 101 if odd else 96,
-        "decoder_ffn_dim": 101 if odd else 96,
-        "max_position_embeddings": 16,
-        "init_std": 0.2,
-        "pad_token_id": PAD,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 2,
-        "forced_eos_token_id": None,
-    }
-
-
-IMAGE_TOKEN, VISION_START = 30, 31
-PATCH, GRID = 4, 4
-
-
-def _qwen_vl(tower: Callable[[int, bool], dict[str, Any]]) -> Callable[[int, int, bool], dict[str, Any]]:
-    def settings(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-        text = _text(heads, kv, odd)
-        del text["tie_word_embeddings"]
-        return {
-            "text_config": {**text, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
-            "vision_config": {
-                "depth": 2,
-                "num_heads": 3 if odd else 4,
-                "patch_size": PATCH,
-                **tower(heads * HEAD_DIM, odd),
-            },
-            "image_token_id": IMAGE_TOKEN,
-            "video_token_id": 32,
-            "vision_start_token_id": VISION_START,
-            "vision_end_token_id": 33,
-            "bos_token_id": 1,
-            "eos_token_id": None,
-            "pad_token_id": PAD,
-            "tie_word_embeddings": False,
-        }
-
-    return settings
-
-
-def _gemma3(heads: int, kv: int, odd: bool) -> dict[str, Any]:
-    text = _text(heads, kv, odd, head_dim=HEAD_DIM, sliding_window=4)
-    del text["tie_word_embeddings"]
-    return {
-        "text_config": text,
-        "vision_config": {
-            "hidden_size": 48,
-            "intermediate_size": 101 if odd else 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3 if odd else 4,
-            "image_size": GRID * PATCH,
-            "patch_size": PATCH,
-            "vision_use_head": False,
-        },
-        "mm_tokens_per_image": GRID * GRID // 4,
-        "image_token_index": IMAGE_TOKEN,
-        "boi_token_index": VISION_START,
-        "eoi_token_index": VISION_START + 1,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.2,
-    }
-
-
-def _tower(width: int, odd: bool) -> dict[str, Any]:
-    return {"embed_dim": 48, "hidden_size": width, "mlp_ratio": 2}
-
-
-def _tower_2_5(width: int, odd: bool) -> dict[str, Any]:
-    return {
-        "hidden_size": 48,
-        "out_hidden_size": width,
-        "intermediate_size": 101 if odd else 96,
-        "window_size": 8,
-        "fullatt_block_indexes": [1],
-    }
-
-
 ARCHITECTURES = {
-    "llama": Architecture("LlamaConfig", "LlamaForCausalLM", _plain()),
-    "mistral": Architecture("MistralConfig", "MistralForCausalLM", _plain(sliding_window=4)),
-    "mixtral": Architecture("MixtralConfig", "MixtralForCausalLM", _mixture("intermediate_size")),
-    "qwen2": Architecture("Qwen2Config", "Qwen2ForCausalLM", _plain()),
+    "llama": Architecture("LlamaConfig", "LlamaForCausalLM", plain()),
+    "mistral": Architecture("MistralConfig", "MistralForCausalLM", plain(sliding_window=4)),
+    "mixtral": Architecture("MixtralConfig", "MixtralForCausalLM", mixture("intermediate_size")),
+    "qwen2": Architecture("Qwen2Config", "Qwen2ForCausalLM", plain()),
     "qwen2_moe": Architecture(
-        "Qwen2MoeConfig", "Qwen2MoeForCausalLM", _mixture(shared="shared_expert_intermediate_size")
+        "Qwen2MoeConfig", "Qwen2MoeForCausalLM", mixture(shared="shared_expert_intermediate_size")
     ),
-    "qwen3": Architecture("Qwen3Config", "Qwen3ForCausalLM", _plain(head_dim=HEAD_DIM)),
-    "qwen3_moe": Architecture(
-        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", _mixture(head_dim=HEAD_DIM, mlp_only_layers=[0])
-    ),
-    "gemma": Architecture("GemmaConfig", "GemmaForCausalLM", _plain(head_dim=HEAD_DIM, tie_word_embeddings=True)),
-    "gemma2": Architecture("Gemma2Config", "Gemma2ForCausalLM", _plain(head_dim=HEAD_DIM, sliding_window=4)),
-    "gemma3_text": Architecture("Gemma3TextConfig", "Gemma3ForCausalLM", _plain(head_dim=HEAD_DIM, sliding_window=4)),
-    "cohere": Architecture("CohereConfig", "CohereForCausalLM", _plain(tie_word_embeddings=True)),
-    "cohere with q/k norms": Architecture("CohereConfig", "CohereForCausalLM", _plain(use_qk_norm=True)),
-    "cohere2": Architecture("Cohere2Config", "Cohere2ForCausalLM", _plain(head_dim=HEAD_DIM, sliding_window=4)),
-    "glm": Architecture("GlmConfig", "GlmForCausalLM", _plain(head_dim=HEAD_DIM, attention_bias=True)),
-    "granite": Architecture("GraniteConfig", "GraniteForCausalLM", _plain()),
-    "olmo": Architecture("OlmoConfig", "OlmoForCausalLM", _plain()),
-    "olmo2": Architecture("Olmo2Config", "Olmo2ForCausalLM", _plain()),
-    "phi": Architecture("PhiConfig", "PhiForCausalLM", _plain()),
-    "phi with q/k norms": Architecture("PhiConfig", "PhiForCausalLM", _plain(qk_layernorm=True)),
-    "phi3": Architecture("Phi3Config", "Phi3ForCausalLM", _plain()),
-    "starcoder2": Architecture("Starcoder2Config", "Starcoder2ForCausalLM", _plain()),
-    "llama4_text": Architecture("Llama4TextConfig", "Llama4ForCausalLM", _llama4),
+    "qwen3": Architecture("Qwen3Config", "Qwen3ForCausalLM", plain(head_dim=HEAD_DIM)),
+    "qwen3_moe": Architecture("Qwen3MoeConfig", "Qwen3MoeForCausalLM", mixture(head_dim=HEAD_DIM, mlp_only_layers=[0])),
+    "gemma": Architecture("GemmaConfig", "GemmaForCausalLM", plain(head_dim=HEAD_DIM, tie_word_embeddings=True)),
+    "gemma2": Architecture("Gemma2Config", "Gemma2ForCausalLM", plain(head_dim=HEAD_DIM, sliding_window=4)),
+    "gemma3_text": Architecture("Gemma3TextConfig", "Gemma3ForCausalLM", plain(head_dim=HEAD_DIM, sliding_window=4)),
+    "cohere": Architecture("CohereConfig", "CohereForCausalLM", plain(tie_word_embeddings=True)),
+    "cohere with q/k norms": Architecture("CohereConfig", "CohereForCausalLM", plain(use_qk_norm=True)),
+    "cohere2": Architecture("Cohere2Config", "Cohere2ForCausalLM", plain(head_dim=HEAD_DIM, sliding_window=4)),
+    "glm": Architecture("GlmConfig", "GlmForCausalLM", plain(head_dim=HEAD_DIM, attention_bias=True)),
+    "granite": Architecture("GraniteConfig", "GraniteForCausalLM", plain()),
+    "olmo": Architecture("OlmoConfig", "OlmoForCausalLM", plain()),
+    "olmo2": Architecture("Olmo2Config", "Olmo2ForCausalLM", plain()),
+    "phi": Architecture("PhiConfig", "PhiForCausalLM", plain()),
+    "phi with q/k norms": Architecture("PhiConfig", "PhiForCausalLM", plain(qk_layernorm=True)),
+    "phi3": Architecture("Phi3Config", "Phi3ForCausalLM", plain()),
+    "starcoder2": Architecture("Starcoder2Config", "Starcoder2ForCausalLM", plain()),
+    "llama4_text": Architecture("Llama4TextConfig", "Llama4ForCausalLM", llama4),
     "gpt_oss": Architecture(
-        "GptOssConfig", "GptOssForCausalLM", _mixture("intermediate_size", head_dim=HEAD_DIM, sliding_window=4)
+        "GptOssConfig", "GptOssForCausalLM", mixture("intermediate_size", head_dim=HEAD_DIM, sliding_window=4)
     ),
-    "deepseek_v3": Architecture("DeepseekV3Config", "DeepseekV3ForCausalLM", _deepseek, MULTI_HEAD, share=0.58),
-    "gpt_neox": Architecture("GPTNeoXConfig", "GPTNeoXForCausalLM", _plain(), MULTI_HEAD),
-    "gpt2": Architecture("GPT2Config", "GPT2LMHeadModel", _gpt2, MULTI_HEAD),
-    "bloom": Architecture("BloomConfig", "BloomForCausalLM", _bloom, MULTI_HEAD),
-    "falcon": Architecture("FalconConfig", "FalconForCausalLM", _falcon()),
-    "falcon with alibi": Architecture("FalconConfig", "FalconForCausalLM", _falcon(alibi=True), MULTI_HEAD),
-    "opt": Architecture("OPTConfig", "OPTForCausalLM", _opt, MULTI_HEAD),
-    "t5": Architecture("T5Config", "T5ForConditionalGeneration", _t5(), MULTI_HEAD),
+    "deepseek_v3": Architecture("DeepseekV3Config", "DeepseekV3ForCausalLM", deepseek, MULTI_HEAD, share=0.58),
+    "gpt_neox": Architecture("GPTNeoXConfig", "GPTNeoXForCausalLM", plain(), MULTI_HEAD),
+    "gpt2": Architecture("GPT2Config", "GPT2LMHeadModel", gpt2, MULTI_HEAD),
+    "bloom": Architecture("BloomConfig", "BloomForCausalLM", bloom, MULTI_HEAD),
+    "falcon": Architecture("FalconConfig", "FalconForCausalLM", falcon()),
+    "falcon with alibi": Architecture("FalconConfig", "FalconForCausalLM", falcon(alibi=True), MULTI_HEAD),
+    "opt": Architecture("OPTConfig", "OPTForCausalLM", opt, MULTI_HEAD),
+    "t5": Architecture("T5Config", "T5ForConditionalGeneration", t5(), MULTI_HEAD),
     "t5 gated": Architecture(
         "T5Config",
         "T5ForConditionalGeneration",
-        _t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+        t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
         MULTI_HEAD,
     ),
-    "bart": Architecture("BartConfig", "BartForConditionalGeneration", _bart, MULTI_HEAD),
-    "gemma3": Architecture("Gemma3Config", "Gemma3ForConditionalGeneration", _gemma3, share=0.60),
-    "ministral": Architecture("MinistralConfig", "MinistralForCausalLM", _plain(head_dim=HEAD_DIM, sliding_window=4)),
-    "olmo3": Architecture("Olmo3Config", "Olmo3ForCausalLM", _plain(sliding_window=4)),
-    "qwen2_vl": Architecture("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", _qwen_vl(_tower), share=0.60),
+    "bart": Architecture("BartConfig", "BartForConditionalGeneration", bart, MULTI_HEAD),
+    "gemma3": Architecture("Gemma3Config", "Gemma3ForConditionalGeneration", gemma3, share=0.60),
+    "ministral": Architecture("MinistralConfig", "MinistralForCausalLM", plain(head_dim=HEAD_DIM, sliding_window=4)),
+    "olmo3": Architecture("Olmo3Config", "Olmo3ForCausalLM", plain(sliding_window=4)),
+    "qwen2_vl": Architecture("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", qwen_vl(tower), share=0.60),
     "qwen2_5_vl": Architecture(
-        "Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", _qwen_vl(_tower_2_5), share=0.60
+        "Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", qwen_vl(tower_2_5), share=0.60
     ),
 }
 
 
 def make_case(folder: Path, name: str, heads: int, kv_heads: int) -> Case:
     """Write a random checkpoint, and the reference that one process computes from it."""
-    model = ARCHITECTURES[name].make(heads, kv_heads)
-    model.save_pretrained(folder / "first")
-    # Loaded once: a model that was made keeps its tensors in another form than one that was loaded, if it is converted.
-    model = type(model).from_pretrained(folder / "first")
-    model.save_pretrained(folder / "checkpoint")
+    model = save_as_loaded(ARCHITECTURES[name].make(heads, kv_heads), folder)
     torch.save(observe(model), folder / "reference.pt")
     return Case(str(folder / "checkpoint"), str(folder / "reference.pt"))
 
@@ -376,6 +157,20 @@ def observe(model: Any) -> dict[str, Any]:
         "grads": grads,
         "cache": (lengths, cache_bytes(made.past_key_values)),
     }
+
+
+def gradient_errors(model: Any, seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative differences; of gradients that are noise around zero (key biases without rotation), how large they are.
+
+    Both in units of what they are compared with: the parameter's largest gradient, or the model's.
+    """
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    errors = {}
+    for name, grad in seen.items():
+        whole = tp_transformers.full_tensor(model.get_parameter(name), grad)
+        is_zero = expected[name].abs().max().item() < 1e-6 * largest
+        errors[name] = whole.abs().max().item() / largest if is_zero else relative(whole, expected[name])
+    return errors
 
 
 def cache_bytes(cache: Any) -> int:

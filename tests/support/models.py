@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tp_transformers
 
@@ -51,6 +53,47 @@ def llama_config(heads: int, kv_heads: int, **changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**settings, **changes})
 
 
+def tiny_config(kind: Any, **changes: Any) -> Any:
+    """A config of another architecture, in sizes like those of `llama_config(8, 2)`."""
+    return kind(
+        vocab_size=VOCAB,
+        hidden_size=8 * HEAD_DIM,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        pad_token_id=0,
+        eos_token_id=None,
+        initializer_range=0.2,
+        **changes,
+    )
+
+
+def save_as_loaded(model: Any, folder: Path, **options: Any) -> Any:
+    """Save `model` in `folder`/checkpoint as it is saved after a load, and return it as loaded.
+
+    A model that was made cuts its files in another order and, if it is converted, stores its tensors in another form.
+    """
+    model.save_pretrained(folder / "first")
+    model = type(model).from_pretrained(folder / "first")
+    model.save_pretrained(folder / "checkpoint", **options)
+    return model
+
+
+def edited(folder: str, target: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
+    """A copy of a checkpoint in one file, with its tensors changed."""
+    shutil.copytree(folder, target)
+    tensors = {}
+    for file in target.glob("*.safetensors"):
+        tensors.update(load_file(file))
+        file.unlink()
+    (target / "model.safetensors.index.json").unlink()
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
 def make_case(folder: Path, heads: int, kv_heads: int, *, max_shard_size: str = "60KB", **changes: Any) -> Case:
     """Write a random checkpoint in several files, and the reference that one process computes from it."""
     torch.manual_seed(0)
@@ -59,20 +102,14 @@ def make_case(folder: Path, heads: int, kv_heads: int, *, max_shard_size: str = 
         for name, param in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 param.add_(torch.randn_like(param) * 0.2)
-    checkpoint = folder / "checkpoint"
-    # Saved twice: a model that was loaded cuts its files in another order than one that was made.
-    model.save_pretrained(folder / "first", max_shard_size=max_shard_size)
-    model = LlamaForCausalLM.from_pretrained(folder / "first")
-    model.save_pretrained(checkpoint, max_shard_size=max_shard_size)
-    reference = folder / "reference.pt"
-    torch.save(observe(model), reference)
-    return Case(str(checkpoint), str(reference))
+    model = save_as_loaded(model, folder, max_shard_size=max_shard_size)
+    torch.save(observe(model), folder / "reference.pt")
+    return Case(str(folder / "checkpoint"), str(folder / "reference.pt"))
 
 
 def observe(model: Any) -> dict[str, Any]:
     """What a model does, in numbers: logits and greedy tokens of a left-padded batch, loss and every gradient."""
-    with torch.no_grad():
-        logits = model(PROMPTS, attention_mask=MASK).logits
+    logits = logits_of(model)
     tokens = model.generate(PROMPTS, attention_mask=MASK, max_new_tokens=8, do_sample=False)
     model.zero_grad()
     loss = model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss
@@ -91,6 +128,34 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     if not torch.isfinite(value).all():
         return float("inf")
     return ((value - reference).abs().max() / reference.abs().max().clamp_min(1e-12)).item()
+
+
+def load(folder: str | Path | None, auto: Any = AutoModelForCausalLM, tp_plan: Any = "auto", **arguments: Any) -> Any:
+    """`auto.from_pretrained` with the hook on: a tensor-parallel model, a plain one for `tp_plan=None`.
+
+    With `output_loading_info=True`, a pair of the model and the info, as from transformers.
+    """
+    with tp_transformers.enable():
+        return auto.from_pretrained(folder, tp_plan=tp_plan, **arguments)
+
+
+def load_both(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> tuple[Any, Any]:
+    """(tensor-parallel model, model of one process); the latter is loaded without those arguments that are ours."""
+    plain = {name: value for name, value in arguments.items() if not name.startswith("tp_")}
+    return load(folder, auto, **arguments), auto.from_pretrained(folder, **plain)
+
+
+def are_equal(model: Any, whole: Any) -> bool:
+    """Whether the parameters of `model`, gathered, are those of `whole`, bit by bit and in order."""
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return all(torch.equal(tp_transformers.full_tensor(mine), theirs) for mine, theirs in pairs)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """Logits of the left-padded batch: (2, 7, vocabulary), without gradients."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(PROMPTS, attention_mask=MASK).logits
+    return logits
 
 
 def headers(folder: str | Path) -> int:

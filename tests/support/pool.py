@@ -81,6 +81,19 @@ class Pool:
             self._workers[:size] = [_Worker() for _ in range(size)]
         raise WorkerError("\n".join(lines), errors)
 
+    def error(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> str:
+        """Call `function(*args)` on `size` ranks, all of which have to raise the same; returns "ErrorType: message".
+
+        Raises AssertionError if none raises, WorkerError if some return, die or raise something else.
+        """
+        try:
+            self.run(size, function, *args, timeout=timeout)
+        except WorkerError as failed:
+            if len(failed.errors) == size and len(set(failed.errors.values())) == 1:
+                return failed.errors[0]
+            raise
+        raise AssertionError(f"no rank of {size} raised")
+
     def close(self) -> None:
         """End all workers."""
         for worker in self._workers:

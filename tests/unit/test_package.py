@@ -26,6 +26,8 @@ LONGEST = 300
 """Lines of a module, at most."""
 MOST = 12
 """Modules in one folder, at most."""
+LONGEST_TEST = 400
+"""Lines of a file of the tests, at most; parallel runs hand out whole files."""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,12 @@ def test_folders_and_modules_stay_small(imports: Imports) -> None:
     folders = Counter(path.parent for path in imports.files.values() if path.name != "__init__.py")
     assert not {str(folder): count for folder, count in folders.items() if count > MOST}
     assert not {name: lines for name, lines in imports.lines.items() if lines > LONGEST}
+
+
+def test_files_of_the_tests_stay_small() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in Path(__file__).parents[1].rglob("*.py")}
+    assert len(lines) > 100
+    assert not {str(path): count for path, count in lines.items() if count > LONGEST_TEST}
 
 
 def test_the_package_does_not_import_what_few_need() -> None:

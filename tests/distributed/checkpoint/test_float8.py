@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 import tp_transformers
 from tests.support.float8 import NOT_CONVERTED, quantize_folder
-from tests.support.models import assert_same_files, bytes_read, headers, llama_config
+from tests.support.models import assert_same_files, bytes_read, headers, llama_config, load
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -66,7 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
-def load(folder: str, plain: str, dtype: torch.dtype, saved: str) -> dict[str, Any]:
+def load_and_save(folder: str, plain: str, dtype: torch.dtype, saved: str) -> dict[str, Any]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -74,8 +74,7 @@ def load(folder: str, plain: str, dtype: torch.dtype, saved: str) -> dict[str, A
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        with tp_transformers.enable():
-            model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=dtype)
+        model = load(folder, dtype=dtype)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -133,7 +132,7 @@ def test_ranks_read_their_values_and_the_scales_of_their_blocks(
     pool: Any, folders: Any, tmp_path: Path, name: str, size: int, dtype: torch.dtype
 ) -> None:
     quantised, plain = folders(name)
-    ranks = pool.run(size, load, str(quantised), str(plain), dtype, str(tmp_path / "saved"))
+    ranks = pool.run(size, load_and_save, str(quantised), str(plain), dtype, str(tmp_path / "saved"))
     for rank in ranks:
         assert rank["differ"] == []
         assert rank["read"] == rank["expected"]

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.float8 import quantize_folder
-from tests.support.models import llama_config, read_folder
+from tests.support.models import llama_config, load, read_folder
 from tp_transformers import CheckpointError, verify_sharded
 from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
 from tp_transformers.checkpoint.saving.writer import SummedWriter
@@ -52,9 +52,8 @@ def checkpoint(name: str, folder: Path) -> str:
 
 
 def save(folder: str, target: str, dtype: str) -> None:
-    with mock.patch.object(secrets, "token_hex", return_value=SAVE), tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=dtype)
-        tp_transformers.save_sharded(model, target)
+    with mock.patch.object(secrets, "token_hex", return_value=SAVE):
+        tp_transformers.save_sharded(load(folder, dtype=dtype), target)
 
 
 NAMES = ["llama", "llama in FP8", "tied", "tied, both stored", "tied, differently", "mixtral", "gpt_oss", "deepseek_v3"]
@@ -75,8 +74,7 @@ def test_files_are_those_that_ranks_save(pool: Any, tmp_path: Path, name: str, m
 
 
 def logits(folder: str) -> torch.Tensor:
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+    model = load(folder)
     return model(torch.arange(7)[None]).logits.detach()
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 import transformers
 
-import tp_transformers
-from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
-from tests.support.models import relative
+from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
+from tests.support.models import load, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.unplanned import CONFIGS, DBRX_RUNS, unplanned
@@ -34,8 +33,7 @@ def observe(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def compare(cls: str, folder: str, plan: str, reference: str) -> tuple[float, Any]:
     """Run on every rank: load with the suggested plan, compare with one process."""
-    with tp_transformers.enable():
-        model = getattr(transformers, cls).from_pretrained(folder, tp_plan=plan)
+    model = load(folder, getattr(transformers, cls), tp_plan=plan)
     expected_logits, expected = torch.load(reference)
     logits, grads = observe(model)
     assert grads.keys() == expected.keys()

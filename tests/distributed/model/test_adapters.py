@@ -14,24 +14,12 @@ from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import tp_transformers
-from tests.support.models import MASK, PROMPTS, VOCAB, read_folder, relative
+from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both, logits_of, read_folder, relative
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
-
-
-def load(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> tuple[Any, Any]:
-    """The tensor-parallel model, and that of one process."""
-    with tp_transformers.enable():
-        model = auto.from_pretrained(folder, tp_plan="auto", **arguments)
-    return model, auto.from_pretrained(folder, **arguments)
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(PROMPTS, attention_mask=MASK).logits
 
 
 def adapter_parameters(model: Any) -> dict[str, Any]:
@@ -57,7 +45,7 @@ def step(model: Any, optimizer: Any) -> None:
 
 
 def train(folder: str, scratch: str, targets: Any, options: dict[str, Any]) -> None:
-    models = load(folder)
+    models = load_both(folder)
     config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM", **options)
     adapted = []
     for model in models:
@@ -103,7 +91,7 @@ def train(folder: str, scratch: str, targets: Any, options: dict[str, Any]) -> N
     assert all(torch.equal(saved[name], value) for name, value in reference.items())
     files = [sorted(path.name for path in Path(scratch, who).iterdir()) for who in ("ours", "theirs")]
     assert files[0] == files[1]
-    again = PeftModel.from_pretrained(load(folder)[0], f"{scratch}/ours")
+    again = PeftModel.from_pretrained(load(folder), f"{scratch}/ours")
     assert relative(logits_of(again), expected) < TOLERANCE
     alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), f"{scratch}/ours")
     assert relative(logits_of(alone), expected) < TOLERANCE
@@ -169,7 +157,7 @@ def other_ways(folder: str, scratch: str) -> None:
         LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_bias=False),
     ).eval()
     expected = logits_of(alone)
-    model, plain = load(folder)
+    model, plain = load_both(folder)
     rank = dist.get_rank()
     if rank == 0:
         alone.save_pretrained(f"{scratch}/adapter")
@@ -184,14 +172,13 @@ def other_ways(folder: str, scratch: str) -> None:
     saved, reference = (read_folder(f"{scratch}/{name}") for name in ("saved", "adapter"))
     assert saved.keys() == reference.keys()
     assert all(torch.equal(saved[name], value) for name, value in reference.items())
-    with tp_transformers.enable():
-        together = AutoModelForCausalLM.from_pretrained(f"{scratch}/saved", tp_plan="auto")
+    together = load(f"{scratch}/saved")
     assert relative(logits_of(together), expected) < TOLERANCE
     model.disable_adapters()
     assert relative(logits_of(model), logits_of(plain)) < TOLERANCE
 
     # a second adapter, a copy, a state dict
-    model = get_peft_model(load(folder)[0], LoraConfig(r=4, target_modules=["v_proj"]))
+    model = get_peft_model(load(folder), LoraConfig(r=4, target_modules=["v_proj"]))
     model.load_adapter(f"{scratch}/adapter", adapter_name="second")
     model.set_adapter("second")
     assert relative(logits_of(copy.deepcopy(model).eval()), expected) < TOLERANCE
@@ -203,7 +190,7 @@ def other_ways(folder: str, scratch: str) -> None:
     assert relative(logits_of(model.eval()), expected) < TOLERANCE
 
     # bf16, whose adapters peft keeps in fp32
-    half, whole = load(folder, dtype=torch.bfloat16)
+    half, whole = load_both(folder, dtype=torch.bfloat16)
     half, whole = (PeftModel.from_pretrained(each, f"{scratch}/adapter") for each in (half, whole))
     for (name, mine), param in zip(half.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(tp_transformers.full_tensor(mine), param), name
@@ -213,7 +200,7 @@ def other_ways(folder: str, scratch: str) -> None:
 
     # a head that is trained and saved whole beside the adapters
     torch.manual_seed(2)
-    ours, theirs = load(folder, AutoModelForSequenceClassification, num_labels=3)
+    ours, theirs = load_both(folder, AutoModelForSequenceClassification, num_labels=3)
     theirs.score.weight.data.copy_(tp_transformers.full_tensor(ours.score.weight))
     adapted = []
     for each in (ours, theirs):
@@ -229,7 +216,7 @@ def other_ways(folder: str, scratch: str) -> None:
     assert relative(logits_of(alone), logits_of(theirs)) < TOLERANCE
 
     # what is refused, before anything is changed
-    model = load(folder)[0]
+    model = load(folder)
     names = [name for name, _ in model.named_parameters()]
     for config, message in (
         (LoraConfig(target_modules=targets, use_dora=True), "LoraConfig on a tensor-parallel model: got use_dora"),

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import utils
-from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import PROMPTS, relative
+from tests.support.models import PROMPTS, load, relative
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -19,10 +18,9 @@ TOLERANCE = 1e-5  # fp32 sums in another order
 MAX_NORM = 0.1
 
 
-def clip(folder: str, **plan: str) -> tuple[float, dict[str, torch.Tensor]]:
+def clip(folder: str, plan: str | None) -> tuple[float, dict[str, torch.Tensor]]:
     """The norm before clipping, and the whole gradients after it."""
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, **plan)
+    model = load(folder, tp_plan=plan)
     model(PROMPTS, labels=PROMPTS).loss.backward()
     norm = utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     whole = tp_transformers.full_tensor if plan else (lambda param, grad: grad)
@@ -33,7 +31,7 @@ def clip(folder: str, **plan: str) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(("heads", "size"), [((8, 4), 2), ((8, 4), 3), ((8, 1), 2)])
 def test_torch_clips_by_the_norm_of_the_whole_model(pool: Pool, cases: Any, heads: tuple[int, int], size: int) -> None:
     folder = cases(*heads).folder
-    expected, grads = clip(folder)
+    expected, grads = clip(folder, None)
     assert expected > MAX_NORM, "there is something to clip"
     for norm, found in pool.run(size, _clip_on_ranks, folder):
         assert abs(norm - expected) < TOLERANCE * expected
@@ -41,7 +39,7 @@ def test_torch_clips_by_the_norm_of_the_whole_model(pool: Pool, cases: Any, head
 
 
 def _clip_on_ranks(folder: str) -> tuple[float, dict[str, torch.Tensor]]:
-    return clip(folder, tp_plan="auto")
+    return clip(folder, "auto")
 
 
 def test_other_parameters_are_clipped_by_torch() -> None:

@@ -14,13 +14,13 @@ import transformers
 from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, CompileConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import CompileConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 from transformers.generation import stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES
-from tests.support.models import MASK, PROMPTS, VOCAB, relative
+from tests.support.models import MASK, PROMPTS, VOCAB, load, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 
@@ -30,11 +30,6 @@ NEW = 6
 TOLERANCE = 1e-4  # fp32 sums in another order
 BATCH = {"inputs": PROMPTS, "attention_mask": MASK, "max_new_tokens": NEW, "do_sample": False}
 ONE = {"inputs": PROMPTS[1:], "attention_mask": MASK[1:]}
-
-
-def load(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> Any:
-    with tp_transformers.enable():
-        return auto.from_pretrained(folder, **{"tp_plan": "auto", **arguments})
 
 
 def letters() -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
-from transformers import AutoModelForCausalLM, CompileConfig
+from transformers import CompileConfig
 
 import tp_transformers
-from tests.support.models import PROMPTS, relative
+from tests.support.models import PROMPTS, load_both, relative
 from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -19,19 +19,17 @@ TOLERANCE = 1e-4  # fp32 sums in another order
 GRADIENT_TOLERANCE = 1e-3
 
 
-def load(folder: str, **options: Any) -> tuple[Any, Any]:
+def load_to_compile(folder: str, **options: Any) -> tuple[Any, Any]:
     """(the model on ranks, the model of one process)."""
     torch._inductor.config.compile_threads = 1  # more are processes that each import torch
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
-    return model, AutoModelForCausalLM.from_pretrained(folder)
+    return load_both(folder, **options)
 
 
 def decode(folder: str) -> dict[str, Any]:
     """Run on every rank: a prompt and its tokens, with a static cache that Inductor compiles for."""
-    model, plain = load(folder)
+    model, plain = load_to_compile(folder)
     config = CompileConfig(backend="inductor", mode="default")
     config._compile_all_devices = True
     options = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -46,7 +44,7 @@ def decode(folder: str) -> dict[str, Any]:
 
 def step(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """Run on every rank: logits and gradients of a compiled model; without options, at two lengths."""
-    model, plain = load(folder, **options)
+    model, plain = load_to_compile(folder, **options)
     compiled = torch.compile(model, backend="inductor")
     result: dict[str, Any] = {"error": 0.0, "grads": 0.0, "missing": set()}
     for batch in (PROMPTS, PROMPTS[:, :5].contiguous())[: 1 if options else 2]:  # many graphs, compiled anew

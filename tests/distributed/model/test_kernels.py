@@ -16,8 +16,7 @@ from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 
 import tp_transformers
-from tests.distributed.test_architectures import LOGITS_TOLERANCE
-from tests.support.architectures import ARCHITECTURES
+from tests.support.architectures import ARCHITECTURES, LOGITS_TOLERANCE
 from tests.support.models import PROMPTS, relative
 from tests.support.pool import Pool
 

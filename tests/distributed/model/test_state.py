@@ -16,18 +16,11 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils import PushToHubMixin
 
 import tp_transformers
-from tests.support.models import MASK, PROMPTS, VOCAB, read_folder, relative
+from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both, read_folder, relative
 
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
-
-
-def load(folder: str, **arguments: Any) -> tuple[Any, Any]:
-    """The tensor-parallel model, and that of one process."""
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **arguments)
-    return model, AutoModelForCausalLM.from_pretrained(folder, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +49,7 @@ def assert_same(model: Any, whole: Any) -> None:
 
 
 def state(folder: str, scratch: str) -> None:
-    model, whole = load(folder)
+    model, whole = load_both(folder)
     rank = dist.get_rank()
 
     # counts
@@ -180,7 +173,7 @@ def test_state_of_experts(pool: Any, mixtral: str, tmp_path: Path) -> None:
 
 def train_and_save(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Two steps, then a distributed checkpoint of model and optimizer; returns both whole."""
-    model, _ = load(folder)
+    model = load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
         model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
@@ -197,7 +190,7 @@ def train_and_save(folder: str, target: str) -> tuple[dict[str, torch.Tensor], d
 
 def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
     """A fresh model and optimizer, which take what was saved; returns both whole, and the loss of another step."""
-    model, _ = load(folder)
+    model = load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model.state_dict(), "optimizer": tp_transformers.optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=target)
@@ -248,7 +241,7 @@ def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Pa
 
 def push(folder: str, scratch: str) -> list[tuple[str, Any, list[str]]]:
     """What transformers' own upload, which is replaced, was given on this rank."""
-    model, _ = load(folder)
+    model = load(folder)
     pushed = []
 
     def upload(self: Any, repo_id: str, **options: Any) -> None:
@@ -287,7 +280,7 @@ def test_rank_0_pushes_what_one_process_would(pool: Any, cases: Any, tmp_path: P
 
 def gradients(folder: str) -> list[bool]:
     """Run on every rank: what `full_tensor` makes of gradients that are not there, everywhere or on one rank."""
-    model, whole = load(folder)
+    model, whole = load_both(folder)
     params = dict(model.named_parameters())
     absent = [tp_transformers.full_tensor(param, param.grad) for param in params.values()]
     for each in (model, whole):

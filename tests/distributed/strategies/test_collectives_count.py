@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-import tp_transformers
 from tests.support.architectures import ARCHITECTURES
-from tests.support.models import PROMPTS
+from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -37,8 +36,7 @@ COLLECTIVES = (
 
 def count(name: str, folder: str, **options: bool) -> tuple[Counter[str], Counter[str], list[int]]:
     """Collectives of one forward: of the whole model, inside its layers, and the elements of each all-reduce there."""
-    with tp_transformers.enable():
-        model = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder, tp_plan="auto", **options)
+    model = load(folder, getattr(transformers, ARCHITECTURES[name].model), **options)
     with torch.no_grad():
         model(PROMPTS)  # blocks tell each other uneven lengths once: see test_forwards
     from tp_transformers.ranks import collectives

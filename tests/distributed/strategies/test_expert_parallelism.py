@@ -11,7 +11,7 @@ import transformers
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, make_case, observe
-from tests.support.models import bytes_read, headers, held, read_folder, relative
+from tests.support.models import bytes_read, headers, held, load, read_folder, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 
@@ -48,8 +48,7 @@ optional:
 
 def compare(name: str, plan: str, folder: str, reference_file: str, saved: str) -> dict[str, Any]:
     """Run on every rank: load, compare with the reference, save."""
-    with tp_transformers.enable():
-        model = getattr(transformers, ARCHITECTURES[name].model).from_pretrained(folder, tp_plan=plan)
+    model = load(folder, getattr(transformers, ARCHITECTURES[name].model), tp_plan=plan)
     reference = torch.load(reference_file)
     seen = observe(model)
     grads = {

@@ -14,25 +14,16 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
-from tests.support.architectures import ARCHITECTURES
-from tests.support.models import PROMPTS, VOCAB, relative
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
+from tests.support.models import PROMPTS, VOCAB, load, load_both, relative
 from tests.support.pool import Pool
 from tp_transformers.strategies.regions.region import RegionBlock
 
 pytestmark = pytest.mark.distributed
 
 TOKENS = torch.randint(3, VOCAB, (2, 10), generator=torch.Generator().manual_seed(1))
-
-
-def load(folder: str, **options: Any) -> tuple[Any, Any]:
-    """A model and what one process has of it."""
-    with tp_transformers.enable():
-        ours = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
-    return ours, AutoModelForCausalLM.from_pretrained(folder)
 
 
 def differences(ours: Any, theirs: Any, *batches: torch.Tensor) -> float:
@@ -48,7 +39,7 @@ def differences(ours: Any, theirs: Any, *batches: torch.Tensor) -> float:
 
 
 def copy_heads(folder: str) -> dict[str, Any]:
-    ours, theirs = load(folder, tp_loss_parallel=True)
+    ours, theirs = load_both(folder, tp_loss_parallel=True)
     ours(PROMPTS, labels=PROMPTS)
     copied = copy.deepcopy(ours)
     expected = theirs(PROMPTS).logits.detach()
@@ -74,7 +65,7 @@ def test_a_copy_of_a_loss_parallel_model_has_whole_logits(pool: Pool, cases: Any
 
 
 def copy_sequences(folder: str) -> float:
-    ours, theirs = load(folder, tp_sequence_parallel=True, tp_loss_parallel=True)
+    ours, theirs = load_both(folder, tp_sequence_parallel=True, tp_loss_parallel=True)
     found = [differences(ours, theirs, TOKENS[:, :9])]
     copied = copy.deepcopy(ours)
     for model in (copied, ours, copy.deepcopy(copied)):
@@ -91,7 +82,7 @@ def test_a_copy_of_a_sequence_parallel_model_takes_other_lengths(pool: Pool, cas
 
 def copy_batches(folder: str) -> float:
     """Ranks with batches of their own, of one size and then of others."""
-    ours, theirs = load(folder, tp_batch_sharded=True)
+    ours, theirs = load_both(folder, tp_batch_sharded=True)
     rank, found = dist.get_rank(), []
     same, other = torch.stack([TOKENS, TOKENS.roll(1, 1)])[rank], TOKENS[: 1 + rank, :7]
     ours(same, labels=same).loss.backward()
@@ -124,7 +115,7 @@ def backwards(module: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[A
 
 
 def by_keyword(folder: str, options: dict[str, Any]) -> float:
-    ours, theirs = load(folder, **options)
+    ours, theirs = load_both(folder, **options)
     for layer in ours.model.layers:
         for module in (layer.self_attn, layer.mlp, *layer.mlp.modules()):
             if hasattr(module, "tp_strategy"):
@@ -155,7 +146,7 @@ def watch(folder: str) -> tuple[int, int, int, int]:
     """How many hooks every module of the process passes: before a model is loaded, with it, with a copy, after both."""
     hooks = nn.modules.module._global_module_registration_hooks
     found = [len(hooks)]
-    ours, theirs = load(folder)
+    ours, theirs = load_both(folder)
     tp_transformers.disable()
     found.append(len(hooks))
     copied = copy.deepcopy(ours)
@@ -194,7 +185,7 @@ class Checkpointed(nn.Module):
 def compute_again(folder: str) -> tuple[float, bool]:
     found = []
     for use_reentrant in (False, True):
-        ours, theirs = load(folder, tp_sequence_parallel=True)
+        ours, theirs = load_both(folder, tp_sequence_parallel=True)
         for layer in ours.model.layers:
             layer.mlp = Checkpointed(layer.mlp, use_reentrant)
         # Two forwards of other lengths before one backward.
@@ -236,7 +227,7 @@ def test_blocks_are_nested_and_computed_again(pool: Pool, cases: Any) -> None:
 
 def misfit(folder: str) -> list[Any]:
     """Run on every rank: a module pads its tokens to a multiple of 2, which the parts of some ranks are already."""
-    ours, theirs = load(folder, tp_sequence_parallel=True)
+    ours, theirs = load_both(folder, tp_sequence_parallel=True)
 
     def pad(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return torch.cat([output, output[:, : output.shape[1] % 2]], 1)
@@ -269,7 +260,7 @@ def count_votes(folder: str) -> list[int]:
     """How often the ranks tell each other lengths, forward by forward."""
     from tp_transformers.strategies.regions import region
 
-    ours, _ = load(folder, tp_sequence_parallel=True)
+    ours = load(folder, tp_sequence_parallel=True)
     asked, original, found = [], region.all_lengths, []
     region.all_lengths = lambda *args: asked.append(args) or original(*args)
     try:

@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
-from tests.support.architectures import ARCHITECTURES, observe
-from tests.support.models import MASK, PROMPTS, VOCAB, relative
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors, observe
+from tests.support.models import MASK, PROMPTS, VOCAB, load, relative
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers import ColwiseParallel, vocab_parallel_cross_entropy
@@ -91,8 +90,7 @@ def losses(model: Any) -> dict[str, torch.Tensor]:
 def compare(name: str, folder: str, reference_file: str, sequence: bool) -> dict[str, Any]:
     """Run on every rank: differences from one process, and what is as wide as the vocabulary."""
     cls = getattr(transformers, ARCHITECTURES[name].model)
-    with tp_transformers.enable():
-        model = cls.from_pretrained(folder, tp_plan="auto", tp_loss_parallel=True, tp_sequence_parallel=sequence)
+    model = load(folder, cls, tp_loss_parallel=True, tp_sequence_parallel=sequence)
     reference = torch.load(reference_file)
     seen = observe(model)
     grads = gradient_errors(model, seen["grads"], reference["grads"])
@@ -162,8 +160,7 @@ def with_the_loss_of_torch(folder: str) -> tuple[float, float]:
     plan = tp_transformers.Plan.parse(
         {"extends": "llama", "heads": {"lm_head": ColwiseParallel(use_local_output=False)}}, source="DTensor logits"
     )
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan=plan)
+    model = load(folder, tp_plan=plan)
     one_process = AutoModelForCausalLM.from_pretrained(folder)
     target = PROMPTS[:, 1:].flatten()
     expected = cross_entropy(one_process(PROMPTS).logits[:, :-1].flatten(0, 1), target)
@@ -189,8 +186,7 @@ def test_logits_as_dtensors_work_with_the_loss_parallel_of_torch(pool: Pool, tmp
 
 
 def refused_targets(folder: str) -> None:
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", tp_loss_parallel=True)
+    model = load(folder, tp_loss_parallel=True)
     model(PROMPTS, labels=PROMPTS.masked_fill(PROMPTS == 77, VOCAB))
 
 
@@ -204,8 +200,7 @@ def test_a_target_outside_the_vocabulary_is_one_error_on_all_ranks(pool: Pool, t
 def adapt_and_resize(folder: str) -> dict[str, float]:
     """Run on every rank, with both options: LoRA everywhere, and embeddings of another size."""
     options = {"tp_loss_parallel": True, "tp_sequence_parallel": True}
-    with tp_transformers.enable():
-        ours = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
+    ours = load(folder, **options)
     theirs, errors = AutoModelForCausalLM.from_pretrained(folder), {}
     config = LoraConfig(r=2, target_modules=["q_proj", "up_proj", "down_proj", "lm_head"], init_lora_weights=False)
     adapted = []
@@ -221,8 +216,7 @@ def adapt_and_resize(folder: str) -> dict[str, float]:
     ]
     assert len(grads[0]) == 2 * (3 * 2 + 1)
     errors["gradients of adapters"] = max(gradient_errors(adapted[0], *grads).values())
-    with tp_transformers.enable():
-        ours = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
+    ours = load(folder, **options)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     losses = []
     for model in (ours, theirs):

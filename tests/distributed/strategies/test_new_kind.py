@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.distributed.commands.test_verify import changed, in_pool  # noqa: F401 - a fixture
-from tests.distributed.model.test_adapters import logits_of, shake
-from tests.support.models import MASK, PROMPTS, read_folder, relative
+from tests.distributed.model.test_adapters import shake
+from tests.support.models import MASK, PROMPTS, load, logits_of, read_folder, relative
 from tests.support.pool import Pool
 from tp_transformers import STRATEGIES, TensorParallelLayer
 from tp_transformers.commands import cli
@@ -128,9 +128,8 @@ def live(folder: str, plan: str, scratch: str) -> list[float]:
 def _live(folder: str, plan: str, scratch: str) -> Iterator[float]:
     whole = AutoModelForCausalLM.from_pretrained(folder)
     expected = logits_of(whole)
-    with tp_transformers.enable():
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, tp_plan=plan)
-        on_parts: Any = AutoModelForCausalLM.from_pretrained(folder, tp_plan=plan, tp_sequence_parallel=True)
+    model: Any = load(folder, tp_plan=plan)
+    on_parts: Any = load(folder, tp_plan=plan, tp_sequence_parallel=True)
     down = model.model.layers[0].mlp.down_proj
     assert local_width(down) < down.in_features
 

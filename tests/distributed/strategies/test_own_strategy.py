@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import bytes_read, headers, held, observe, relative
+from tests.support.models import bytes_read, headers, held, load, observe, relative
 from tests.support.pool import Pool
 from tests.support.readme import STRATEGIES_PAGE
 
@@ -31,8 +30,7 @@ def compare(folder: str, reference_file: str, saved: str) -> dict[str, Any]:
     namespace: dict[str, Any] = {}
     exec(code(), namespace)
     try:
-        with tp_transformers.enable():
-            model = AutoModelForCausalLM.from_pretrained(folder, tp_plan=namespace["plan"])
+        model = load(folder, tp_plan=namespace["plan"])
     finally:
         del tp_transformers.STRATEGIES["output_features"]
     seen, reference = observe(model), torch.load(reference_file)

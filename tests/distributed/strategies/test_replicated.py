@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import tp_transformers
-from tests.support.models import PROMPTS, VOCAB, relative
+from tests.support.models import PROMPTS, VOCAB, load, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.commands.verify import small_model as probe
@@ -63,8 +63,7 @@ def reads_directly(name: str, prefix: str, folder: str, reference: str) -> dict[
     cls, _, rules = READERS[name]
     plan = {prefix + module: strategy for module, strategy in rules.items()}
     expected = torch.load(reference)
-    with tp_transformers.enable():
-        models = [getattr(transformers, cls).from_pretrained(folder, tp_plan=plan) for _ in range(2)]
+    models = [load(folder, getattr(transformers, cls), tp_plan=plan) for _ in range(2)]
     models.append(copy.deepcopy(models[0]))
     result: dict[str, Any] = {"answer": 0.0, "grads": 0.0, "tokens": True}
     for model in models:
@@ -117,8 +116,7 @@ def optimize(folder: str) -> dict[str, float]:
     """Run on every rank: one group of all parameters, against one process; the largest error by optimizer."""
     result = {}
     for name, options in OPTIMIZERS:
-        with tp_transformers.enable():
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+        model = load(folder)
         plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert len({isinstance(param, DTensor) for param in model.parameters()}) == 2, "mixed"
         kind = getattr(torch.optim, name)
@@ -203,9 +201,8 @@ def dtensors(folder: str) -> dict[str, Any]:
         "model.layers.*.mlp.gate_proj": "colwise",
         "model.layers.*.mlp.down_proj": "rowwise",
     }
-    with tp_transformers.enable():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
-        other = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan=plan)
+    model = load(folder)
+    other = load(folder, tp_plan=plan)
     norm, expected = nn.LayerNorm(8), nn.LayerNorm(8)
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
     mesh = model.tp_group.device_mesh
@@ -237,8 +234,7 @@ def test_what_is_whole_has_no_hooks_and_still_takes_dtensors(pool: Pool, cases: 
 
 def older_state(folder: str) -> list[float]:
     """Run on every rank: a state dict in which what is whole is a replicated DTensor, as it was made once."""
-    with tp_transformers.enable():
-        models = [transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto") for _ in range(2)]
+    models = [load(folder) for _ in range(2)]
     mesh = models[0].tp_group.device_mesh
     state = {
         name: DTensor.from_local(value + 1, mesh, [Replicate()], run_check=False)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import tp_transformers
-from tests.support.models import PROMPTS, relative
+from tests.support.models import PROMPTS, load, relative
 from tests.support.tiers import wide
 from tp_transformers import vocab_parallel_cross_entropy
 from tp_transformers.ranks.collectives import exchange_regions, gather_from_region, scatter_to_region
@@ -72,8 +72,7 @@ def second_order(folder: str) -> dict[str, float]:
         penalty(whole, embeddings[:, :5]),
     )
     for mode, options in MODES.items():
-        with tp_transformers.enable():
-            model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **SETTINGS, **options)
+        model = load(folder, **SETTINGS, **options)
         found[f"{mode}, penalty"] = differences(penalty(model, embeddings), expected)
         found[f"{mode}, another length"] = differences(penalty(model, embeddings[:, :5]), short)
         found[f"{mode}, Hessian"] = differences(hessian_product(model), product)
@@ -95,8 +94,7 @@ def ranks_with_samples_of_their_own(folder: str) -> dict[str, float]:
     whole = LlamaForCausalLM.from_pretrained(folder, **SETTINGS)
     embeddings = whole.model.embed_tokens(PROMPTS).detach()
     expected: dict[str, torch.Tensor] = {}
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", tp_batch_sharded=True, **SETTINGS)
+    model = load(folder, tp_batch_sharded=True, **SETTINGS)
     rank, size = dist.get_rank(), dist.get_world_size()
     parts = [penalty(whole, embeddings[at : at + 1], PROMPTS[at : at + 1]) for at in range(size)]
     mine = penalty(model, embeddings[rank : rank + 1], PROMPTS[rank : rank + 1])

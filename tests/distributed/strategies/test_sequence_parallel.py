@@ -19,9 +19,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 import tp_transformers
-from tests.distributed.test_architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
-from tests.support.architectures import ARCHITECTURES, Variant, make_case, observe
-from tests.support.models import MASK, PROMPTS, llama_config, relative
+from tests.support.architectures import (
+    ARCHITECTURES,
+    GRADIENT_TOLERANCE,
+    LOGITS_TOLERANCE,
+    Variant,
+    gradient_errors,
+    make_case,
+    observe,
+)
+from tests.support.models import MASK, PROMPTS, llama_config, load, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import local_tensor
@@ -75,11 +82,6 @@ def peak_of(step: Callable[[], torch.Tensor], model: torch.nn.Module) -> tuple[i
         model.zero_grad()
         found.append((left, memory.peak))
     return min(left for left, _ in found), min(peak for _, peak in found)
-
-
-def load(folder: str, **options: Any) -> Any:
-    with tp_transformers.enable():
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options)
 
 
 def train(model: Any, length: int, way: str) -> dict[str, Any]:

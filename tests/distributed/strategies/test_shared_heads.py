@@ -10,19 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import tp_transformers
-from tests.support.models import MASK, PROMPTS, relative
+from tests.support.models import MASK, PROMPTS, load, relative
+from tp_transformers.ranks.mesh import join
+from tp_transformers.slices.layout import Layout, heads, packed
+from tp_transformers.strategies import ParamShard, take
 
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-6  # sums in another order, in fp64
-
-
-def load(folder: str) -> Any:
-    with tp_transformers.enable():
-        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float64)
 
 
 def backward(model: Any, length: int = PROMPTS.shape[1]) -> None:
@@ -54,11 +52,11 @@ def gradients(folder: str) -> dict[str, float]:
         for model in (ours, theirs):
             model.zero_grad()
 
-    ours, theirs = load(folder), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    ours, theirs = load(folder, dtype=torch.float64), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     hold("plain", ours, theirs)
     hold("another length", ours, theirs, 5)
     hold("a copy", copy.deepcopy(ours), theirs)
-    hold("a second load", load(folder), theirs)
+    hold("a second load", load(folder, dtype=torch.float64), theirs)
     for model in (ours, theirs):
         model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
         model.model.layers[1].self_attn.v_proj.weight.requires_grad_(False)
@@ -73,7 +71,7 @@ def gradients(folder: str) -> dict[str, float]:
     found["clipped"] = max(errors(ours, theirs).values())
     config = LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     adapted = []
-    for model in (load(folder), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)):
+    for model in (load(folder, dtype=torch.float64), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)):
         torch.manual_seed(5)
         adapted.append(get_peft_model(model, copy.deepcopy(config)))
     weights = {name: param for name, param in adapted[1].named_parameters() if "lora_" in name}
@@ -97,7 +95,7 @@ def load_beside_own_groups(folder: str) -> float:
     if dist.get_rank() == 1:
         dist.new_group([1], use_local_synchronization=True)
         dist.new_group([1], use_local_synchronization=True)
-    ours, theirs = load(folder), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    ours, theirs = load(folder, dtype=torch.float64), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for model in (ours, theirs):
         backward(model)
     return max(errors(ours, theirs).values())
@@ -114,8 +112,7 @@ def load_on_part_of_the_world(folder: str) -> None:
     part = dist.device_mesh.DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("tp",))
     if dist.get_rank() < 3:
         known = len(dist.distributed_c10d._world.pg_map)
-        with tp_transformers.enable():
-            AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=part)
+        load(folder, device_mesh=part)
         assert len(dist.distributed_c10d._world.pg_map) == known
     assert mesh.size() == 4
     dist.barrier()
@@ -130,7 +127,7 @@ def fail_then_load(folder: str) -> list[str]:
     said = []
     for source in (f"{folder}-nowhere" if os.environ["RANK"] == "1" else folder, folder):
         try:
-            model = load(source)
+            model = load(source, dtype=torch.float64)
             backward(model)
             said.append("loaded")
         except tp_transformers.TensorParallelError as error:
@@ -142,3 +139,41 @@ def test_a_load_after_one_that_failed_on_one_rank(pool: Any, cases: Any) -> None
     for said in pool.run(3, fail_then_load, cases(8, 2).folder, timeout=120):
         assert said[0] != "loaded"
         assert said[1] == "loaded"
+
+
+def run_shared_heads() -> list[float]:
+    """A packed query-key-value weight whose KV heads are replicated: every rank ends with the whole gradient."""
+    group = join()
+    query, kv = heads(8, 2, group.size)
+    layout = Layout(0, packed([query, kv, kv]))
+    weight = torch.arange(12.0, dtype=torch.float64).reshape(12, 1)
+    shard = ParamShard(weight.shape, layout, group)
+    local = shard.wrap(take(weight, layout, group.rank).clone(), requires_grad=True)
+    # Every rank adds its rank + 1 to the gradient of all that it holds.
+    (shard.view(local) * (group.rank + 1)).sum().backward()
+    return tp_transformers.full_tensor(local, local.grad).flatten().tolist()
+
+
+def test_gradients_of_shared_indices_are_summed_over_their_holders(pool: Any) -> None:
+    # 4 ranks: KV head 0 on ranks 0 and 1 (1 + 2), KV head 1 on ranks 2 and 3 (3 + 4).
+    expected = [1.0, 1, 2, 2, 3, 3, 4, 4, 3, 7, 3, 7]
+    for result in pool.run(4, run_shared_heads):
+        assert result == expected
+
+
+def run_groups_of_different_ranks() -> list[list[float]]:
+    """KV heads that only some ranks share, then one that all of them do, then the first again."""
+    group = join()
+    results = []
+    for kv in (2, 1, 2):
+        shard = ParamShard(torch.Size([kv]), Layout(0, heads(8, kv, group.size)[1]), group)
+        local = shard.wrap(torch.ones(1), requires_grad=True)
+        (shard.view(local) * (group.rank + 1)).sum().backward()
+        results.append(tp_transformers.full_tensor(local, local.grad).tolist())
+    return results
+
+
+def test_heads_may_be_shared_by_some_ranks_and_then_by_others(pool: Any) -> None:
+    # 3 ranks: KV head 0 of 2 on ranks 0 and 1 (1 + 2), KV head 1 on rank 2 (3); that of 1 on all (1 + 2 + 3).
+    for results in pool.run(3, run_groups_of_different_ranks, timeout=60):
+        assert results == [[3, 3], [6], [3, 3]]

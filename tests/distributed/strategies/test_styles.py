@@ -18,17 +18,20 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import tp_transformers
 from tests.support.models import (
     MASK,
     PROMPTS,
     VOCAB,
+    are_equal,
     assert_same_files,
     bytes_read,
     headers,
     held,
+    load,
+    logits_of,
     make_case,
     observe,
     relative,
@@ -109,35 +112,25 @@ def compare(model: Any, reference_file: str) -> dict[str, Any]:
     }
 
 
-def load(folder: str, plan: Any, **options: Any) -> Any:
-    with tp_transformers.enable():
-        return AutoModelForCausalLM.from_pretrained(folder, tp_plan=plan, **options)
-
-
 def in_plan(folder: str, reference: str, name: str, saved: str) -> dict[str, Any]:
-    model = load(folder, PLANS[name])
+    model = load(folder, tp_plan=PLANS[name])
     model.save_pretrained(saved, max_shard_size="60KB")
     copied = copy.deepcopy(model)
     errors = compare(model, reference)
-    with torch.no_grad():
-        again = relative(copied(PROMPTS, attention_mask=MASK).logits, torch.load(reference)["logits"])
+    again = relative(logits_of(copied), torch.load(reference)["logits"])
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
     whole = LlamaForCausalLM.from_pretrained(folder)
     model.load_state_dict(whole.state_dict())
-    loaded = [
-        torch.equal(tp_transformers.full_tensor(param), other)
-        for param, other in zip(model.parameters(), whole.parameters(), strict=True)
-    ]
+    loaded = are_equal(model, whole)
     down, head = model.model.layers[0].mlp.down_proj.weight, model.lm_head.weight
     copied.resize_token_embeddings(VOCAB + 4)
-    with torch.no_grad():
-        longer = copied(PROMPTS, attention_mask=MASK).logits
+    longer = logits_of(copied)
     assert longer.shape[-1] == VOCAB + 4
     errors["resized"] = relative(longer[..., :VOCAB], torch.load(reference)["logits"])
     return {
-        "errors": {**errors, "copied": again, "loaded": float(not all(loaded))},
+        "errors": {**errors, "copied": again, "loaded": float(not loaded)},
         "read": bytes_read(model) - held(model) - headers(folder),
         "cuts": [(str(w.placements), w.to_local().shape) for w in (down, head) if isinstance(w, DTensor)],
         "name": model.tp_plan["lm_head"],
@@ -175,7 +168,7 @@ def test_styles_in_plans(pool: Pool, cases: Any, tmp_path: Path, size: int, head
 
 def on_parts_of_ours(folder: str, reference: str, saved: str) -> dict[str, Any]:
     """Ours cuts attention, by heads that do not divide; torch's styles the MLPs, a strategy of ours the head."""
-    model = load(folder, ours_in_attention)
+    model = load(folder, tp_plan=ours_in_attention)
     mesh = model.tp_group.device_mesh
     parallelize_module(model, mesh, mlp(**KEPT))
     parallelize_module(model, mesh, {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())})
@@ -195,7 +188,7 @@ def finish(model: Any, folder: str, reference: str, saved: str) -> dict[str, Any
         for param in model.parameters():
             param.zero_()
     model.load_state_dict(whole.state_dict())
-    loaded = load(f"{saved}-sharded", "auto")
+    loaded = load(f"{saved}-sharded")
     for name, param in whole.named_parameters():
         for other in (model, loaded):
             error = relative(tp_transformers.full_tensor(other.get_parameter(name)), param.detach())
@@ -241,11 +234,11 @@ def test_ours_parallelizes_parts_of_torch(pool: Pool, cases: Any) -> None:
 
 def on_tied_modules(folder: str, reference: str) -> dict[str, Any]:
     """The head and the embedding that it is tied to, both by strategies of ours, and by ones that differ."""
-    model = load(folder, ours_in_attention)
+    model = load(folder, tp_plan=ours_in_attention)
     mesh = model.tp_group.device_mesh
     with pytest.raises(tp_transformers.PlanError, match="is tied to one that is cut otherwise"):
         parallelize_module(
-            load(folder, ours_in_attention),
+            load(folder, tp_plan=ours_in_attention),
             mesh,
             {"lm_head": STRATEGIES["colwise_rep"], "model.embed_tokens": STRATEGIES["embedding_colwise"]},
         )
@@ -265,7 +258,7 @@ def test_tied_modules_stay_tied(pool: Pool, tmp_path: Path) -> None:
 def with_copies(folder: str, reference: str, mode: str, saved: str) -> dict[str, Any]:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = load(folder, {**attention, **ends, "model.norm": "replicate"}, device_mesh=mesh)
+    model = load(folder, tp_plan={**attention, **ends, "model.norm": "replicate"}, device_mesh=mesh)
     parallelize_module(model, mesh["tp"], mlp())
     tp_transformers.data_parallel(model, mesh, mode=mode)
     errors = compare(model, reference)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support import architectures
-from tests.support.models import MASK, PROMPTS, VOCAB, Case, make_case, observe, relative
+from tests.support.models import MASK, PROMPTS, VOCAB, Case, load, make_case, observe, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import full_tensor, local_tensor
@@ -50,13 +50,11 @@ def batches(ranks: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def load(folder: str, copies: int, chosen: Any, **options: Any) -> tuple[Any, Any]:
+def load_on_mesh(folder: str, copies: int, chosen: Any, **options: Any) -> tuple[Any, Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
-    options = {"tp_plan": "auto", "tp_batch_sharded": chosen, **options}
-    with tp_transformers.enable():
-        return AutoModelForCausalLM.from_pretrained(folder, device_mesh=mesh, **options), mesh
+    return load(folder, device_mesh=mesh, tp_batch_sharded=chosen, **options), mesh
 
 
 def options_of(model: Any) -> dict[str, Any]:
@@ -94,7 +92,7 @@ def one_process(folder: str, ranks: int) -> tuple[Any, dict[str, Any]]:
 
 def compare(folder: str, copies: int, chosen: Any, mode: Any, saved: str) -> dict[str, float]:
     """Run on every rank: train, and say how far everything is from one process."""
-    model, mesh = load(folder, copies, chosen)
+    model, mesh = load_on_mesh(folder, copies, chosen)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     tp_transformers.data_parallel(model, mesh, mode=mode)
 
@@ -189,7 +187,7 @@ def test_ranks_train_as_one_process(
 
 def checkpointed(folder: str, way: bool | None) -> list[float]:
     """The worst error of the gradients of steps that differ in samples and length, with forwards in between."""
-    model, mesh = load(folder, 1, True)
+    model, mesh = load_on_mesh(folder, 1, True)
     trained = AutoModelForCausalLM.from_pretrained(folder)
     tp_transformers.data_parallel(model.train(), mesh)
     model.gradient_checkpointing_enable({"use_reentrant": way})
@@ -221,7 +219,7 @@ def test_layers_are_computed_again_for_the_batch_that_they_had(pool: Pool, cases
 def slope(folder: str, checkpoints: bool) -> tuple[float, float]:
     """By how much the mean of all losses grows along its gradient, in fp64: (what the gradient says, what it does)."""
     drops = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
-    model, mesh = load(folder, 1, True, dtype=torch.float64, **drops)
+    model, mesh = load_on_mesh(folder, 1, True, dtype=torch.float64, **drops)
     tp_transformers.data_parallel(model.train(), mesh)
     batch, other = (batches(ranks)[dist.get_rank()] for ranks in (2, 3))
     if checkpoints:
@@ -263,7 +261,7 @@ def test_dropouts_have_gradients(pool: Pool, tmp_path: Path) -> None:
 
 def refusals(folder: str, reference: str) -> dict[str, Any]:
     """Run on every rank: faults of one rank are the same error on all, after which everything is as before."""
-    model, _ = load(folder, 1, EVERYTHING)
+    model, _ = load_on_mesh(folder, 1, EVERYTHING)
     first, expected = dist.get_rank() == 0, torch.load(reference)
     ready_made = torch.ones(2, 1, 7, 7, dtype=torch.bool)
     cache = model.generate(PROMPTS, max_new_tokens=1, return_dict_in_generate=True).past_key_values
@@ -322,7 +320,7 @@ def test_faults_of_one_rank_are_errors_on_all(pool: Pool, cases: Any) -> None:
 def printed(folder: str) -> list[str]:
     found = []
     for chosen in (None, ["model.layers.1.mlp", "lm_head"]):
-        model, mesh = load(folder, 2, chosen)
+        model, mesh = load_on_mesh(folder, 2, chosen)
         before = str(tp_transformers.partition(model, mesh))
         tp_transformers.data_parallel(model, mesh)
         found.append(str(tp_transformers.partition(model)))

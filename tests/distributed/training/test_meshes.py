@@ -12,15 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import PROMPTS, relative
+from tests.support.models import PROMPTS, load, relative
 from tests.support.pool import Pool, WorkerError
 
 pytestmark = pytest.mark.distributed
-
-
-def load(folder: str, **arguments: Any) -> Any:
-    with tp_transformers.enable():
-        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **arguments)
 
 
 def interleaved(folder: str, mode: Any) -> tuple[list[int], float, float, float]:

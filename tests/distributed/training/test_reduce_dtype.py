@@ -12,8 +12,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.distributed.training.test_training import BATCH, load, mesh_of
+from tests.support.models import load
 from tests.support.pool import Pool, WorkerError
+from tests.support.training import BATCH, mesh_of
 
 pytestmark = pytest.mark.distributed
 

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 import tp_transformers
-from tests.distributed.training.test_training import BATCH, Texts, load, mesh_of
 from tests.support import architectures
+from tests.support.models import load
 from tests.support.pool import Pool
+from tests.support.training import BATCH, Texts, mesh_of
 
 pytestmark = pytest.mark.distributed
 

@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.distributed.training.test_training_modes import BATCH, MAX_NORM, MODES, start
+from tests.distributed.training.test_training_modes import MODES, start
+from tests.support.models import load
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
+from tests.support.training import BATCH, MAX_NORM
 
 pytestmark = pytest.mark.distributed
 
@@ -109,8 +111,7 @@ def with_trainer(folder: str, target: str, copies: int, resumed: str | None, **s
         if copies:
             dist.init_process_group("gloo")
             mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
-            with tp_transformers.enable():
-                model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh)
+            model = load(folder, device_mesh=mesh)
             if copies > 1:
                 tp_transformers.data_parallel(model, mesh, mode="shard")
         else:

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.distributed.training.test_training import BATCH, MAX_NORM, WEIGHT_TOLERANCE, load, mesh_of, with_trainer
-from tests.support.models import read_folder, relative
+from tests.support.models import load, read_folder, relative
 from tests.support.pool import Pool
+from tests.support.training import BATCH, MAX_NORM, WEIGHT_TOLERANCE, mesh_of, with_trainer
 
 pytestmark = pytest.mark.distributed
 

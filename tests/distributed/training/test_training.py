@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,38 +11,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support import architectures
-from tests.support.models import VOCAB, Case, read_folder, relative
-from tests.support.pool import Pool, WorkerError
+from tests.support.models import Case, load, relative
+from tests.support.pool import Pool
+from tests.support.training import (
+    BATCH,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    MAX_NORM,
+    NORM_TOLERANCE,
+    WEIGHT_TOLERANCE,
+    mesh_of,
+)
 
 pytestmark = pytest.mark.distributed
 
-BATCH = torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(3))
-MAX_NORM = 0.5
-"""Far below the norm of the gradients, so that every step is clipped."""
-
 ROUNDING = 2e-6
-# fp32 sums in another order, through a few steps.
-LOSS_TOLERANCE = 1e-5
-NORM_TOLERANCE = 1e-5
-WEIGHT_TOLERANCE = 2e-5
-GRADIENT_TOLERANCE = 1e-4
-
-
-def load(folder: str, **arguments: Any) -> Any:
-    with tp_transformers.enable():
-        return AutoModelForCausalLM.from_pretrained(folder, **{"tp_plan": "auto", **arguments})
-
-
-def mesh_of(copies: int) -> Any:
-    dist.init_process_group("gloo")
-    return init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
 
 
 def train(model: Any, groups: Any, batch: torch.Tensor, clip: Any, steps: int = 3, **options: Any) -> dict[str, Any]:
@@ -340,259 +327,3 @@ def test_three_ranks_train_as_one_process(pool: Pool, cases: Any, heads: tuple[i
         assert result["checkpoints"] < GRADIENT_TOLERANCE
         assert result["autocast"] < 0.05  # bf16 has 8 bits, and what is summed over ranks is rounded once more
         assert result["autocast dtypes"] == {"torch.float32"}
-
-
-# -- dropout
-
-DROPOUT = {
-    "llama": {"attention_dropout": 0.3},
-    "gpt2": {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2},
-    "bart": {"dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2},
-}
-INSIDE = ("o_proj", "attn.c_proj", "out_proj", "fc2")
-"""Modules whose inputs are a rank's own."""
-
-
-class Adapter(nn.Module):
-    """As LoRA's layers are: beside the layer that it is around, it drops some of the same, whole, input."""
-
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.drop = nn.Dropout(0.5)
-        self.seen: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.base_layer(x)
-        self.seen.append(self.drop(x).detach())
-        return output
-
-
-def remember(seen: list[torch.Tensor], module: nn.Module, args: Any) -> None:
-    seen.append(args[0].detach().abs().sum((-1, -2)))
-
-
-def dropped(name: str, folder: str) -> list[dict[str, Any]]:
-    """Train without checkpoints, with each kind of them; what ranks hold whole, and what they do not."""
-    results = []
-    for checkpoints in (None, {"use_reentrant": False}, {"use_reentrant": True}):
-        import transformers
-
-        with tp_transformers.enable():
-            auto = getattr(transformers, architectures.ARCHITECTURES[name].model)
-            model = auto.from_pretrained(folder, tp_plan="auto", **DROPOUT[name]).train()
-        adapters = []
-        if name == "llama":
-            attention = model.model.layers[0].self_attn
-            adapters = [Adapter(attention.q_proj), Adapter(attention.v_proj)]
-            attention.q_proj, attention.v_proj = adapters
-        if checkpoints is not None:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoints)
-        zeros: list[torch.Tensor] = []
-        for path, module in model.named_modules():
-            if path.endswith(INSIDE):
-                module.register_forward_pre_hook(functools.partial(remember, zeros))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        torch.manual_seed(5)
-        losses = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            output = model(BATCH, labels=BATCH)
-            output.loss.backward()
-            optimizer.step()
-            losses.append(output.loss.item())
-        whole = [param for param in model.parameters() if param.tp_shard.layout is None]
-        replicated = [output.logits.detach(), torch.get_rng_state(), *map(tp_transformers.local_tensor, whole)]
-        replicated += [seen for adapter in adapters for seen in adapter.seen]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (replicated, zeros[0]))
-        results.append(
-            {
-                "same": all(torch.equal(a, b) for a, b in zip(everyone[0][0], everyone[1][0], strict=True)),
-                "own": not torch.equal(everyone[0][1], everyone[1][1]),
-                "losses": losses,
-                "recomputed": len(zeros),
-                "weights": [tp_transformers.full_tensor(param) for param in model.parameters()],
-            }
-        )
-    return results
-
-
-@pytest.mark.parametrize("name", DROPOUT)
-def test_dropout_keeps_whole_activations_the_same(pool: Pool, tmp_path: Path, name: str) -> None:
-    heads = architectures.ARCHITECTURES[name].variants[-1]
-    case = architectures.make_case(tmp_path, name, *heads)
-    for plain, *checkpointed in pool.run(2, dropped, name, case.folder):
-        assert plain["same"]
-        assert plain["own"]
-        for result in checkpointed:
-            assert result["same"]
-            assert result["recomputed"] > plain["recomputed"]
-            assert result["losses"] == pytest.approx(plain["losses"], rel=1e-6)
-            pairs = zip(result["weights"], plain["weights"], strict=True)
-            assert max(relative(mine, theirs) for mine, theirs in pairs) < GRADIENT_TOLERANCE
-
-
-def even_heads_draw_their_own(folder: str) -> list[torch.Tensor]:
-    """Attention weights that are dropped, of two ranks that hold the same heads: only the masks can differ."""
-    model = load(folder, attention_dropout=0.5, attn_implementation="eager").train()
-    rank = dist.get_rank()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
-                tp_transformers.local_tensor(projection.weight).fill_(0.01)
-    torch.manual_seed(7)
-    seen: list[torch.Tensor] = []
-    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(functools.partial(remember, seen))
-    model(BATCH)
-    assert rank == model.tp_group.rank
-    return [seen[0], torch.get_rng_state()]
-
-
-def test_attention_masks_differ_between_ranks(pool: Pool, cases: Any) -> None:
-    (first, one_state), (second, other_state) = pool.run(2, even_heads_draw_their_own, cases(8, 4).folder)
-    assert first.shape == second.shape
-    assert not torch.equal(first, second)
-    assert torch.equal(one_state, other_state)
-
-
-# -- the guard
-
-
-def guarded(folder: str, kind: str) -> bool:
-    os.environ["TP_TRANSFORMERS_DEBUG"] = str(int(kind == "environment"))
-    try:
-        model = load(folder)
-    finally:
-        del os.environ["TP_TRANSFORMERS_DEBUG"]
-    handle = tp_transformers.check_inputs(model) if kind != "environment" else None
-    model(BATCH, attention_mask=torch.ones_like(BATCH), use_cache=False)
-    rank = dist.get_rank()
-    if kind == "random state":
-        torch.manual_seed(rank)
-        model(BATCH)  # which draws nothing
-        model.train()(BATCH)
-    if kind == "removed":
-        assert handle is not None
-        handle.remove()
-    model(input_ids=BATCH - rank) if kind == "keyword" else model(BATCH - rank, attention_mask=None)
-    return True
-
-
-def test_different_inputs_are_one_error_on_all_ranks(pool: Pool, cases: Any) -> None:
-    folder = cases(8, 4).folder
-    assert pool.run(2, guarded, folder, "removed") == [True, True]
-    for kind, subject in (("keyword", "input_ids"), ("environment", "input_ids"), ("random state", "random state")):
-        with pytest.raises(WorkerError) as caught:
-            pool.run(2, guarded, folder, kind)
-        assert len(caught.value.errors) == 2
-        for error in caught.value.errors.values():
-            assert error.startswith("MeshError: the inputs of the model: got ")
-            assert f"{subject} on rank 1" in error
-
-
-# -- transformers' Trainer
-
-
-class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
-        return len(BATCH)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": BATCH[index], "labels": BATCH[index]}
-
-
-def with_trainer(
-    folder: str, saved: str, copies: int, adapted: bool = False, loss: bool = False, fp16: bool = False
-) -> dict[str, Any]:
-    """Train on batches of two in all, evaluate, save; `copies`: of the model, which has two ranks each; 0 for one
-    process. `adapted`: train LoRA alone; `loss`: with logits that are cut; `fp16`: with a scaler that begins too high.
-    """
-    from accelerate.state import AcceleratorState
-    from transformers import TrainingArguments
-
-    from tp_transformers.training.trainer import Trainer
-
-    if not copies:  # for accelerate, torchrun's environment makes one process a distributed one
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name)
-    logging.disable(logging.INFO)
-    try:
-        mesh = mesh_of(copies) if copies else None
-        options = {"device_mesh": mesh, "tp_loss_parallel": loss}
-        model = load(folder, **options) if copies else AutoModelForCausalLM.from_pretrained(folder)
-        if adapted:
-            torch.manual_seed(1)
-            targets = ["q_proj", "o_proj", "up_proj", "lm_head"]
-            model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights="gaussian"))
-        if copies > 1:
-            tp_transformers.data_parallel(model, mesh, mode="shard")
-        trainer = Trainer(
-            model=model,
-            args=TrainingArguments(
-                saved,
-                per_device_train_batch_size=2 // max(copies, 1),
-                per_device_eval_batch_size=2 if copies > 1 else 3,  # of four
-                max_steps=3,
-                learning_rate=1e-2,
-                adam_epsilon=1e-2,
-                max_grad_norm=MAX_NORM,
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                use_cpu=True,
-                disable_tqdm=True,
-                fp16=fp16,
-            ),
-            train_dataset=Texts(),
-            eval_dataset=Texts(),
-            compute_metrics=lambda given: {"answers": (given.predictions.argmax(-1) * given.label_ids).sum()},
-        )
-        if fp16:  # accelerate makes no scaler on a CPU, and does what it does on a GPU where there is one
-            trainer.accelerator.native_amp = True
-            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-20)
-        trainer.train()
-        trainer.save_model()
-        seen = trainer.evaluate()
-        predicted = trainer.predict(Texts())  # type: ignore[arg-type]
-        assert (predicted.label_ids == BATCH.numpy()).all()
-        reloaded = 0.0
-        if adapted:
-            base = load(folder, **options) if copies else AutoModelForCausalLM.from_pretrained(folder)
-            with torch.no_grad():
-                logits = PeftModel.from_pretrained(base, saved).eval()(BATCH).logits
-            reloaded = relative(logits, torch.from_numpy(predicted.predictions))
-        history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        return {
-            "losses": torch.tensor([entry["loss"] for entry in history]),
-            "norms": torch.tensor([float(entry["grad_norm"]) for entry in history]),
-            "evaluated": torch.tensor([seen["eval_loss"]]),
-            "predicted": torch.from_numpy(predicted.predictions),
-            "answers": seen["eval_answers"],
-            "reloaded": reloaded,
-            "scale": trainer.accelerator.scaler.get_scale() if fp16 else None,
-        }
-    finally:
-        logging.disable(logging.NOTSET)
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_trainer_trains_and_evaluates_as_one_process(pool: Pool, cases: Any, tmp_path: Path) -> None:
-    folder = cases(9, 3).folder
-    for adapted, ways in ((False, ((1, False), (2, True))), (True, ((1, True),))):
-        saved = str(tmp_path / f"one {adapted}")
-        (expected,) = pool.run(1, with_trainer, folder, saved, 0, adapted)
-        one = read_folder(saved)
-        for copies, loss in ways:
-            saved = str(tmp_path / f"{copies} copies {adapted}")
-            for result in pool.run(2 * copies, with_trainer, folder, saved, copies, adapted, loss):
-                assert len(result["losses"]) == 3
-                assert relative(result["losses"], expected["losses"]) < LOSS_TOLERANCE
-                assert relative(result["norms"], expected["norms"]) < NORM_TOLERANCE
-                assert relative(result["evaluated"], expected["evaluated"]) < LOSS_TOLERANCE
-                assert relative(result["predicted"], expected["predicted"]) < WEIGHT_TOLERANCE
-                assert result["answers"] == expected["answers"]
-                assert result["reloaded"] < WEIGHT_TOLERANCE
-            files = read_folder(saved)
-            assert one.keys() == files.keys()
-            assert max(relative(files[name], value) for name, value in one.items()) < WEIGHT_TOLERANCE

@@ -22,17 +22,14 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, Variant
-from tests.support.models import VOCAB, relative
+from tests.support.models import load, relative
 from tests.support.pool import Pool
+from tests.support.training import BATCH, MAX_NORM
 
 pytestmark = pytest.mark.distributed
 
 WHOLE_MATRIX = os.environ.get("MATRIX") == "1"
-BATCH = torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(3))
 STEPS = 5
-MAX_NORM = 0.5
-"""Far below the norm of the gradients, so that every step is clipped."""
-
 
 # fp32 sums in another order, through five steps: at worst 4e-7, 2e-6 and 3e-7 in the whole table.
 LOSS_TOLERANCE = 2e-6
@@ -110,8 +107,7 @@ def start(folder: str, mode: Mode) -> tuple[Any, Tensor]:
         dist.init_process_group("gloo")
     size = dist.get_world_size() // mode.copies
     mesh: DeviceMesh = init_device_mesh("cpu", (mode.copies, size), mesh_dim_names=("dp", "tp"))
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh, **mode.options).train()
+    model = load(folder, device_mesh=mesh, **mode.options).train()
     if mode.parallel is not None:
         options = {} if mode.policy is None else {"mp_policy": mode.policy}
         tp_transformers.data_parallel(model, mesh, mode=mode.parallel, **options)

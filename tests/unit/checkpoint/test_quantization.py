@@ -21,9 +21,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-import tp_transformers
 from tests.support.float8 import quantize_folder
-from tests.support.models import llama_config
+from tests.support.models import llama_config, load
 from tp_transformers.checkpoint.conversion.quantization import Float8
 from tp_transformers.errors import CheckpointError, UnsupportedError
 from tp_transformers.slices.lazy import Resident
@@ -43,11 +42,6 @@ CONFIGS = {
         num_experts_per_tok=2,
     ),
 }
-
-
-def load(folder: Path | str, **arguments: Any) -> Any:
-    with tp_transformers.enable():
-        return AutoModelForCausalLM.from_pretrained(folder, **{"tp_plan": "auto", **arguments})
 
 
 @pytest.fixture(scope="module")

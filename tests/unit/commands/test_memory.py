@@ -12,10 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 
-import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.float8 import quantize_folder
-from tests.support.models import VOCAB, headers, llama_config
+from tests.support.models import VOCAB, headers, llama_config, load
 from tp_transformers import CheckpointError, PlanError
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory, smallest_size
@@ -123,8 +122,7 @@ def test_what_is_quantised_counts_as_it_is_held(tmp_path: Path) -> None:
     llama(tmp_path / "plain", dtype="bfloat16")
     quantize_folder(tmp_path / "plain", tmp_path / "fp8", (16, 16))
     found = survey(str(tmp_path / "fp8"))
-    with tp_transformers.enable():
-        model = LlamaForCausalLM.from_pretrained(tmp_path / "fp8", tp_plan="auto")
+    model = load(tmp_path / "fp8", LlamaForCausalLM)
     assert plan_memory(found, 1).parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
     assert found.stock is not None
     assert (found.stock.missing, found.stock.unexpected) == ((), ())

@@ -53,7 +53,7 @@ def layout(resolution: Resolution, name: str, model: Any, size: int) -> Any:
     return resolution.param_strategies[name].layout("weight", model.get_parameter(name).shape, size)
 
 
-def load(tmp_path: Path, text: str, name: str = "mine.yaml") -> Plan:
+def plan_of(tmp_path: Path, text: str, name: str = "mine.yaml") -> Plan:
     (tmp_path / name).write_text(text)
     return Plan.from_yaml(tmp_path / name)
 
@@ -135,7 +135,7 @@ def test_malformed_rules() -> None:
 def test_malformed_yaml(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "other.yaml").write_text("extends: mine\n")
     with pytest.raises(PlanError, match=r"\.yaml") as caught:
-        load(tmp_path, text)
+        plan_of(tmp_path, text)
     assert says in str(caught.value)
 
 
@@ -147,7 +147,7 @@ def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_extends_replaces_removes_and_adds_rules(tmp_path: Path) -> None:
-    plan = load(
+    plan = plan_of(
         tmp_path,
         "extends: llama\nmodel_type: [llama, mine]\n"
         "base_model: {embed_tokens: embedding_colwise, norm: null}\nheads: {lm_head: null, extra: replicate}\n",
@@ -227,7 +227,7 @@ def test_norms_among_heads_that_are_cut_have_to_sum_their_gradients() -> None:
     ],
 )
 def test_attention_that_is_not_there(tmp_path: Path, attention: str, says: str) -> None:
-    plan = load(tmp_path, f"base_model: {{layers.*.self_attn.q_proj: colwise}}\nattention: {attention}\n")
+    plan = plan_of(tmp_path, f"base_model: {{layers.*.self_attn.q_proj: colwise}}\nattention: {attention}\n")
     text = faults(plan, size=3)
     assert says in text
     assert "does not say where the heads" not in text

@@ -36,7 +36,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory):
         yield opened, values.float() * spread
 
 
-def load(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
+def filled(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
     """As the loader does: leaves of files by the reader, then the others."""
     destination = torch.full(lazy.shape, torch.nan, dtype=dtype)
     pieces = list(lazy.pieces(destination))
@@ -62,7 +62,7 @@ def test_a_selection_reads_its_values_and_the_scales_of_its_blocks(stored, data:
         )
     dtype = data.draw(st.sampled_from(DTYPES))
     before = opened.bytes_read
-    assert torch.equal(load(lazy, dtype), real.to(dtype))
+    assert torch.equal(filled(lazy, dtype), real.to(dtype))
     # The blocks of a selection are those of its rows times those of its columns.
     used = [{int(at) // size for at in index.unique()} for index, size in zip(_indices(positions), BLOCK, strict=True)]
     scales = len(used[0]) * len(used[1]) * len(used[2]) if real.numel() else None
@@ -83,7 +83,7 @@ def test_under_other_expressions(stored, dtype: torch.dtype) -> None:
     whole = Scaled(opened.tensors["values"], opened.tensors["scales"], BLOCK)
     lazy = Transpose(Stack([whole.select(0, [(1, 3)]), whole.select(0, [(0, 2)])], 0), 2, 3).select(2, [(5, 30)])
     expected = torch.stack([real[1:3], real[0:2]]).transpose(2, 3)[:, :, 5:30]
-    assert torch.equal(load(lazy, dtype), expected.to(dtype))
+    assert torch.equal(filled(lazy, dtype), expected.to(dtype))
 
 
 def test_scales_must_fit() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import tp_transformers
-from tests.support.models import llama_config, observe, relative
+from tests.support.models import llama_config, load, observe, relative
 from tp_transformers import STRATEGIES, Plan, PlanError, Rule
 from tp_transformers.model.adapters import inject as adapters
 from tp_transformers.plans.bind import resolve
@@ -127,8 +127,7 @@ def test_a_plan_keeps_a_style_as_it_was() -> None:
 
 def test_on_one_rank_styles_are_nothing(cases: Any) -> None:
     case = cases(8, 4)
-    with tp_transformers.enable():
-        model = LlamaForCausalLM.from_pretrained(case.folder, tp_plan={**attention, **mlp})
+    model = load(case.folder, LlamaForCausalLM, tp_plan={**attention, **mlp})
     assert relative(observe(model)["logits"], torch.load(case.reference)["logits"]) < 1e-6
 
 

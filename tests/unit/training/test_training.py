@@ -12,7 +12,7 @@ from transformers import BartForConditionalGeneration, LlamaForCausalLM
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES
-from tests.support.models import llama_config
+from tests.support.models import llama_config, load
 from tp_transformers.anatomy.layers import layers_of
 from tp_transformers.model.dropout import OwnRandomness
 from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
@@ -52,8 +52,7 @@ def test_a_model_without_a_plan_is_refused_or_left_to_torch() -> None:
 def test_clipping_on_one_rank_is_torchs(cases: Any) -> None:
     grads = []
     for plan in ("auto", None):
-        with tp_transformers.enable():
-            model = LlamaForCausalLM.from_pretrained(cases(9, 3).folder, tp_plan=plan)
+        model = load(cases(9, 3).folder, LlamaForCausalLM, tp_plan=plan)
         model(torch.arange(9)[None], labels=torch.arange(9)[None]).loss.backward()
         clip = tp_transformers.clip_grad_norm_ if plan else torch.nn.utils.clip_grad_norm_
         norm = clip(model.parameters(), 0.5, foreach=False)  # type: ignore[operator]

@@ -1,0 +1,86 @@
+"""Checkpoints of the Hub that are in the cache, or come there: one rank of a node downloads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.support.hub import fail, run, stream, weight_bytes
+from tests.support.hub_server import HubServer
+from tests.support.pool import WorkerError
+
+pytestmark = pytest.mark.distributed
+
+
+def test_what_was_downloaded_before_is_read_from_the_cache(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path
+) -> None:
+    folder = cases(8, 4).folder
+    served.add("org/model", folder)
+    hub_pool.run(1, _download, str(tmp_path / "0"), ["model-00002-of-00007.safetensors"])
+    hub_pool.run(
+        1, _download, str(tmp_path / "1"), ["model-00002-of-00007.safetensors", "model-00003-of-00007.safetensors"]
+    )
+    served.seen.clear()
+    results = hub_pool.run(2, _stream_from_own_cache, "org/model", folder, str(tmp_path))
+    assert all(not result["different"] for result in results)
+    asked = {Path(seen.path.partition("?")[0]).name for seen in served.seen if seen.is_weights}
+    assert "model-00002-of-00007.safetensors" not in asked
+    assert "model-00003-of-00007.safetensors" in asked
+    # Of a file that one rank has, the other fetches its own part, or is given it.
+    assert (
+        served.weights_sent()
+        < weight_bytes(folder) - (Path(folder) / "model-00002-of-00007.safetensors").stat().st_size
+    )
+
+
+def _download(cache: str, files: list[str]) -> None:
+    from huggingface_hub import hf_hub_download
+
+    for file in files:
+        hf_hub_download("org/model", file, cache_dir=cache)
+
+
+def _stream_from_own_cache(name: str, folder: str, caches: str) -> dict[str, Any]:
+    return stream(name, folder, f"{caches}/{os.environ['RANK']}")
+
+
+def test_offline(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+    folder = cases(8, 4).folder
+    served.add("org/model", folder)
+    with pytest.raises(WorkerError) as caught:
+        hub_pool.run(2, _offline, folder, str(tmp_path))
+    assert len(caught.value.errors) == 2
+    assert all("org/model" in error or "offline" in error for error in caught.value.errors.values())
+    assert not served.seen
+    run(hub_pool, 2, "org/model", folder, str(tmp_path), tp_stream=False)
+    served.seen.clear()
+    assert all(not result["different"] for result in hub_pool.run(2, _offline, folder, str(tmp_path)))
+    assert not served.seen
+
+
+def _offline(folder: str, cache: str) -> dict[str, Any]:
+    with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
+        return stream("org/model", folder, cache)
+
+
+def test_one_rank_of_a_node_downloads(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+    folder = cases(8, 4).folder
+    served.add("org/model", folder)
+    for arguments in ({}, {"force_download": True}):
+        served.seen.clear()
+        results = run(hub_pool, 3, "org/model", folder, str(tmp_path), tp_stream=False, **arguments)
+        assert all(not result["different"] for result in results)
+        assert served.weights_sent() == weight_bytes(folder)
+
+
+def test_a_download_that_fails_stops_all(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+    served.add("org/model", cases(8, 4).folder)
+    served.faults.refuse = {"model-00003-of-00007.safetensors": 404}
+    error = fail(hub_pool, 3, "org/model", None, str(tmp_path), tp_stream=False)
+    assert error.startswith("CheckpointError: rank 0: ")
+    assert len({seen.path for seen in served.seen if seen.status == 404 and seen.is_weights}) == 1

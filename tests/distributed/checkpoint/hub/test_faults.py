@@ -1,0 +1,261 @@
+"""Faults of the Hub and of ranks that read from it: those that pass cost time, others are one error on all ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface_hub.utils import close_session
+
+import tp_transformers
+from tests.support.hub import fail, run, stream
+from tests.support.hub_server import HubServer
+from tests.support.tiers import wide
+from tp_transformers.checkpoint.hub import fetch as exchange
+from tp_transformers.checkpoint.hub.remote_file import RemoteFile
+from tp_transformers.ranks import group as group_module
+
+pytestmark = pytest.mark.distributed
+
+TOKEN = "hf_secret"
+
+
+# -- faults that pass
+
+
+@pytest.mark.parametrize(
+    "faults",
+    wide(
+        [
+            {"drop_every": 5},
+            {"error_every": 7},
+            {"error_every": 7, "error_status": 429, "retry_after": "0"},
+            {"expire_after": 3},
+            {"stall_every": 9, "stall": 4.0},
+            {"drop_every": 5, "error_every": 7, "expire_after": 3},
+        ],
+        3,
+    ),
+    ids=lambda faults: " ".join(faults),
+)
+def test_faults_cost_only_time(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, faults: dict[str, Any]
+) -> None:
+    folder = cases(9, 3).folder
+    served.add("org/model", folder)
+    for name, value in faults.items():
+        setattr(served.faults, name, value)
+    # Half of all requests fail, in an order that differs from run to run.
+    results = run(hub_pool, 2, "org/model", folder, str(tmp_path), tries=30)
+    assert all(not result["different"] for result in results)
+    statuses = [seen.status for seen in served.seen]
+    if "expire_after" in faults:
+        assert 403 in statuses
+    if "error_every" in faults:
+        assert statuses.count(faults.get("error_status", 503)) > 3
+    if "drop_every" in faults:
+        assert len([seen for seen in served.seen if seen.is_weights]) > 20
+
+
+def test_the_token_stays_with_the_hub(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+    folder = cases(9, 3).folder
+    served.add("org/model", folder, token=TOKEN)
+    served.faults.expire_after = 3
+    results = run(hub_pool, 2, "org/model", folder, str(tmp_path), token=TOKEN, tries=30)
+    assert all(not result["different"] for result in results)
+    hosts = {seen.host for seen in served.seen}
+    assert hosts == {"127.0.0.1", "localhost"}
+    for seen in served.seen:
+        assert (seen.host == "localhost") == ("/cdn/" in seen.path)
+        assert seen.headers.get("authorization", seen.headers.get("Authorization")) == (
+            None if seen.host == "localhost" else f"Bearer {TOKEN}"
+        )
+
+
+# -- faults that do not
+
+
+@pytest.mark.parametrize(
+    ("faults", "says"),
+    [
+        ({"ignore_range": True}, "got the whole file in answer to a Range request"),
+        ({"change_after": 9}, "-changed, expected ETag cdn-"),
+        ({"refuse": {"model-00003-of-00007.safetensors": 404}}, "status 404 from localhost in 6 tries"),
+        ({"refuse": {"model-00003-of-00007.safetensors": 500}}, "status 500 in 6 tries"),
+        ({"refuse": {"model-00003-of-00007.safetensors": 418}}, "status 418"),
+        ({"gzip": "gzip"}, "got Content-Encoding gzip, expected the bytes as they are"),
+        ({"gzip": ""}, " bytes, expected "),
+    ],
+)
+@pytest.mark.parametrize("size", wide([2, 3], 1))
+def test_one_error_on_all_ranks(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, faults: dict[str, Any], says: str, size: int
+) -> None:
+    folder = cases(8, 4).folder
+    served.add("org/model", folder)
+    for name, value in faults.items():
+        setattr(served.faults, name, value)
+    error = fail(hub_pool, size, "org/model", None, str(tmp_path))
+    assert error.startswith("CheckpointError: ")
+    assert says in error
+    if "ignore_range" in faults:
+        assert all(seen.sent < 100 << 10 for seen in served.seen if seen.is_weights), "bodies are not read"
+
+
+def test_a_fetch_that_fails_on_one_rank_stops_the_others(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path
+) -> None:
+    folder = cases(8, 4).folder
+    served.add("org/model", folder)
+    error = hub_pool.error(3, _break_reads_of_rank_1, str(tmp_path), timeout=60)
+    assert error == "CheckpointError: rank 1: it broke"
+
+
+def _break_reads_of_rank_1(cache: str) -> None:
+    count = 0
+    original = RemoteFile.read
+
+    def read(self: Any, offset: int, buffers: Any) -> None:
+        nonlocal count
+        count += offset > 2000  # not of a header
+        if os.environ["RANK"] == "1" and count > 3:
+            raise tp_transformers.CheckpointError("it broke")
+        original(self, offset, buffers)
+
+    with mock.patch.object(RemoteFile, "read", read):
+        stream("org/model", None, cache)
+
+
+@pytest.mark.parametrize("thread", ["download", "fetch"])
+def test_a_rank_without_threads_stops_the_others(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, thread: str
+) -> None:
+    served.add("org/model", cases(8, 4).folder)
+    error = hub_pool.error(2, _start_no_threads_on_rank_1, thread, str(tmp_path), timeout=60)
+    assert error == "RemoteRankError: rank 1: RuntimeError: can't start new thread"
+
+
+def _start_no_threads_on_rank_1(thread: str, cache: str) -> None:
+    class NoThreads(ThreadPoolExecutor):
+        def submit(self, *args: Any) -> Any:
+            raise RuntimeError("can't start new thread")
+
+    module = {"download": group_module, "fetch": exchange}[thread]
+    with mock.patch.object(module, "ThreadPoolExecutor", NoThreads) if os.environ["RANK"] == "1" else nullcontext():
+        stream("org/model", None, cache)
+
+
+def test_who_is_not_let_in_or_looks_for_what_is_not_there(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path
+) -> None:
+    folder = cases(8, 4).folder
+    served.add("org/gated", folder, token=TOKEN)
+    served.add("org/model", folder)
+    served.add("org/empty", tmp_path)
+    for name, arguments, says in (
+        ("org/gated", {}, "got a gated repository that this token has no access to"),
+        ("org/gated", {"token": "hf_other"}, "got a gated repository"),
+        ("org/nothing", {}, "org/nothing/resolve/main/config.json on the Hub: got no such repository"),
+        ("org/model", {"revision": "v9"}, "got no such revision"),
+        ("org/model", {"variant": "fp16"}, "got no model.fp16.safetensors and no model.safetensors.index.fp16.json"),
+        ("org/model", {"use_safetensors": False}, "got the file pytorch_model.bin"),
+    ):
+        error = fail(hub_pool, 2, name, None, str(tmp_path / "cache"), **arguments)
+        assert error.startswith("CheckpointError: "), error
+        assert says in error
+
+
+def test_pickles_are_not_streamed(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+    shutil.copy(Path(cases(8, 4).folder) / "config.json", tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    served.add("org/model", tmp_path)
+    error = fail(hub_pool, 2, "org/model", None, str(tmp_path / "cache"))
+    assert "got the file pytorch_model.bin" in error
+    assert "save_pretrained" in error
+
+
+def test_a_hub_that_is_gone(hub_pool: Any, served: HubServer, tmp_path: Path) -> None:
+    error = hub_pool.error(2, _load_from_nowhere, str(tmp_path), timeout=60)
+    assert error.startswith("CheckpointError: rank 0: http://127.0.0.1:9/")
+    assert "ConnectError" in error
+    assert "in 6 tries" in error
+
+
+def _load_from_nowhere(cache: str) -> None:
+    nowhere = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    with mock.patch("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", nowhere):
+        stream("org/model", None, cache)
+
+
+def test_an_index_that_leaves_the_repository(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    shutil.copytree(cases(8, 4).folder, folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model-00002', '"../../other/model-00002'))
+    served.add("org/model", folder)
+    assert "an index that names ../../other/model-00002" in fail(
+        hub_pool, 2, "org/model", None, str(tmp_path / "cache")
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, "[]", '{"weight_map": null}', '{"weight_map": {"a": [1], "b": "c"}}']
+)
+def test_an_index_that_is_none(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, text: str) -> None:
+    shutil.copy(Path(cases(8, 4).folder) / "config.json", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    served.add("org/model", tmp_path)
+    error = fail(hub_pool, 2, "org/model", None, str(tmp_path / "cache"))
+    assert error.startswith("CheckpointError: rank 0: org/model on the Hub: got")
+    assert "index" in error
+
+
+# -- nothing is left
+
+
+def test_no_thread_and_no_descriptor_is_left(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+    served.add("org/model", cases(9, 3).folder)
+    counts = [hub_pool.run(2, _count_after, str(tmp_path)) for _ in range(4)]
+    assert all(last <= second for last, second in zip(counts[-1], counts[1], strict=True)), counts
+    served.faults.ignore_range = True
+    failed = [hub_pool.run(2, _count_after, str(tmp_path)) for _ in range(3)]
+    assert all(last <= first for last, first in zip(failed[-1], failed[0], strict=True)), failed
+
+
+def _count_after(cache: str) -> tuple[int, int]:
+    with suppress(tp_transformers.CheckpointError):
+        stream("org/model", None, cache)
+    close_session()  # its connections are kept alive for whoever asks next
+    dist.destroy_process_group()  # whose connections come and go
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def _in_a_hurry(folder: str, cache: str, tp_stream: bool) -> dict[str, Any]:
+    """With collectives that give up after 4 seconds."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    with mock.patch.object(group_module, "HEARTBEAT", 0.5):
+        return stream("org/model", folder, cache, tp_stream=tp_stream, sizes={})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_stream", [True, False])
+def test_ranks_wait_longer_than_a_collective_may(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, tp_stream: bool
+) -> None:
+    folder = cases(8, 4).folder
+    served.add("org/model", folder)
+    served.faults.error_every, served.faults.retry_after = 3, "4"
+    served.faults.error_status = 429
+    assert all(not r["different"] for r in hub_pool.run(3, _in_a_hurry, folder, str(tmp_path), tp_stream, timeout=120))

@@ -1,0 +1,209 @@
+"""Bad input: one clear error on all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaForCausalLM
+
+from tests.support.models import PROMPTS, VOCAB, edited, load
+
+pytestmark = pytest.mark.distributed
+
+
+def bad_mesh(folder: str) -> None:
+    dist.init_process_group("gloo")
+    load(folder, device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")))
+
+
+def bad_size(folder: str) -> None:
+    load(folder, tp_size=3)
+
+
+def test_bad_meshes_and_sizes(pool: Any, cases: Any) -> None:
+    folder = cases(8, 4).folder
+    for size, function, says in (
+        (4, bad_mesh, "MeshError: device_mesh: got 2 axes named ('dp', 'pp')"),
+        (2, bad_size, "MeshError: tp_size: got 3, expected 2"),
+    ):
+        assert pool.error(size, function, folder).startswith(says)
+
+
+def damage_missing(folder: Path) -> None:
+    (folder / "model-00002-of-00007.safetensors").unlink()
+
+
+def damage_truncated(folder: Path) -> None:
+    path = folder / "model-00002-of-00007.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_header(folder: Path) -> None:
+    path = folder / "model-00002-of-00007.safetensors"
+    data = bytearray(path.read_bytes())
+    data[8:20] = b"not json....."[:12]
+    path.write_bytes(bytes(data))
+
+
+def damage_outside(folder: Path) -> None:
+    path = folder / "model-00002-of-00007.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    name = next(name for name in header if name != "__metadata__")
+    header[name]["data_offsets"] = [end + 10**9 for end in header[name]["data_offsets"]]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def damage_index_escapes(folder: Path) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shutil.copy(folder / "model-00002-of-00007.safetensors", folder.parent / "stolen.safetensors")
+    for name, file in index["weight_map"].items():
+        if file.startswith("model-00002"):
+            index["weight_map"][name] = "../stolen.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def damage_index_lies(folder: Path) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name = next(iter(index["weight_map"]))
+    index["weight_map"]["model.layers.7.ghost.weight"] = index["weight_map"][name]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def damage_pickled(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    for path in folder.glob("model*"):
+        path.unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+def damage_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (damage_missing, "model-00002-of-00007.safetensors: got no such file"),
+        (damage_truncated, "truncated"),
+        (damage_header, "not JSON"),
+        (damage_outside, "inside the file"),
+        (damage_index_escapes, "own folder"),
+        (damage_index_lies, "model.layers.7.ghost.weight: got it in none of the files"),
+        (damage_pickled, "save_pretrained"),
+        (damage_shape, "got (100, 64), expected (101, 64)"),
+    ],
+)
+def test_damaged_checkpoints(pool: Any, cases: Any, tmp_path: Path, damage: Any, says: str) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(cases(8, 4).folder, folder)
+    damage(folder)
+    error = pool.error(2, load, str(folder))
+    assert error.startswith("CheckpointError: ")
+    assert says in error
+
+
+def load_with_wrong_rules(folder: str, rules: dict[str, str]) -> None:
+    model = load(folder, tp_plan={f"model.layers.*.{name}": strategy for name, strategy in rules.items()})
+    model(PROMPTS)
+
+
+def test_rules_that_do_not_fit_together_are_told_before_the_read(pool: Any, cases: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(cases(8, 4).folder, folder)
+    for file in folder.glob("*.safetensors"):  # whoever reads a weight fails
+        with file.open("r+b") as stream:
+            stream.truncate(file.stat().st_size - 8)
+    rules = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise_rep"}
+    error = pool.error(2, load_with_wrong_rules, str(folder), rules, timeout=60)
+    assert "model.layers.*.mlp.gate_proj: it leaves its features sharded, but model.layers.*.mlp.down_proj" in error
+
+
+def test_what_does_not_fit_in_the_forward_is_told_there(pool: Any, cases: Any) -> None:
+    # That an attention's output feeds the next block is not seen in a plan.
+    error = pool.error(2, feed_a_shard, cases(8, 4).folder, timeout=60)
+    assert error.startswith("PlanError: model.layers.0.mlp.down_proj: got an input of 50 features, expected 100")
+
+
+def feed_a_shard(folder: str) -> None:
+    model = load(folder, tp_plan={"model.layers.*.mlp.down_proj": "rowwise_rep"})
+    model.model.layers[0].mlp.down_proj(torch.ones(1, 50))
+
+
+def look_up_nobodys_id(folder: str) -> None:
+    load(folder)(torch.tensor([[3, VOCAB]]))
+
+
+def test_ids_outside_the_vocabulary_fail_as_in_one_process(pool: Any, cases: Any) -> None:
+    error = pool.error(2, look_up_nobodys_id, cases(8, 4).folder, timeout=60)
+    assert error.startswith("IndexError: index out of range")
+
+
+def load_differently(folders: list[str], what: str) -> None:
+    rank = int(os.environ["RANK"])
+    arguments: dict[str, Any] = {}
+    if what == "size" and rank:
+        arguments = {"tp_size": 3}
+    if what == "device_map" and rank:
+        arguments = {"device_map": "auto"}
+    if what == "plan" and rank:
+        arguments = {"tp_plan": {"model.layers.*.mlp.up_proj": "colwise_rep"}}
+    load(folders[rank if what == "weights" else 0], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("size", "MeshError: rank 1: tp_size: got 3, expected 2"),
+        ("device_map", "PlanError: rank 1: from_pretrained: got both tp_plan and device_map"),
+        ("plan", "MeshError: the plan: got one on rank 0 and another on rank 1"),
+        ("weights", "CheckpointError: the checkpoint: got another list of files on rank 1 than on rank 0"),
+    ],
+)
+def test_ranks_that_ask_for_different_things_all_stop(
+    pool: Any, cases: Any, tmp_path: Path, what: str, says: str
+) -> None:
+    folder = cases(8, 4).folder
+    other = edited(folder, tmp_path / "c", lambda tensors: tensors.pop("lm_head.weight"))
+    assert pool.error(2, load_differently, [folder, other], what, timeout=60).startswith(says)
+
+
+def load_own(folders: list[str]) -> None:
+    load(folders[int(os.environ["RANK"])])
+
+
+def test_a_fault_on_one_rank_stops_all_with_its_error(pool: Any, cases: Any, tmp_path: Path) -> None:
+    good = cases(8, 4).folder
+    bad = tmp_path / "checkpoint"
+    shutil.copytree(good, bad)
+    damage_truncated(bad)
+    error = pool.error(3, load_own, [good, str(bad), good], timeout=60)
+    assert error.startswith("CheckpointError: rank 1: ")
+    assert "truncated" in error
+
+
+def load_with_own_plan(folder: str) -> None:
+    load(folder, tp_plan={"model.nope": "colwise"} if os.environ["RANK"] == "1" else "auto")
+
+
+def test_a_plan_that_does_not_fit_on_one_rank_stops_all(pool: Any, cases: Any) -> None:
+    error = pool.error(4, load_with_own_plan, cases(8, 1).folder, timeout=60)
+    assert error.startswith("PlanError: rank 1: plan tp_plan")
+
+
+def test_a_fault_in_transformers_on_one_rank_stops_all(pool: Any, cases: Any, tmp_path: Path) -> None:
+    good = cases(8, 4).folder
+    error = pool.error(3, load_own, [good, str(tmp_path), good], timeout=60)
+    assert error.startswith("RemoteRankError: rank 1: ")

@@ -1,0 +1,92 @@
+"""Checkpoints that transformers converts as it loads them, and reverts as it saves them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+from tests.support.models import (
+    PROMPTS,
+    are_equal,
+    bytes_read,
+    load,
+    read_folder,
+    relative,
+    save_as_loaded,
+    tiny_config,
+)
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+
+
+def converted(folder: str) -> dict[str, Any]:
+    plan = {"model.layers.*.self_attn.q_proj": "colwise_rep", "lm_head": "colwise_rep"}
+    model = load(folder, tp_plan=plan)
+    whole = MixtralForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        error = relative(model(PROMPTS).logits, whole(PROMPTS).logits)
+    equal = are_equal(model, whole)
+    return {"error": error, "equal": equal}
+
+
+def test_converted_checkpoints_load_and_save(pool: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = tiny_config(MixtralConfig, num_local_experts=3, num_experts_per_tok=2)
+    save_as_loaded(MixtralForCausalLM(config), tmp_path, max_shard_size="100KB")
+    with open(tmp_path / "checkpoint" / "model.safetensors.index.json") as file:
+        assert any("experts.0" in name for name in json.load(file)["weight_map"]), "experts are stored one by one"
+    for result in pool.run(2, converted, str(tmp_path / "checkpoint")):
+        assert result["equal"]
+        assert result["error"] < TOLERANCE
+    pool.run(2, save_converted, str(tmp_path / "checkpoint"), str(tmp_path / "saved"))
+    before, after = read_folder(tmp_path / "checkpoint"), read_folder(tmp_path / "saved")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+TRANSPOSED = {
+    "model.language_model.layers.*.mlp.experts": "moe_tp_experts",
+    "model.language_model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "model.language_model.layers.*.mlp.experts.down_proj": "rowwise",
+}
+
+
+def save_transposed(folder: str, target: str) -> float:
+    model = load(folder, Qwen3VLMoeForConditionalGeneration, tp_plan=TRANSPOSED)
+    model.save_pretrained(target)
+    return bytes_read(model)
+
+
+def test_converters_that_measure_parameters_see_them_whole(pool: Any, tmp_path: Path) -> None:
+    # Experts of 24 features in blocks of 8 are cut 16 and 8: plain tensors, whose local shape is not the whole one.
+    torch.manual_seed(0)
+    config = Qwen3VLMoeConfig(
+        text_config=tiny_config(dict, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    )
+    save_as_loaded(Qwen3VLMoeForConditionalGeneration(config), tmp_path)
+    read = pool.run(2, save_transposed, str(tmp_path / "checkpoint"), str(tmp_path / "saved"))
+    before, after = read_folder(tmp_path / "checkpoint"), read_folder(tmp_path / "saved")
+    assert {name: tensor.shape for name, tensor in after.items()} == {
+        name: tensor.shape for name, tensor in before.items()
+    }
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert read[1] < read[0] < sum(tensor.nbytes for tensor in before.values())
+
+
+def save_converted(folder: str, target: str) -> None:
+    load(folder, tp_plan={"lm_head": "colwise_rep"}).save_pretrained(target, max_shard_size="100KB")

@@ -1,0 +1,87 @@
+"""Architectures without a plan of ours: the plan that transformers declares."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import tp_transformers
+from tests.support.models import load, observe, relative, tiny_config
+from tests.support.pool import WorkerError
+from tests.support.tiers import wide
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+
+
+def declared(folder: str, reference: str) -> dict[str, Any]:
+    import logging
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tp_transformers").addHandler(handler)
+    from tp_transformers.loading import from_pretrained as pretrained
+
+    pretrained._told.clear()  # a warm worker may have told already
+    for _ in range(2):
+        model = load(folder)
+    seen, expected = observe(model), torch.load(reference)
+    return {
+        "logits": relative(seen["logits"], expected["logits"]),
+        "tokens": torch.equal(seen["tokens"], expected["tokens"]),
+        "grads": max(
+            relative(tp_transformers.full_tensor(param, param.grad), expected["grads"][name])
+            for name, param in model.named_parameters()
+        ),
+        "told": sum("ForCausalLM declares" in record for record in records),
+    }
+
+
+DECLARED: dict[str, dict[str, Any]] = {
+    "Helium": {},
+    "Exaone4": {},  # norms within heads, which its plan names
+    "Apertus": {},  # numbers to learn between the linears of an MLP
+    "Beam": {"layer_types": ["full_attention"] * 2},  # a gate and its bias for every head
+}
+"""Architectures without a plan of ours, and what their configs need."""
+
+
+@pytest.mark.parametrize("size", wide([3, 2, 4], 1))
+@pytest.mark.parametrize("name", DECLARED)
+def test_the_plan_that_transformers_declares_at_any_size(pool: Any, tmp_path: Path, name: str, size: int) -> None:
+    config, model = getattr(transformers, f"{name}Config", None), getattr(transformers, f"{name}ForCausalLM", None)
+    if config is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    torch.manual_seed(0)
+    model(tiny_config(config, tie_word_embeddings=True, **DECLARED[name])).save_pretrained(tmp_path / "c")
+    torch.save(observe(model.from_pretrained(tmp_path / "c")), tmp_path / "reference.pt")
+    results = pool.run(size, declared, str(tmp_path / "c"), str(tmp_path / "reference.pt"))
+    for result in results:
+        assert result["logits"] < TOLERANCE
+        assert result["tokens"]
+        assert result["grads"] < TOLERANCE
+    assert [result["told"] for result in results] == [1, *[0] * (len(results) - 1)]
+
+
+def load_only_a_head(folder: str, **options: Any) -> int:
+    plan = dataclasses.replace(tp_transformers.Plan.from_dict({"lm_head": "colwise_rep"}, source="it"), declared=True)
+    return len(tp_transformers.local_tensor(load(folder, tp_plan=plan, **options).lm_head.weight))
+
+
+def test_a_declared_plan_that_leaves_every_layer_whole_is_accepted_only_if_allowed(pool: Any, cases: Any) -> None:
+    folder = cases(8, 4).folder
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, load_only_a_head, folder)
+    for error in caught.value.errors.values():
+        assert error.startswith(
+            "PlanError: it: got no rule that cuts a matrix of model.layers.*, so that each of 2 ranks"
+        )
+    assert pool.run(2, functools.partial(load_only_a_head, allow_replicated=True), folder) == [100, 99]

@@ -1,0 +1,53 @@
+"""Collectives in a forward, and their backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import relative
+from tp_transformers.ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
+from tp_transformers.ranks.mesh import join
+
+pytestmark = pytest.mark.distributed
+
+
+def run_collectives() -> list[float]:
+    group = join()
+    rank, size, process_group = group.rank, group.size, group.process_group
+    widths = tuple(range(1, size + 1))
+    results = []
+
+    # f: identity forward, sum backward.
+    x = torch.full((2, 3), float(rank + 1), requires_grad=True)
+    y = copy_to_region(x, process_group)
+    (y * (rank + 1)).sum().backward()
+    results += [relative(y, x.detach()), relative(x.grad, torch.full((2, 3), float(sum(widths))))]
+    # g: sum forward, identity backward; the input is left as it was.
+    x = torch.full((2, 3), float(rank + 1), requires_grad=True)
+    y = reduce_from_region(x, process_group)
+    (y * 5).sum().backward()
+    results += [relative(y, torch.full((2, 3), float(sum(widths)))), relative(x.grad, torch.full((2, 3), 5.0))]
+    results.append(float((x != rank + 1).any()))
+    # Gather and scatter are each other's backward, along any dim.
+    for dim in (0, 1, -1):
+        whole = torch.arange(2.0 * 3 * sum(widths)).reshape(2, 3, sum(widths)).movedim(-1, dim)
+        start = sum(widths[:rank])
+        part = whole.narrow(dim, start, widths[rank])
+        x = part.clone().requires_grad_()
+        y = gather_from_region(x, widths, process_group, dim=dim)
+        (y * whole).sum().backward()
+        results += [relative(y, whole), relative(x.grad, part)]
+        x = whole.clone().requires_grad_()
+        y = scatter_to_region(x, widths, process_group, dim=dim)
+        (y * part).sum().backward()
+        results += [relative(y, part), relative(x.grad, whole)]
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_and_their_backward(pool: Any, size: int) -> None:
+    for results in pool.run(size, run_collectives):
+        assert max(results) == 0

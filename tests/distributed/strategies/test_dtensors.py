@@ -1,0 +1,120 @@
+"""Strategies whose inputs or outputs are DTensors, held against the plain module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import tp_transformers
+from tests.support.models import relative
+from tests.support.modules import randn, randomized, shard_module
+from tests.support.strategy_cases import TOLERANCE
+from tests.support.tiers import wide
+from tp_transformers.ranks.collectives import gather_from_region
+from tp_transformers.ranks.mesh import join
+from tp_transformers.slices.layout import even
+from tp_transformers.strategies import ColwiseParallel, SequenceParallel
+
+pytestmark = pytest.mark.distributed
+
+
+def run_dtensor_output() -> bool:
+    group = join()
+    torch.manual_seed(0)
+    module = nn.Linear(6, 7)
+    x = torch.randn(2, 6)
+    results = []
+    for layouts in (None, Replicate()):
+        local = shard_module(module, {"": ColwiseParallel(output_layouts=layouts, use_local_output=False)}, group)
+        output = local(x)
+        assert isinstance(output, DTensor)
+        results.append(torch.allclose(output.full_tensor(), module(x), atol=1e-6))
+    return all(results)
+
+
+def test_outputs_can_stay_dtensors(pool: Any) -> None:
+    assert all(pool.run(2, run_dtensor_output))
+
+
+def run_dtensor_inputs(name: str, is_cut: bool) -> dict[str, float]:
+    """A whole input, or one that torch.chunk cut, arrives as a DTensor; its gradient is one too."""
+    group = join()
+    torch.manual_seed(0)
+    module = nn.Linear(10, 6).double()
+    x = randn(2, 10)
+    reference = x.clone().requires_grad_()
+    expected = module(reference)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+
+    local = shard_module(module, {"": name}, group)
+    given = distribute_tensor(x, group.device_mesh, [Shard(1) if is_cut else Replicate()]).requires_grad_()
+    output = local(given)
+    if name == "colwise":
+        output = gather_from_region(output, even(6, group.size).widths, group.process_group)
+    (output * weights).sum().backward()
+    return {
+        "output": relative(output, expected),
+        "input": relative(given.grad.full_tensor(), reference.grad),
+        "weight": relative(tp_transformers.full_tensor(local.weight, local.weight.grad), module.weight.grad),
+    }
+
+
+@pytest.mark.parametrize("size", wide([3, 2], 1))
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("name", ["colwise", "colwise_rep", "rowwise", "rowwise_rep", "packed_rowwise"])
+def test_inputs_may_be_dtensors(pool: Any, name: str, is_cut: bool, size: int) -> None:
+    for differences in pool.run(size, run_dtensor_inputs, name, is_cut, timeout=60):
+        assert max(differences.values()) < TOLERANCE, differences
+
+
+def run_sequence_of_dtensors(length: int, form: str) -> dict[str, float]:
+    """A norm on a sequence that arrives whole, cut or as a plain tensor, and leaves as a DTensor."""
+    group = join()
+    torch.manual_seed(0)
+    module = randomized(nn.LayerNorm(6)).double()
+    x = randn(2, length, 6)
+    reference = x.clone().requires_grad_()
+    expected = module(reference)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+
+    local = shard_module(module, {"": SequenceParallel(use_local_output=False)}, group)
+    cut = distribute_tensor(x, group.device_mesh, [Replicate() if form == "whole" else Shard(1)])
+    given = (cut.to_local() if form == "plain" else cut).detach().clone().requires_grad_()
+    output = local(given)
+    assert isinstance(output, DTensor)
+    assert output.placements == (Shard(1),)
+    assert output.shape == x.shape
+    differences = {"output": relative(output.full_tensor(), expected)}
+    own_weights = distribute_tensor(weights, group.device_mesh, [Shard(1)]).to_local()
+    (output.to_local() * own_weights).sum().backward()
+    if form != "plain":
+        differences["input"] = relative(given.grad.full_tensor(), reference.grad)
+    for name, param in module.named_parameters():
+        mine = local.get_parameter(name)
+        differences[name] = relative(tp_transformers.full_tensor(mine, mine.grad), param.grad)
+    return differences
+
+
+@pytest.mark.parametrize("form", ["whole", "cut", "plain"])
+@pytest.mark.parametrize("length", wide([4, 5, 6], 2))  # 4 tokens on 3 ranks: the last one has none
+def test_sequences_leave_as_dtensors_of_their_length(pool: Any, length: int, form: str) -> None:
+    for size in (2, 3):
+        for differences in pool.run(size, run_sequence_of_dtensors, length, form, timeout=60):
+            assert max(differences.values()) < TOLERANCE, differences
+
+
+def run_sequence_that_no_placement_describes() -> None:
+    group = join()
+    local = shard_module(nn.LayerNorm(6), {"": SequenceParallel(use_local_output=False)}, group)
+    with pytest.raises(ValueError, match=r"sequence cut into \[3, 2, 2\]; use use_local_output=True"):
+        local(torch.ones(1, even(7, 3).widths[group.rank], 6))
+
+
+def test_a_sequence_that_no_placement_describes_is_refused_on_all_ranks(pool: Any) -> None:
+    pool.run(3, run_sequence_that_no_placement_describes, timeout=60)

@@ -1,0 +1,35 @@
+"""Transformers' Trainer on a tensor-parallel model trains and evaluates as one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.models import read_folder, relative
+from tests.support.pool import Pool
+from tests.support.training import LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
+
+pytestmark = pytest.mark.distributed
+
+
+def test_trainer_trains_and_evaluates_as_one_process(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    folder = cases(9, 3).folder
+    for adapted, ways in ((False, ((1, False), (2, True))), (True, ((1, True),))):
+        saved = str(tmp_path / f"one {adapted}")
+        (expected,) = pool.run(1, with_trainer, folder, saved, 0, adapted)
+        one = read_folder(saved)
+        for copies, loss in ways:
+            saved = str(tmp_path / f"{copies} copies {adapted}")
+            for result in pool.run(2 * copies, with_trainer, folder, saved, copies, adapted, loss):
+                assert len(result["losses"]) == 3
+                assert relative(result["losses"], expected["losses"]) < LOSS_TOLERANCE
+                assert relative(result["norms"], expected["norms"]) < NORM_TOLERANCE
+                assert relative(result["evaluated"], expected["evaluated"]) < LOSS_TOLERANCE
+                assert relative(result["predicted"], expected["predicted"]) < WEIGHT_TOLERANCE
+                assert result["answers"] == expected["answers"]
+                assert result["reloaded"] < WEIGHT_TOLERANCE
+            files = read_folder(saved)
+            assert one.keys() == files.keys()
+            assert max(relative(files[name], value) for name, value in one.items()) < WEIGHT_TOLERANCE

@@ -1,0 +1,114 @@
+"""The batch, tolerances and Trainer of the tests of training."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.support.models import VOCAB, load, relative
+
+BATCH = torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(3))
+MAX_NORM = 0.5
+"""Far below the norm of the gradients, so that every step is clipped."""
+
+# fp32 sums in another order, through a few steps.
+LOSS_TOLERANCE = 1e-5
+NORM_TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 2e-5
+GRADIENT_TOLERANCE = 1e-4
+
+
+def mesh_of(copies: int) -> Any:
+    dist.init_process_group("gloo")
+    return init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
+
+
+class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return len(BATCH)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": BATCH[index], "labels": BATCH[index]}
+
+
+def with_trainer(
+    folder: str, saved: str, copies: int, adapted: bool = False, loss: bool = False, fp16: bool = False
+) -> dict[str, Any]:
+    """Train on batches of two in all, evaluate, save; `copies`: of the model, which has two ranks each; 0 for one
+    process. `adapted`: train LoRA alone; `loss`: with logits that are cut; `fp16`: with a scaler that begins too high.
+    """
+    from accelerate.state import AcceleratorState
+    from transformers import TrainingArguments
+
+    from tp_transformers.training.trainer import Trainer
+
+    if not copies:  # for accelerate, torchrun's environment makes one process a distributed one
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name)
+    logging.disable(logging.INFO)
+    try:
+        mesh = mesh_of(copies) if copies else None
+        options = {"device_mesh": mesh, "tp_loss_parallel": loss}
+        model = load(folder, **options) if copies else AutoModelForCausalLM.from_pretrained(folder)
+        if adapted:
+            torch.manual_seed(1)
+            targets = ["q_proj", "o_proj", "up_proj", "lm_head"]
+            model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights="gaussian"))
+        if copies > 1:
+            tp_transformers.data_parallel(model, mesh, mode="shard")
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                saved,
+                per_device_train_batch_size=2 // max(copies, 1),
+                per_device_eval_batch_size=2 if copies > 1 else 3,  # of four
+                max_steps=3,
+                learning_rate=1e-2,
+                adam_epsilon=1e-2,
+                max_grad_norm=MAX_NORM,
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                disable_tqdm=True,
+                fp16=fp16,
+            ),
+            train_dataset=Texts(),
+            eval_dataset=Texts(),
+            compute_metrics=lambda given: {"answers": (given.predictions.argmax(-1) * given.label_ids).sum()},
+        )
+        if fp16:  # accelerate makes no scaler on a CPU, and does what it does on a GPU where there is one
+            trainer.accelerator.native_amp = True
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-20)
+        trainer.train()
+        trainer.save_model()
+        seen = trainer.evaluate()
+        predicted = trainer.predict(Texts())  # type: ignore[arg-type]
+        assert (predicted.label_ids == BATCH.numpy()).all()
+        reloaded = 0.0
+        if adapted:
+            base = load(folder, **options) if copies else AutoModelForCausalLM.from_pretrained(folder)
+            with torch.no_grad():
+                logits = PeftModel.from_pretrained(base, saved).eval()(BATCH).logits
+            reloaded = relative(logits, torch.from_numpy(predicted.predictions))
+        history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        return {
+            "losses": torch.tensor([entry["loss"] for entry in history]),
+            "norms": torch.tensor([float(entry["grad_norm"]) for entry in history]),
+            "evaluated": torch.tensor([seen["eval_loss"]]),
+            "predicted": torch.from_numpy(predicted.predictions),
+            "answers": seen["eval_answers"],
+            "reloaded": reloaded,
+            "scale": trainer.accelerator.scaler.get_scale() if fp16 else None,
+        }
+    finally:
+        logging.disable(logging.NOTSET)
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,85 @@
+"""Files are written in order, durably, and completely or not at all."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tp_transformers.checkpoint.saving import writer
+from tp_transformers.checkpoint.saving.manifest import Manifest
+from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
+
+
+def test_a_writer_writes_in_order(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(2), "b": torch.ones(2)}
+    writer = SummedWriter(tmp_path / "a.safetensors", tensors)
+    with pytest.raises(RuntimeError, match="written at byte"):
+        writer.write("b", tensors["b"])
+    writer.close()
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", [Writer, SummedWriter, None])
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        done.append(f"fsync {path.name} of {os.fstat(fd).st_size} bytes" if path.is_file() else f"fsync {path.name}/")
+        fsync(fd)
+
+    def renamed(self: Path, target: Path) -> Path:
+        done.append(f"rename {self.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    if kind is None:
+        writer.write_text(tmp_path / "file", "text")
+    else:
+        begun = kind(tmp_path / "file", {"a": torch.ones(500)})
+        begun.write("a", torch.ones(500))
+        begun.finish()
+    size = (tmp_path / "file").stat().st_size
+    assert done == [f"fsync file.partial of {size} bytes", "rename file.partial", f"fsync {tmp_path.name}/"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Within the block files grow no more: only there, since pytest may write its own report to one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+    """Whether it is full when the file is laid out, or when what is buffered is written."""
+    tensors = {"a": torch.ones(500), "b": torch.ones(500)}
+    begun = SummedWriter(tmp_path / "begun.safetensors", tensors)
+    begun.write("a", tensors["a"])
+    with full_disk():
+        begun.close()
+        with pytest.raises(OSError, match="File too large"):
+            SummedWriter(tmp_path / "new.safetensors", tensors)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_full_disk_leaves_no_part_of_a_manifest(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path, "0123abcd", (), {}, (), "float32", {}, {"model": "colwise"})
+    with full_disk(), pytest.raises(OSError, match="File too large"):
+        manifest.write()
+    assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,153 @@
+"""A strategy of a user's own: what its `partition_tensor` cuts, and the helpers that it may use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.modules import FakeMesh
+from tp_transformers import TensorParallelLayer
+from tp_transformers.slices.layout import Layout, Split
+from tp_transformers.slices.lazy import LazyTensor, Resident
+from tp_transformers.strategies import get_packed_weights, get_tensor_shard, take
+
+SIZES = [1, 2, 3, 5]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_get_tensor_shard_is_a_torch_chunk(dim: int, size: int) -> None:
+    whole = torch.randn(7, 6)
+    chunks = whole.chunk(size, dim)
+    for rank in range(size):
+        # Where there are fewer chunks than ranks, the last ranks hold nothing.
+        expected = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
+        assert torch.equal(get_tensor_shard(whole, whole, FakeMesh(size), rank, dim), expected)
+        lazy = get_tensor_shard(Resident(whole), whole, FakeMesh(size), rank, dim)
+        assert isinstance(lazy, LazyTensor)
+        assert torch.equal(lazy.materialize(), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("dim", "parts"), [(0, 2), (1, 3), (-1, 3)])
+def test_get_packed_weights_is_a_torch_tensor_split_of_every_chunk(dim: int, parts: int, size: int) -> None:
+    whole = torch.randn(14, 15)
+    for rank in range(size):
+        expected = torch.cat([chunk.tensor_split(size, dim)[rank] for chunk in whole.chunk(parts, dim)], dim)
+        assert torch.equal(get_packed_weights(whole, whole, FakeMesh(size), rank, dim, parts=parts), expected)
+        lazy = get_packed_weights(Resident(whole), whole, FakeMesh(size), rank, dim, parts=parts)
+        assert isinstance(lazy, LazyTensor)
+        assert torch.equal(lazy.materialize(), expected)
+
+
+def test_get_packed_weights_refuses_parts_that_are_not_equal() -> None:
+    with pytest.raises(ValueError, match="15 features along dim 1 are not 2 equal parts"):
+        get_packed_weights(torch.ones(14, 15), torch.ones(14, 15), FakeMesh(2), 0, -1)
+
+
+def own(partition: Any) -> TensorParallelLayer:
+    """A user's strategy; `partition(param, empty_param, rank, mesh)` cuts."""
+
+    class Own(TensorParallelLayer):
+        def partition_tensor(self, param, empty_param, param_type, dtype, to_contiguous, rank, device_mesh):
+            return partition(param, empty_param, rank, device_mesh)
+
+    return Own().bind(nn.Linear(6, 12), 4)
+
+
+@pytest.mark.parametrize(
+    ("partition", "dim", "ranges"),
+    [
+        (
+            lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, 0),
+            0,
+            [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]],
+        ),
+        (
+            lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, -1),
+            1,
+            [[(0, 2)], [(2, 4)], [(4, 6)], [(0, 0)]],
+        ),
+        (
+            lambda param, empty, rank, mesh: get_packed_weights(param, empty, mesh, rank, 0),
+            0,
+            [[(0, 2), (6, 8)], [(2, 4), (8, 10)], [(4, 5), (10, 11)], [(5, 6), (11, 12)]],
+        ),
+        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3], 0, [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]]),
+        # Two ranks share a half; the last rank of a short cut holds nothing.
+        (lambda param, empty, rank, mesh: param[rank // 2 * 6 :][:6], 0, [[(0, 6)], [(0, 6)], [(6, 12)], [(6, 12)]]),
+        (
+            lambda param, empty, rank, mesh: param[:, min(rank * 2, 6) : rank * 2 + 2],
+            1,
+            [[(0, 2)], [(2, 4)], [(4, 6)], [(0, 0)]],
+        ),
+        (
+            lambda param, empty, rank, mesh: (
+                take(
+                    param,
+                    Layout(0, Split(12, tuple(((3 * i, 3 * i + 1), (3 * i + 2, 3 * i + 3)) for i in range(4)))),
+                    rank,
+                )
+                if rank
+                else take(param, Layout(0, Split(12, (((0, 3), (4, 5), (7, 8), (10, 11)),))), 0)
+            ),
+            0,
+            [[(0, 3), (4, 5), (7, 8), (10, 11)], [(3, 4), (5, 6)], [(6, 7), (8, 9)], [(9, 10), (11, 12)]],
+        ),
+    ],
+    ids=["even", "even along the last dim", "packed", "slices", "shared", "an empty shard", "lists of ranges"],
+)
+def test_a_strategy_of_your_own_is_asked_what_it_cuts(partition: Any, dim: int, ranges: Any) -> None:
+    layer, whole = own(partition), torch.randn(12, 6)
+    layout = layer.layout("weight", whole.shape, 4)
+    assert layout.dim == dim
+    assert [list(held) for held in layout.split.ranges] == ranges
+    shards = [layer.partition_tensor(whole, whole, "weight", None, True, rank, FakeMesh(4)) for rank in range(4)]
+    assert [tuple(shard.shape) for shard in shards] == [layout.local_shape(whole.shape, rank) for rank in range(4)]
+    assert torch.equal(layer.undo_partition(shards, "weight", whole.shape), whole)
+
+
+def test_a_strategy_of_your_own_may_cut_nothing() -> None:
+    assert own(lambda param, empty, rank, mesh: param).layout("weight", (12, 6), 4) is None
+    assert own(lambda param, empty, rank, mesh: param[0:12, ...]).layout("weight", (12, 6), 4) is None
+
+
+@pytest.mark.parametrize(
+    ("partition", "says"),
+    [
+        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 2], "leaves out indices of dim 0"),
+        (lambda param, empty, rank, mesh: param[rank * 2 : rank * 2 + 6], "ranges that overlap"),
+        (lambda param, empty, rank, mesh: param if rank else param[:6], "ranges that overlap"),
+        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3, :2], r"cuts dims \[0, 1\]; .* along one"),
+        (
+            lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, rank % 2),
+            "cuts dim 0 on one rank, dim 1 on another",
+        ),
+        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3] * 2, "not values computed from it"),
+        (lambda param, empty, rank, mesh: torch.cat([param[:2], param[4:]]), "not values computed from it"),
+        (lambda param, empty, rank, mesh: None, "not values computed from it"),
+        (
+            lambda param, empty, rank, mesh: param[mesh.get_local_rank()],
+            "fails on a lazy tensor: AttributeError: .*get_local_rank",
+        ),
+        (lambda param, empty, rank, mesh: param[:, :, :1], "fails on a lazy tensor: IndexError: too many indices"),
+    ],
+    ids=[
+        "gaps",
+        "overlaps",
+        "whole on some ranks",
+        "two dims",
+        "another dim on another rank",
+        "computed",
+        "joined",
+        "nothing",
+        "asks the mesh for a rank",
+        "too many indices",
+    ],
+)
+def test_a_strategy_of_your_own_that_makes_no_cut_is_refused(partition: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        own(partition).layout("weight", (12, 6), 4)
