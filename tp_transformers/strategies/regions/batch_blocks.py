@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from ...errors import PlanError, describe
 from ...ranks.collectives import (
     Group,
     all_gather_uneven,
@@ -26,7 +25,7 @@ from ..base import TensorParallelLayer
 from ..linear import LAST, ColwiseParallel, RowwiseParallel
 from ..local import to_local
 from .batch import BATCH, Batch, batch_of
-from .region import GatherMixin, RegionBlock, WholeMixin, Widths
+from .region import GatherMixin, RegionBlock, Widths
 
 FROM_POSITIONS = ("attention_mask", "position_ids", "position_embeddings")
 """Arguments that are the same for all samples, and on all ranks, where none of them pads or says positions."""
@@ -35,7 +34,8 @@ FROM_POSITIONS = ("attention_mask", "position_ids", "position_embeddings")
 class BatchBlock(RegionBlock):
     """A block that computes on the samples of all ranks, between modules that compute on a rank's own."""
 
-    dim = BATCH
+    dim, what = BATCH, "batch"
+    remedy = "Leave it out of tp_batch_sharded."
     splits_batch = True
 
     @property
@@ -47,10 +47,6 @@ class BatchBlock(RegionBlock):
         """See `RegionBlock.parts_of`."""
         forward.notes["batch"] = batch = batch_of(x, mesh, in_layers=True)
         return None if batch is None else batch.widths
-
-    def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
-        """See `RegionBlock.rows_of`."""
-        return x.unflatten(0, (sum(widths), -1)) if x.shape[0] % sum(widths) == 0 else x
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
         """See `RegionBlock.enter`; the gradient is that of the sum of losses again."""
@@ -75,17 +71,6 @@ class BatchBlock(RegionBlock):
         beside = _Beside(self, module, notes["batch"], x, mesh)
         args = tuple(beside.join(name, value) for name, value in zip(names, args, strict=False))
         return args, {name: beside.join(name, value) for name, value in keywords.items()}
-
-    def misfit(self, got: str, expected: str) -> PlanError:
-        """See `RegionBlock.misfit`."""
-        return PlanError(
-            describe(
-                self.name,
-                got=got,
-                expected=f"{expected} along dim 0, as the batch is cut",
-                fix="Leave it out of tp_batch_sharded.",
-            )
-        )
 
     def __repr__(self) -> str:
         return "input: batch-sharded"
@@ -157,7 +142,7 @@ class BatchGather(BatchBlock, GatherMixin):
     """
 
 
-class BatchWhole(BatchBlock, WholeMixin):
+class BatchWhole(BatchBlock):
     """Around a block that makes a whole output of a whole input: join the samples of all ranks (all-gather; backward:
     own slice), keep this rank's own of the output (backward: all-gather).
     """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import PlanError
+from ...errors import PlanError, describe
 from ...ranks.collectives import (
     Group,
     all_gather_uneven,
@@ -45,10 +45,14 @@ def in_backward() -> int:
 
 
 class RegionBlock(TensorParallelLayer):
-    """A block that computes on the whole, between modules that compute on parts."""
+    """A block that makes a whole output of a whole input, between modules that compute on parts."""
 
     dim: int
     """Along which ranks have parts of activations: (batch, sequence, hidden)."""
+    what: str
+    """The name of what is cut along that dim."""
+    remedy: str
+    """The help against a tensor that does not fit the cut."""
 
     agreed: frozenset[Any] = frozenset()
     """Widths, and names of arguments with them, of which the ranks have found together that all fit."""
@@ -59,11 +63,13 @@ class RegionBlock(TensorParallelLayer):
 
     def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
         """An output with all tokens of the batch in a row, (tokens, features), as (batch, sequence, features)."""
-        raise NotImplementedError
+        length = sum(widths)
+        return x.unflatten(0, (-1, length) if self.dim else (length, -1)) if x.shape[0] % length == 0 else x
 
     def misfit(self, got: str, expected: str) -> PlanError:
         """The error of a tensor that is not as long along `dim` as is expected."""
-        raise NotImplementedError
+        expected += f" along dim {self.dim}, as the {self.what} is cut"
+        return PlanError(describe(self.name, got=got, expected=expected, fix=self.remedy))
 
     def check_fit(self, what: str, length: int, widths: Widths, mesh: DeviceMesh, *, broadcasts: bool = False) -> None:
         """Raise PlanError on all ranks where `what` is not of this rank's width on one of them.
@@ -91,15 +97,15 @@ class RegionBlock(TensorParallelLayer):
 
     def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
         """The whole of this rank's part `x`."""
-        raise NotImplementedError
+        return gather_from_region(x, widths, group, dim=self.dim)
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
         """The whole of this rank's part `x`, or of `x` if it is whole already (`widths` is None)."""
-        raise NotImplementedError
+        return x if widths is None else self.join(x, widths, group)
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
         """This rank's part of the block's output, or the whole of it where `widths` is None."""
-        raise NotImplementedError
+        return x if widths is None else scatter_to_region(x, widths, group, dim=self.dim)
 
     def stop(self, forward: Forward) -> None:
         """End what `enter` began."""
@@ -161,19 +167,3 @@ class GatherMixin(RegionBlock):
         saving: AbstractContextManager[None] | None = forward.notes.pop("saving", None)
         if saving is not None:
             saving.__exit__(None, None, None)
-
-
-class WholeMixin(RegionBlock):
-    """Around a block that makes a whole output of a whole input."""
-
-    def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
-        """See `RegionBlock.join`."""
-        return gather_from_region(x, widths, group, dim=self.dim)
-
-    def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
-        """See `RegionBlock.enter`."""
-        return x if widths is None else self.join(x, widths, group)
-
-    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `RegionBlock.leave`."""
-        return x if widths is None else scatter_to_region(x, widths, group, dim=self.dim)

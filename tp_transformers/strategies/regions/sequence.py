@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ...errors import PlanError, describe
-from ...ranks.collectives import Group, all_gather_uneven, gather_from_region, scatter_to_region
+from ...ranks.collectives import Group, gather_from_region, scatter_to_region
 from ...slices.layout import chunked, even
 from ..attach import Forward, forward_of
 from ..base import TensorParallelLayer
 from ..communication import as_sharded
 from .regather import remember
-from .region import GatherMixin, RegionBlock, WholeMixin, Widths, all_lengths, in_backward
+from .region import GatherMixin, RegionBlock, Widths, all_lengths, in_backward
 
 SEQUENCE = 1
 """The sequence dim of a model's activations: (batch, sequence, hidden)."""
@@ -103,10 +102,9 @@ class SequenceParallel(TensorParallelLayer):
             return outputs
         dim = self.sequence_dim % outputs.ndim
         if length is None:
-            own = torch.tensor([outputs.shape[dim]], device=outputs.device)
-            parts = all_gather_uneven(own, [1] * mesh.size(), mesh.get_group()).tolist()
+            parts = all_lengths(outputs.shape[dim], mesh)
             length = sum(parts)
-            if tuple(parts) != chunked(length, len(parts)).widths:
+            if parts != chunked(length, len(parts)).widths:
                 raise ValueError(
                     f"no DTensor placement describes a sequence cut into {parts}; use use_local_output=True"
                 )
@@ -151,7 +149,8 @@ class SequenceScatterParallel(TensorParallelLayer):
 class SequenceBlock(RegionBlock):
     """A block that computes on the whole sequence, between modules that compute on parts."""
 
-    dim = SEQUENCE
+    dim, what = SEQUENCE, "sequence"
+    remedy = "Sequence parallelism does not fit this model; load it without."
     takes_sequence_part = True
     joins_sequence = True
 
@@ -177,21 +176,6 @@ class SequenceBlock(RegionBlock):
             self.agreed = frozenset()
         return widths
 
-    def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
-        """See `RegionBlock.rows_of`."""
-        return x.unflatten(0, (-1, sum(widths))) if x.shape[0] % sum(widths) == 0 else x
-
-    def misfit(self, got: str, expected: str) -> PlanError:
-        """See `RegionBlock.misfit`."""
-        return PlanError(
-            describe(
-                self.name,
-                got=got,
-                expected=f"{expected} along dim 1, as the sequence is cut",
-                fix="Sequence parallelism does not fit this model; load it without.",
-            )
-        )
-
 
 class SequenceGatherParallel(GatherMixin, SequenceBlock):
     """Around a block that computes locally on the whole sequence: join the parts of the input (all-gather; backward:
@@ -201,7 +185,7 @@ class SequenceGatherParallel(GatherMixin, SequenceBlock):
     """
 
 
-class SequenceWholeParallel(WholeMixin, SequenceBlock):
+class SequenceWholeParallel(SequenceBlock):
     """Around a block that makes a whole output of a whole input: join the parts of the input (all-gather; backward: own
     slice), keep this rank's part of the output (backward: all-gather).
 
