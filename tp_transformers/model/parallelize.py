@@ -13,17 +13,10 @@ from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
 from ..plans.shares import check_layers_are_cut
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import (
-    LocalConfig,
-    ParamShard,
-    TensorParallelLayer,
-    attach,
-)
+from ..strategies import LocalConfig, ParamShard, TensorParallelLayer, attach
 from .attentions import return_whole_attentions
 from .dropout import OwnRandomness, SharedRandomness
-from .state_dict import (
-    keep_state,
-)
+from .state_dict import keep_state
 from .tensor_parallel_model import become_tensor_parallel, hold_patches
 
 if TYPE_CHECKING:

@@ -53,7 +53,6 @@ def attach(
         outer: list[Forward] = owner.tp_forwards
         is_local = any(other.replaced is not None for other in outer)
         outer.append(forward)
-        kwargs = strategy.prepare_keywords(kwargs, rank)
         names = _input_names(strategy.arguments, args, kwargs)
         inputs = (*args, *(kwargs[name] for name in names))
         given = len(inputs)

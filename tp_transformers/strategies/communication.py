@@ -116,10 +116,6 @@ class Communication:
         """The tensor that the local forward sees in place of the hidden parameter `name`; None for none."""
         return None
 
-    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
-        """Turn keyword arguments of the module's forward into what its local forward needs."""
-        return keywords
-
     def prepare_beside(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -161,7 +157,7 @@ class Communication:
         return outputs
 
 
-_ACTS = ("before", "after", "prepare_keywords", "prepare_beside", "local_attributes", "interrupted")
+_ACTS = ("before", "after", "prepare_beside", "local_attributes", "interrupted")
 
 
 def _before(cls: type[Communication]) -> Any:

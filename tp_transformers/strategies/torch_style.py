@@ -55,10 +55,11 @@ class StyleParallel(TensorParallelLayer):
     def __init__(self, style: ParallelStyle) -> None:
         """`style`: copied, since a style may keep to itself what it was applied to."""
         self.style = copy.deepcopy(style)
+        output = getattr(style, "prepare_module_output", style)
         super().__init__(
             input_layouts=getattr(style, "input_layouts", None),
             output_layouts=getattr(style, "output_layouts", None),
-            use_local_output=_output_style(style).use_local_output if _makes_output(style) else True,
+            use_local_output=isinstance(output, PrepareModuleInput) or getattr(output, "use_local_output", True),
             use_dtensor=isinstance(style, _Linears | torch_parallel.SequenceParallel),
         )
         self.takes_sequence_part = isinstance(style, torch_parallel.SequenceParallel)
@@ -167,14 +168,6 @@ def _is_known(style: type[ParallelStyle]) -> bool:
 
 def _known_base(style: type[ParallelStyle]) -> type[ParallelStyle]:
     return next((base for base in SUPPORTED if issubclass(style, base)), style)
-
-
-def _makes_output(style: ParallelStyle) -> bool:
-    return isinstance(style, SUPPORTED) and not isinstance(style, PrepareModuleInput)
-
-
-def _output_style(style: Any) -> Any:
-    return style.prepare_module_output if isinstance(style, PrepareModuleInputOutput) else style
 
 
 def _placements(style: Any) -> Iterator[Placement | None]:

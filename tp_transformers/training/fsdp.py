@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,9 +16,6 @@ from ..ranks.group import TP_AXIS, TensorParallelGroup
 from ..strategies import ParamShard, batch_sharded, local_tensor, shard_of
 from ..strategies.shards.shard import SHARD
 from .averaging import outside
-
-if TYPE_CHECKING:
-    pass
 
 
 def shard_copies(

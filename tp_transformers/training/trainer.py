@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import ParallelismConfig  # type: ignore[import-untyped]
-from accelerate.utils import (  # type: ignore[import-untyped]
-    DistributedType,
-    gather_object,
-    recursively_apply,
-)
+from accelerate.utils import DistributedType, gather_object, recursively_apply  # type: ignore[import-untyped]
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -266,15 +263,8 @@ def _distributed_config(model: PreTrainedModel, copies: int) -> Iterator[None]:
     if getattr(config, "distributed_config", None) is not None:
         yield
         return
-    config.distributed_config = _Copies(copies)
+    config.distributed_config = SimpleNamespace(dp_size=copies)  # as much of a DistributedConfig as Trainer reads
     try:
         yield
     finally:
         del config.distributed_config
-
-
-class _Copies:
-    """As much of transformers' DistributedConfig as Trainer reads."""
-
-    def __init__(self, dp_size: int) -> None:
-        self.dp_size = dp_size
