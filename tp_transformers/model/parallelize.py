@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..anatomy.names import base_prefix, fold_layers
 from ..logs import get_logger
@@ -18,9 +17,6 @@ from .attentions import return_whole_attentions
 from .dropout import OwnRandomness, SharedRandomness
 from .state_dict import keep_state
 from .tensor_parallel_model import become_tensor_parallel, hold_patches
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = get_logger(__name__)
 

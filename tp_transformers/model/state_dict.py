@@ -10,11 +10,12 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ..checkpoint.saving.dcp import laid_out, placed
 from ..errors import UnsupportedError, describe
@@ -32,9 +33,6 @@ from ..strategies import (
 )
 from ..strategies.base import STRATEGY
 from ..strategies.shards.shard import SHARD
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def keep_state(module: nn.Module) -> None:
@@ -130,24 +128,6 @@ def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -
                 fix="Load it where it is to run; to have it elsewhere, save it with save_pretrained and load that.",
             )
         )
-
-
-def num_parameters(model: nn.Module, *, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Parameters of the whole model, as one process counts them."""
-    embeddings = {
-        param for module in model.modules() if isinstance(module, nn.Embedding) for param in module.parameters()
-    }
-    return sum(
-        whole_like(param).numel()
-        for param in model.parameters()
-        if (param.requires_grad or not only_trainable) and not (exclude_embeddings and param in embeddings)
-    )
-
-
-def memory_footprint(model: nn.Module, *, buffers: bool = True) -> int:
-    """Bytes that this rank holds, in parameters and in buffers."""
-    held = [*model.parameters(), *(model.buffers() if buffers else ())]
-    return sum(local_tensor(tensor).nbytes for tensor in held)
 
 
 def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: TensorParallelGroup) -> None:

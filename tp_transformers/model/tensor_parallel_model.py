@@ -19,6 +19,7 @@ from ..errors import UnsupportedError, describe
 from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
+from ..strategies import local_tensor, whole_like
 from ..strategies.shards.scaler import SHARED_INFINITIES
 from ..strategies.shards.shard import SHARD
 from .adapters.files import load_adapter, save_adapter
@@ -27,14 +28,7 @@ from .clip import WHOLE_NORMS
 from .generate import TensorParallelGeneration
 from .kernels import check_kernels
 from .optimizer_groups import SPLIT_STEPS
-from .state_dict import (
-    check_device,
-    keep_shards,
-    memory_footprint,
-    num_parameters,
-    replace_embeddings,
-    resize_embeddings,
-)
+from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Model
@@ -90,11 +84,19 @@ class TensorParallelModel(_Model):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Parameters of the whole model, as one process counts them."""
-        return num_parameters(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+        embeddings = {
+            param for module in self.modules() if isinstance(module, nn.Embedding) for param in module.parameters()
+        }
+        return sum(
+            whole_like(param).numel()
+            for param in self.parameters()
+            if (param.requires_grad or not only_trainable) and not (exclude_embeddings and param in embeddings)
+        )
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes that this rank holds."""
-        return memory_footprint(self, buffers=return_buffers)
+        """Bytes that this rank holds, in parameters and in buffers."""
+        held = [*self.parameters(), *(self.buffers() if return_buffers else ())]
+        return sum(local_tensor(tensor).nbytes for tensor in held)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Take whole embeddings, the same on all ranks, and cut them as the plan says; every rank has to call it."""

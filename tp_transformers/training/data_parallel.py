@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from ..errors import MeshError, UnsupportedError, describe
 from ..marks import untyped
@@ -29,9 +30,6 @@ from ..ranks.mesh import check_ranks
 from ..strategies import batch_sharded, local_tensor
 from .averaging import Average, outside
 from .fsdp import both_axes, shard_copies
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def data_parallel(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from accelerate.utils import DistributedType, gather_object, recursively_apply  
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
@@ -34,9 +35,6 @@ from ..ranks.random_state import random_state, set_random_state
 from ..strategies import batch_sharded
 from ..strategies.loss.head import whole_logits
 from .replicas import check_replicas
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = get_logger(__name__)
 

@@ -14,11 +14,12 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ...errors import MeshError, UnsupportedError, describe
 from ...marks import untyped
@@ -32,9 +33,6 @@ from ...strategies.shards.shard import SHARD
 from ..state_dict import keep_shards, keep_state, split_module
 from .files import push_peft_model, save_peft_model
 from .layers import SlicedDropout, adapted_class
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that look at no weight of the base layer, which is cut."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ...errors import PlanError, describe
-from ...ranks.collectives import Group, all_gather_uneven, copy_to_region, reduce_from_region
+from ...ranks.collectives import Group, all_gather_number, copy_to_region, reduce_from_region
 from ...ranks.group import TensorParallelGroup
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -51,7 +51,8 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit targets of shape {tuple(target.shape)}")
     group = _process_group(group)
     if widths is None:
-        widths = _gather_widths(logits, group)
+        own = logits.shape[-1]
+        widths = (own,) if group is None else all_gather_number(own, group, logits.device)
     counts = target != ignore_index
     known = (target >= 0) & (target < sum(widths)) | ~counts
     if target.device.type != "cpu":
@@ -176,10 +177,3 @@ def _process_group(group: Group | DeviceMesh | TensorParallelGroup | None) -> Gr
     if isinstance(group, TensorParallelGroup):
         return group.process_group
     return group.get_group() if isinstance(group, DeviceMesh) else group
-
-
-def _gather_widths(logits: Tensor, group: Group | None) -> tuple[int, ...]:
-    if group is None:
-        return (logits.shape[-1],)
-    own = torch.tensor([logits.shape[-1]], device=logits.device)
-    return tuple(all_gather_uneven(own, [1] * dist.get_world_size(group), group).tolist())

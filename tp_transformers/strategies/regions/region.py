@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import PlanError, describe
 from ...ranks.collectives import (
     Group,
-    all_gather_uneven,
+    all_gather_number,
     copy_to_region,
     gather_from_region,
     gather_to_region,
@@ -35,8 +35,7 @@ Widths = tuple[int, ...]
 
 def all_lengths(length: int, mesh: DeviceMesh) -> Widths:
     """The `length` that every rank has (one all-gather of a number)."""
-    own = torch.tensor([length], device=mesh.device_type)
-    return tuple(all_gather_uneven(own, [1] * mesh.size(), mesh.get_group()).tolist())
+    return all_gather_number(length, mesh.get_group(), mesh.device_type)
 
 
 def in_backward() -> int:
