@@ -71,7 +71,6 @@ class IsolatedParallel(TensorParallelLayer):
         return {name: value for name, value in local.items() if name in module.__dict__}
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         inputs, experts = to_local(inputs), self.experts
         if not isinstance(experts, Split):
             return inputs
@@ -85,7 +84,6 @@ class IsolatedParallel(TensorParallelLayer):
         return (states, torch.where(here, ids - start, elsewhere), weights.masked_fill(~here, 0), *others)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         experts = self.experts
         if not isinstance(experts, Split) or _is_routed(module):
             return outputs
@@ -107,7 +105,6 @@ class MoEExpertsParallel(IsolatedParallel):
         return None
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         # Every rank routes alike, but has only a part of the gradient of what it routes, and of the weights.
         inputs = tuple(
             copy_to_region(value, mesh.get_group()) if isinstance(value, Tensor) else value
@@ -116,7 +113,6 @@ class MoEExpertsParallel(IsolatedParallel):
         return super().before(module, inputs, mesh)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         outputs = super().after(module, outputs, mesh)
         return reduce_from_region(outputs, mesh.get_group())
 
@@ -125,7 +121,6 @@ class IdentityExpertParallel(TensorParallelLayer):
     """An expert that returns its input, on every rank: their outputs are summed, so it is divided by their number."""
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         return (inputs[0] / mesh.size(), *inputs[1:])
 
 

@@ -33,11 +33,9 @@ class _LocalMixin(TensorParallelLayer):
         """Anything that has parameters along the cut, such as a norm over heads."""
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         return to_local(inputs)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         return outputs
 
 
@@ -89,7 +87,6 @@ class AllReduceParallel(TensorParallelLayer):
     sums_output = True
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         if isinstance(outputs, Tensor):
             return reduce_from_region(outputs, mesh.get_group())
         return (reduce_from_region(outputs[0], mesh.get_group()), *outputs[1:])
@@ -99,6 +96,5 @@ class GatherParallel(AllReduceParallel):
     """Around a block that computes locally: copy the input (backward: all-reduce), sum the output (all-reduce)."""
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         first, *others = to_local(inputs)
         return (copy_to_region(first, mesh.get_group()), *others)

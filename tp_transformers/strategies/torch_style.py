@@ -96,7 +96,6 @@ class StyleParallel(TensorParallelLayer):
 
     @property
     def leaves_sharded_output(self) -> bool:
-        """See `TensorParallelLayer.leaves_sharded_output`."""
         return isinstance(self.style, _Linears) and _is_features(only(self.output_layouts))
 
     @property

@@ -122,7 +122,6 @@ class Trainer(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """See `transformers.Trainer`."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if is_tensor_parallel(self.model):
             optimizer.param_groups[:] = parameter_groups(optimizer.param_groups)

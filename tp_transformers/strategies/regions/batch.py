@@ -166,7 +166,6 @@ class BatchStates(TensorParallelLayer):
         return args, {**keywords, "use_cache": False} if "use_cache" in names[len(args) :] else keywords
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         batch, group = _current.pop(mesh.get_group(), None), mesh.get_group()
         if batch is None:
             return outputs
@@ -190,7 +189,6 @@ class BatchStates(TensorParallelLayer):
         return tuple(map(own, outputs)) if isinstance(outputs, tuple) else outputs
 
     def interrupted(self, module: nn.Module) -> None:
-        """See `TensorParallelLayer.interrupted`."""
         group = forward_of(module).notes.get("group")
         if group is not None:  # None before the ranks had agreed
             _current.pop(group, None)

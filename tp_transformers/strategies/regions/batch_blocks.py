@@ -44,7 +44,6 @@ class BatchBlock(RegionBlock):
         return BatchWhole()
 
     def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
-        """See `RegionBlock.parts_of`."""
         forward.notes["batch"] = batch = batch_of(x, mesh, in_layers=True)
         return None if batch is None else batch.widths
 
@@ -165,7 +164,6 @@ class BatchColwise(ColwiseParallel):
         self.plain = name
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         x = to_local(inputs)[0]
         batch = forward_of(module).notes["batch"] = batch_of(x, mesh)
         if not self.is_embedding:
@@ -175,7 +173,6 @@ class BatchColwise(ColwiseParallel):
         return (_joined(x, batch, mesh), *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         batch = forward_of(module).notes["batch"]
         if batch is None:
             return super().after(module, outputs, mesh)
@@ -194,7 +191,6 @@ class BatchVocabulary(RowwiseParallel):
     splits_batch = True
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         ids = to_local(inputs)[0]
         batch = forward_of(module).notes["batch"] = batch_of(ids, mesh)
         if batch is not None:
@@ -202,7 +198,6 @@ class BatchVocabulary(RowwiseParallel):
         return super().before(module, (ids, *inputs[1:]), mesh)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         batch = forward_of(module).notes["batch"]
         if batch is None:
             return super().after(module, outputs, mesh)

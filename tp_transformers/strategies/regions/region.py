@@ -110,11 +110,9 @@ class RegionBlock(TensorParallelLayer):
         """End what `enter` began."""
 
     def interrupted(self, module: nn.Module) -> None:
-        """See `TensorParallelLayer.interrupted`."""
         self.stop(forward_of(module))
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         (x, *others), forward = to_local(inputs), forward_of(module)
         forward.notes["widths"] = widths = self.parts_of(x, mesh, forward)
         if widths is not None:
@@ -122,7 +120,6 @@ class RegionBlock(TensorParallelLayer):
         return (self.enter(x, widths, mesh.get_group(), forward), *others)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         forward = forward_of(module)
         self.stop(forward)
         widths = forward.notes["widths"]
@@ -141,7 +138,6 @@ class GatherMixin(RegionBlock):
     sums_output = True
 
     def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
-        """See `RegionBlock.join`."""
         return gather_to_region(x, widths, group, dim=self.dim)
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
@@ -156,13 +152,11 @@ class GatherMixin(RegionBlock):
         return whole
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `RegionBlock.leave`."""
         if widths is None:
             return reduce_from_region(x, group)
         return reduce_scatter_from_region(x, widths, group, dim=self.dim)
 
     def stop(self, forward: Forward) -> None:
-        """See `RegionBlock.stop`."""
         saving: AbstractContextManager[None] | None = forward.notes.pop("saving", None)
         if saving is not None:
             saving.__exit__(None, None, None)

@@ -86,7 +86,6 @@ class SequenceParallel(TensorParallelLayer):
         return False
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         x, length = inputs[0], None
         if isinstance(x, DTensor):
             length = x.shape[self.sequence_dim]
@@ -95,7 +94,6 @@ class SequenceParallel(TensorParallelLayer):
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         length, x = forward_of(module).notes["sequence"]
         if self.use_local_output:
             remember(outputs, module, x)
@@ -118,7 +116,6 @@ class SequenceParallelRep(SequenceParallel):
     """
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         widths = _widths(self.name, outputs, mesh)
         return outputs if widths is None else gather_from_region(outputs, widths, mesh.get_group(), dim=SEQUENCE)
 
@@ -136,7 +133,6 @@ class SequenceScatterParallel(TensorParallelLayer):
     cuts_sequence = True
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         x, *others = inputs
         length = x.shape[SEQUENCE]
         # Re-entrant checkpointing runs forwards that are trained without gradients.
@@ -201,13 +197,11 @@ class SequenceStatesParallel(TensorParallelLayer):
     """
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         forward_of(module).notes["group"] = mesh.get_group()
         _current.pop(mesh.get_group(), None)
         return inputs
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         group = mesh.get_group()
         cut = _current.pop(group, None)
         widths = cut.widths if cut is not None else None
@@ -225,7 +219,6 @@ class SequenceStatesParallel(TensorParallelLayer):
         return outputs
 
     def interrupted(self, module: nn.Module) -> None:
-        """See `TensorParallelLayer.interrupted`."""
         _current.pop(forward_of(module).notes["group"], None)
 
 
