@@ -19,5 +19,5 @@ from .shards.shard import (
     shard_of,
     whole_like,
 )
-from .shards.slicing import get_packed_weights, get_tensor_shard, take, undo_partition
+from .shards.slicing import get_packed_weights, get_tensor_shard, take
 from .torch_style import as_strategy, style_hint

@@ -49,7 +49,6 @@ class StyleParallel(TensorParallelLayer):
         x ── style's input ── module of DTensors ── style's output ── y
     """
 
-    wraps_whole = True
     cuts_as_torch = True
 
     def __init__(self, style: ParallelStyle) -> None:
