@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..patches import Patch, replace
-from ..strategies import local_tensor, settle_gradient, shard_of
+from ..strategies import SHARD, local_tensor, settle_gradient, shard_of
 from ..strategies.shards.scaler import with_gradient
-from ..strategies.shards.shard import SHARD
 
 
 @torch.no_grad()

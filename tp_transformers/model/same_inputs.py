@@ -43,7 +43,8 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
         raise UnsupportedError("check_inputs: with tp_batch_sharded, ranks are given batches of their own")
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**_named(module, args), **kwargs}
+        names = list(inspect.signature(module.forward).parameters)
+        given = {**{names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}, **kwargs}
         if module.training:
             given["the random state"] = random_state(group.device)
         _compare(group, {name: mark(value) for name, value in given.items()})
@@ -79,9 +80,3 @@ def _compare(group: TensorParallelGroup, digests: dict[str, str]) -> None:
         )
     )
     raise agreed(error)
-
-
-def _named(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Positional arguments of the forward, by their names."""
-    names = list(inspect.signature(module.forward).parameters)
-    return {names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}

@@ -22,6 +22,8 @@ from ..errors import UnsupportedError, describe
 from ..marks import untyped
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import (
+    SHARD,
+    STRATEGY,
     ParamShard,
     TensorParallelLayer,
     cut_module,
@@ -31,8 +33,6 @@ from ..strategies import (
     take,
     whole_like,
 )
-from ..strategies.base import STRATEGY
-from ..strategies.shards.shard import SHARD
 
 
 def keep_state(module: nn.Module) -> None:
@@ -114,6 +114,14 @@ def keep_shards(module: nn.Module) -> Iterator[None]:
     for name, param in module.named_parameters(remove_duplicate=False):
         if name in shards:
             SHARD.put(param, shards[name])
+
+
+def copy_shards(original: nn.Module, copied: nn.Module) -> None:
+    """Let the parameters of a copied module stand for the shards of the original's."""
+    copies = dict(copied.named_parameters(remove_duplicate=False))
+    for name, param in original.named_parameters(remove_duplicate=False):
+        if hasattr(param, SHARD.name):
+            SHARD.put(copies[name], SHARD.of(param))
 
 
 def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -> None:

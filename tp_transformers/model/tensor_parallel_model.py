@@ -21,14 +21,13 @@ from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import local_tensor, whole_like
 from ..strategies.shards.scaler import SHARED_INFINITIES
-from ..strategies.shards.shard import SHARD
 from .adapters.files import load_adapter, save_adapter
 from .adapters.inject import WATCH_ADAPTERS
 from .clip import WHOLE_NORMS
 from .generate import TensorParallelGeneration
 from .kernels import check_kernels
 from .optimizer_groups import SPLIT_STEPS
-from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
+from .state_dict import check_device, copy_shards, keep_shards, replace_embeddings, resize_embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _Model
@@ -159,10 +158,7 @@ class TensorParallelModel(_Model):
         copied: nn.Module = type(self).__new__(type(self))
         memo.update({id(self): copied, id(self.tp_group.device_mesh): self.tp_group.device_mesh})
         copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
-        copies = dict(copied.named_parameters(remove_duplicate=False))
-        for name, param in module.named_parameters(remove_duplicate=False):
-            if hasattr(param, SHARD.name):
-                SHARD.put(copies[name], SHARD.of(param))
+        copy_shards(module, copied)
         hold_patches(copied)
         return copied
 

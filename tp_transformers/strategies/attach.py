@@ -80,7 +80,7 @@ def attach(
                 mod._parameters.update(forwards[-1].replaced[0])
                 mod.__dict__.update(forwards[-1].replaced[1])
             if output is None:  # the forward raised
-                strategy.interrupted(mod)
+                strategy.interrupted(mod, mesh)
                 return None
             return strategy.after(mod, output, mesh)
         finally:

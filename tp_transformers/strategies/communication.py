@@ -117,7 +117,7 @@ class Communication:
         """Attributes of the module that have another value while it computes with this rank's tensors."""
         return {}
 
-    def interrupted(self, module: nn.Module) -> None:
+    def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Called in place of `after` where the module's forward raised."""
 
     def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:

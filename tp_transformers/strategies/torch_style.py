@@ -64,7 +64,9 @@ class StyleParallel(TensorParallelLayer):
         self.takes_sequence_part = isinstance(style, torch_parallel.SequenceParallel)
         self.sums_own_output = isinstance(style, torch_parallel.RowwiseParallel)
         self.sums_gradients = self.takes_sequence_part
-        self.cuts_sequence = not self.takes_sequence_part and any(map(_is_other_dim, _placements(style)))
+        self.cuts_sequence = not self.takes_sequence_part and any(
+            isinstance(each, Shard) and not _is_features(each) for each in _placements(style)
+        )
 
     def check(self, module: nn.Module) -> None:
         """Colwise and rowwise are for `nn.Linear` and `nn.Embedding`, the sequence's for what has no children."""
@@ -185,7 +187,3 @@ def _placements(style: Any) -> Iterator[Placement | None]:
 def _is_features(placement: Placement | None) -> bool:
     """True if the last dim of (batch, sequence, features) is cut."""
     return isinstance(placement, Shard) and placement.dim in (-1, 2)
-
-
-def _is_other_dim(placement: Placement | None) -> bool:
-    return isinstance(placement, Shard) and not _is_features(placement)

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..anatomy.layers import layers_of
 from ..ranks.group import TP_AXIS, TensorParallelGroup
-from ..strategies import ParamShard, batch_sharded, local_tensor, shard_of
-from ..strategies.shards.shard import SHARD
+from ..strategies import SHARD, ParamShard, batch_sharded, local_tensor, shard_of
 from .averaging import outside
 
 

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import local_tensor, shard_of
-from ..strategies.shards.shard import SHARD
+from ..strategies import SHARD, local_tensor, shard_of
 
 CHUNK = 1 << 20
 """Elements of which a fingerprint is computed at a time."""

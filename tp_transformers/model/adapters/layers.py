@@ -12,9 +12,7 @@ from torch.nn.functional import dropout
 
 from ...marks import untyped
 from ...slices.layout import Layout, Split
-from ...strategies import begun_forward, local_tensor, take
-from ...strategies.base import STRATEGY
-from ...strategies.shards.shard import SHARD
+from ...strategies import SHARD, STRATEGY, begun_forward, local_tensor, take
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Embedding as _Layer

@@ -49,7 +49,10 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}, not one of {', '.join(REDUCTIONS)}")
     if logits.shape[:-1] != target.shape:
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit targets of shape {tuple(target.shape)}")
-    group = _process_group(group)
+    if isinstance(group, TensorParallelGroup):
+        group = group.process_group
+    elif isinstance(group, DeviceMesh):
+        group = group.get_group()
     if widths is None:
         own = logits.shape[-1]
         widths = (own,) if group is None else all_gather_number(own, group, logits.device)
@@ -125,8 +128,8 @@ class _CrossEntropy(torch.autograd.Function):
         if group is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         own, here = _local(target, start, wide.shape[-1])
-        taken = _pick(wide, own).masked_fill(~here, 0)
-        total = torch.stack([(wide - largest.unsqueeze(-1)).exp_().sum(-1), taken])
+        taken = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1) if wide.shape[-1] else wide.new_zeros(target.shape)
+        total = torch.stack([(wide - largest.unsqueeze(-1)).exp_().sum(-1), taken.masked_fill(~here, 0)])
         if group is not None:
             dist.all_reduce(total, group=group)
         exponential = total[0].log() + largest  # the logarithm of the sum of exponentials
@@ -164,16 +167,3 @@ def _local(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     """(ids counted from this rank's first, 0 where it has them not; where it has them)."""
     here = (target >= start) & (target < start + width)
     return (target - start).masked_fill(~here, 0), here
-
-
-def _pick(logits: Tensor, ids: Tensor) -> Tensor:
-    """The logit of one id a token; anything where this rank has none."""
-    if not logits.shape[-1]:
-        return logits.new_zeros(ids.shape)
-    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-
-
-def _process_group(group: Group | DeviceMesh | TensorParallelGroup | None) -> Group | None:
-    if isinstance(group, TensorParallelGroup):
-        return group.process_group
-    return group.get_group() if isinstance(group, DeviceMesh) else group

@@ -57,10 +57,10 @@ class LossParallel(TensorParallelLayer):
         return inputs
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        self.interrupted(module)
+        self.interrupted(module, mesh)
         return outputs
 
-    def interrupted(self, module: nn.Module) -> None:
+    def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """See `TensorParallelLayer.interrupted`; called by itself, the head gives whole logits."""
         for head in _heads(module):
             head.keeps_part = False

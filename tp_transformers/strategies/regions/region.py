@@ -109,7 +109,7 @@ class RegionBlock(TensorParallelLayer):
     def stop(self, forward: Forward) -> None:
         """End what `enter` began."""
 
-    def interrupted(self, module: nn.Module) -> None:
+    def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self.stop(forward_of(module))
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:

@@ -197,7 +197,6 @@ class SequenceStatesParallel(TensorParallelLayer):
     """
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        forward_of(module).notes["group"] = mesh.get_group()
         _current.pop(mesh.get_group(), None)
         return inputs
 
@@ -218,8 +217,8 @@ class SequenceStatesParallel(TensorParallelLayer):
             outputs["hidden_states"] = tuple(map(whole, outputs["hidden_states"]))
         return outputs
 
-    def interrupted(self, module: nn.Module) -> None:
-        _current.pop(forward_of(module).notes["group"], None)
+    def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        _current.pop(mesh.get_group(), None)
 
 
 def _are_states(value: Any, last: Tensor) -> bool:
