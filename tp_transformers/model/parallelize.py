@@ -29,16 +29,10 @@ def is_tensor_parallel(model: object) -> bool:
 def parallelize(
     model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, allow_replicated: bool = False
 ) -> Resolution:
-    """Give every parameter of `model` its local shape and every module its communication, in place.
+    """Give every parameter of `model`, on the meta device, its local shape, and every module its communication.
 
-    Args:
-        model: a transformers model on the meta device.
-        plan: what to split how.
-        group: the ranks.
-        allow_replicated: whether a plan that a transformers class declares may leave whole layers on every rank.
-
-    Raises:
-        PlanError: if the plan does not fit; the model is then untouched.
+    `allow_replicated`: whether a plan that a transformers class declares may leave whole layers on every rank.
+    Raises PlanError if the plan does not fit; the model is then untouched.
     """
     # 1. Bind the plan to the modules. Nothing is changed before every fault is known.
     with group.agree():

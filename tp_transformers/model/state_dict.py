@@ -160,14 +160,8 @@ def split_module(module: nn.Module, strategy: TensorParallelLayer, group: Tensor
 def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> nn.Module:
     """Run transformers' `resize` on whole embeddings, then cut them again; every rank has to call it.
 
-    Every rank holds the embeddings and the head whole while it runs. All take what rank 0 makes of them.
-
-    Args:
-        model: a tensor-parallel model.
-        resize: changes the size of the embeddings and of the head.
-
-    Returns:
-        The input embeddings.
+    Every rank holds the embeddings and the head whole while it runs. All take what rank 0 makes of them. Returns the
+    input embeddings.
     """
     group = GROUP.of(model)
     ways = [

@@ -93,12 +93,9 @@ def copy_shared(
     which is zero on ranks that do not hold it. So no process group of the holders is needed.
 
     Args:
-        x: this rank's shard.
-        shared: the indices of it along `dim` that other ranks hold too; empty on some ranks.
+        shared: the indices of `x` along `dim` that other ranks hold too; empty on some ranks.
         length: number of indices that several ranks hold, the same on all ranks.
-        group: all ranks, also those that share nothing.
         reduce_dtype: dtype of the sum, which is then rounded to the gradient's; None for the gradient's own.
-        dim: the dim that is cut.
     """
     if not torch.is_grad_enabled() or not x.requires_grad:
         return x

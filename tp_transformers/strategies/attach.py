@@ -29,10 +29,8 @@ def attach(
     """Make `module` compute with this rank's shards: its forward sees local tensors, `strategy` communicates around it.
 
     Args:
-        module: the module that owns the parameters.
         strategy: bound to the module; stays reachable as `module.tp_strategy`.
         shards: this rank's shards, by parameter name within the module.
-        mesh: the 1-D mesh of the `tp` axis.
         takes_dtensors: True if the module may be given DTensors; if False, and nothing else is to be done, its
             forward is left alone.
     """

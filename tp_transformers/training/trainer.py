@@ -1,4 +1,4 @@
-"""transformers' Trainer, for models that are loaded with `tp_plan`: `from tp_transformers.trainer import Trainer`.
+"""transformers' Trainer, for models that are loaded with `tp_plan`.
 
 Not imported by the package itself: transformers' own takes a second to import.
 """

@@ -63,12 +63,8 @@ class Batch:
     def agree(cls, shape: tuple[int, ...], given: int, extra: int, device: torch.device, group: Group) -> Batch:
         """The samples of all ranks, from one all-gather of a few numbers; all ranks of `group` call it.
 
-        Args:
-            shape: of this rank's samples.
-            given: _NOTHING, _POSITIONS, ...
-            extra: of a mask, its dtype.
-            device: where collectives take tensors from.
-            group: the ranks.
+        `shape` is that of this rank's samples, `given` one of _NOTHING, _POSITIONS, ..., `extra` the dtype of a mask,
+        `device` that from which collectives take tensors.
 
         Raises:
             MeshError: on all ranks, where the ranks' sequences are of different lengths, or their masks of two kinds.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,9 +25,6 @@ from ..linear import LAST, ColwiseParallel, RowwiseParallel
 from ..local import to_local
 from .batch import BATCH, Batch, batch_of
 from .region import GatherMixin, RegionBlock, Widths
-
-FROM_POSITIONS = ("attention_mask", "position_ids", "position_embeddings")
-"""Arguments that are the same for all samples, and on all ranks, where none of them pads or says positions."""
 
 
 class BatchBlock(RegionBlock):
@@ -63,69 +59,53 @@ class BatchBlock(RegionBlock):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `TensorParallelLayer.prepare_beside`: whatever goes with samples is joined, too."""
         notes = forward_of(module).notes
-        x = notes.pop("x")  # nothing here may keep it
-        if notes["batch"] is None:
+        x, batch = notes.pop("x"), notes["batch"]  # nothing here may keep x
+        if batch is None:
             return args, keywords
+
+        def join(name: str, value: Any) -> Any:
+            """The argument `name` for the samples of all ranks; what has no samples stays as it is."""
+            if value is x or not (isinstance(value, Tensor | tuple) or name == "attention_mask"):
+                return value
+            known = batch.joined.setdefault(name, [])
+            which = next((at for at, (mine, _) in enumerate(known) if mine is value and value is not None), len(known))
+            if name == "attention_mask" and not batch.differs and value is None:
+                return None
+            if name == "attention_mask" and batch.differs:  # transformers leaves out what masks nothing, on each rank
+                vote = torch.tensor([-1 if value is None else which], device=x.device)
+                dist.all_reduce(vote, dist.ReduceOp.MAX, group=mesh.get_group())
+                which = int(vote.item())
+                if which < 0:
+                    return None
+            if which == len(known):
+                whole = _full_mask(module, x) if value is None else value
+                known.append((value, _each(whole, lambda tensor: self._join_argument(name, tensor, batch, mesh))))
+            return known[which][1]
+
         names = [*self.arguments, *[""] * len(args)]
-        beside = _Beside(self, module, notes["batch"], x, mesh)
-        args = tuple(beside.join(name, value) for name, value in zip(names, args, strict=False))
-        return args, {name: beside.join(name, value) for name, value in keywords.items()}
+        args = tuple(join(name, value) for name, value in zip(names, args, strict=False))
+        return args, {name: join(name, value) for name, value in keywords.items()}
+
+    def _join_argument(self, name: str, tensor: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
+        if tensor.ndim < 2:
+            return tensor
+        self.check_fit(name, tensor.shape[0], batch.widths, mesh, broadcasts=True)
+        tensor = tensor.expand(batch.widths[mesh.get_local_rank()], *tensor.shape[1:])
+        if not tensor.requires_grad:
+            return all_gather_uneven(tensor, batch.widths, mesh.get_group(), dim=BATCH)
+        return self.join(scale_gradient(tensor, mesh.size()), batch.widths, mesh.get_group())
 
     def __repr__(self) -> str:
         return "input: batch-sharded"
 
 
-@dataclass(frozen=True)
-class _Beside:
-    """The arguments beside the input of one forward of a block, for the samples of all ranks."""
-
-    block: BatchBlock
-    module: nn.Module
-    batch: Batch
-    x: Tensor
-    """The input, joined."""
-    mesh: DeviceMesh
-
-    def join(self, name: str, value: Any) -> Any:
-        """The argument `name`; one that is the same for all samples stays as it is."""
-        batch = self.batch
-        if value is self.x or not (isinstance(value, Tensor | tuple) or name == "attention_mask"):
-            return value
-        # All samples have the same; but what is kept for a backward has the shape that it would have, computed again.
-        if name in FROM_POSITIONS and not batch.differs and not torch.is_grad_enabled():
-            return _each(value, lambda tensor: tensor[:1] if tensor.ndim > 1 else tensor)
-        known = batch.joined.setdefault(name, [])
-        which = next((at for at, (mine, _) in enumerate(known) if mine is value and value is not None), len(known))
-        if name == "attention_mask" and not batch.differs and value is None:
-            return None
-        if name == "attention_mask" and batch.differs:  # transformers leaves out what masks nothing, on each rank
-            vote = torch.tensor([-1 if value is None else which], device=self.x.device)
-            dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.mesh.get_group())
-            which = int(vote.item())
-            if which < 0:
-                return None
-        if which == len(known):
-            whole = self._mask() if value is None else value
-            known.append((value, _each(whole, lambda tensor: self._join(name, tensor))))
-        return known[which][1]
-
-    def _join(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.ndim < 2:
-            return tensor
-        widths, mesh = self.batch.widths, self.mesh
-        self.block.check_fit(name, tensor.shape[0], widths, mesh, broadcasts=True)
-        tensor = tensor.expand(widths[mesh.get_local_rank()], *tensor.shape[1:])
-        if not tensor.requires_grad:
-            return all_gather_uneven(tensor, widths, mesh.get_group(), dim=BATCH)
-        return self.block.join(scale_gradient(tensor, mesh.size()), widths, mesh.get_group())
-
-    def _mask(self) -> Tensor:
-        """The mask that no mask stands for: (batch, length) for flash attention, else (batch, 1, length, length)."""
-        length, device, module = self.x.shape[1], self.x.device, self.module
-        if "flash" in str(getattr(getattr(module, "config", None), "_attn_implementation", None)):
-            return torch.ones(1, length, dtype=torch.bool, device=device)
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
-        return mask.tril() if getattr(module, "is_causal", True) else mask
+def _full_mask(module: nn.Module, x: Tensor) -> Tensor:
+    """The mask that no mask stands for: (batch, length) for flash attention, else (batch, 1, length, length)."""
+    length = x.shape[1]
+    if "flash" in str(getattr(getattr(module, "config", None), "_attn_implementation", None)):
+        return torch.ones(1, length, dtype=torch.bool, device=x.device)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device)
+    return mask.tril() if getattr(module, "is_causal", True) else mask
 
 
 def _each(value: Any, function: Any) -> Any:

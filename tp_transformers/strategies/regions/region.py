@@ -76,12 +76,7 @@ class RegionBlock(TensorParallelLayer):
         Ranks of one width run one program on tensors of one shape, so that all of them find a misfit. Others tell
         each other their lengths, where a block meets such widths for the first time (one all-gather of a number).
 
-        Args:
-            what: "an input", or the name of an argument.
-            length: of this rank's tensor along `dim`.
-            widths: of all ranks, the same on each.
-            mesh: the 1-D mesh of the `tp` axis.
-            broadcasts: whether a length of 1 fits, too.
+        `length` is that of this rank's tensor along `dim`, `widths` those of all ranks; where it `broadcasts`, 1 fits.
         """
         rank = mesh.get_local_rank()
         lengths = (length,) * len(widths)

@@ -104,7 +104,7 @@ class SequenceParallel(TensorParallelLayer):
             length = sum(parts)
             if parts != chunked(length, len(parts)).widths:
                 raise ValueError(
-                    f"no DTensor placement describes a sequence cut into {parts}; use use_local_output=True"
+                    f"no DTensor placement describes a sequence cut into {list(parts)}; use use_local_output=True"
                 )
         return as_sharded(outputs, dim, length, mesh)
 

@@ -1,5 +1,0 @@
-"""transformers' Trainer for tensor-parallel models: `from tp_transformers.trainer import Trainer`."""
-
-from .training.trainer import Trainer
-
-__all__ = ["Trainer"]
