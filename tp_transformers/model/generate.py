@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,8 @@ from ..ranks.random_state import random_state, set_random_state
 from ..strategies import local_tensor, same_inputs
 from ..transformers_api import BaseStreamer
 
-if TYPE_CHECKING:
-    from transformers import GenerationMixin, PreTrainedModel
-
-    class _Model(PreTrainedModel, GenerationMixin): ...
-else:
-    _Model = object
-
+_Model: Any = object
+"""Base of the methods: a PreTrainedModel with GenerationMixin, in the class of a model."""
 OWN = ("streamer", "stopping_criteria")
 """Arguments of `generate` that some ranks may have and others not."""
 

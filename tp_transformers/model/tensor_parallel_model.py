@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,10 +29,8 @@ from .kernels import check_kernels
 from .optimizer_groups import SPLIT_STEPS
 from .state_dict import check_device, copy_shards, keep_shards, replace_embeddings, resize_embeddings
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel as _Model
-else:
-    _Model = object
+_Model: Any = object
+"""Base of the methods: a PreTrainedModel, in the class of a model."""
 
 
 class TensorParallelModel(_Model):

@@ -80,7 +80,9 @@ class IsolatedParallel(TensorParallelLayer):
             return (by_expert[start:stop].reshape(-1, inputs[0].shape[-1]),)
         states, ids, weights, *others = inputs
         here = (ids >= start) & (ids < stop)
-        elsewhere = stop - start if _skips_unknown_experts(module) else 0
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        skips = "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")
+        elsewhere = stop - start if skips else 0  # past its experts, these compute nothing
         return (states, torch.where(here, ids - start, elsewhere), weights.masked_fill(~here, 0), *others)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
@@ -127,9 +129,3 @@ class IdentityExpertParallel(TensorParallelLayer):
 def _is_routed(module: nn.Module) -> bool:
     """True if the experts are called with ids and weights rather than with tokens sorted by expert."""
     return len(inspect.signature(type(module).forward).parameters) > 2
-
-
-def _skips_unknown_experts(module: nn.Module) -> bool:
-    """True if the experts' implementation computes nothing for ids that are past its experts."""
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")
