@@ -22,25 +22,16 @@ if TYPE_CHECKING:
     from .model.parallelize import is_tensor_parallel
     from .model.same_inputs import check_inputs
     from .plans.rules import Attention, Plan, Rule
-    from .strategies import (
-        STRATEGIES,
-        ColwiseParallel,
-        GatherParallel,
-        IsolatedParallel,
-        PackedColwiseParallel,
-        PackedRowwiseParallel,
-        ParallelInterface,
-        ReplicateParallel,
-        ReplicateSumGradParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        TensorParallelLayer,
-        full_tensor,
-        get_packed_weights,
-        get_tensor_shard,
-        local_tensor,
-    )
+    from .strategies.base import TensorParallelLayer
+    from .strategies.experts import IsolatedParallel
+    from .strategies.linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
+    from .strategies.local import GatherParallel
     from .strategies.loss.cross_entropy import vocab_parallel_cross_entropy
+    from .strategies.regions.sequence import SequenceParallel
+    from .strategies.registry import STRATEGIES, ParallelInterface
+    from .strategies.replicate import ReplicateParallel, ReplicateSumGradParallel
+    from .strategies.shards.shard import full_tensor, local_tensor
+    from .strategies.shards.slicing import get_packed_weights, get_tensor_shard
     from .training.data_parallel import data_parallel
     from .training.partition import Partition, partition
     from .training.replicas import check_replicas
