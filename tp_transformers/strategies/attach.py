@@ -44,11 +44,11 @@ def attach(
         return
     rank = mesh.get_local_rank()
 
-    def begin(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        owner: Any = mod  # read directly: torch.compile loses what a hook restores where a mark reads the module
-        strategy: Communication = owner.tp_strategy
+    def begin(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Read directly: torch.compile loses what a hook restores where a mark reads the module.
+        strategy: Communication = mod.tp_strategy
         forward = Forward({**dict(zip(strategy.arguments, args, strict=False)), **kwargs})
-        outer: list[Forward] = owner.tp_forwards
+        outer: list[Forward] = mod.tp_forwards
         is_local = any(other.replaced is not None for other in outer)
         outer.append(forward)
         names = _input_names(strategy.arguments, args, kwargs)
@@ -67,10 +67,9 @@ def attach(
         forward.given = {}
         return args, kwargs
 
-    def end(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        owner: Any = mod
-        strategy: Communication = owner.tp_strategy
-        forwards: list[Forward] = owner.tp_forwards
+    def end(mod: Any, args: tuple[Any, ...], output: Any) -> Any:
+        strategy: Communication = mod.tp_strategy
+        forwards: list[Forward] = mod.tp_forwards
         if not forwards:  # another hook raised before this forward began
             return None
         try:
@@ -103,18 +102,16 @@ class Forward:
         return Forward({})
 
 
-def forward_of(module: nn.Module) -> Forward:
+def forward_of(module: Any) -> Forward:
     """The forward of `module` that is under way; of several, which are nested, the innermost."""
-    owner: Any = module
-    forwards: list[Forward] = owner.tp_forwards
+    forwards: list[Forward] = module.tp_forwards
     return forwards[-1]
 
 
 @contextmanager
-def begun_forward(module: nn.Module) -> Iterator[None]:
+def begun_forward(module: Any) -> Iterator[None]:
     """Let a strategy's input and output functions be called for `module` without its forward."""
-    owner: Any = module
-    forwards: list[Forward] = owner.tp_forwards
+    forwards: list[Forward] = module.tp_forwards
     forwards.append(Forward({}))
     try:
         yield
