@@ -22,25 +22,16 @@ if TYPE_CHECKING:
     from .model.parallelize import is_tensor_parallel
     from .model.same_inputs import check_inputs
     from .plans.rules import Attention, Plan, Rule
-    from .strategies import (
-        STRATEGIES,
-        ColwiseParallel,
-        GatherParallel,
-        IsolatedParallel,
-        PackedColwiseParallel,
-        PackedRowwiseParallel,
-        ParallelInterface,
-        ReplicateParallel,
-        ReplicateSumGradParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        TensorParallelLayer,
-        full_tensor,
-        get_packed_weights,
-        get_tensor_shard,
-        local_tensor,
-    )
+    from .strategies.base import TensorParallelLayer
+    from .strategies.experts import IsolatedParallel
+    from .strategies.linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
+    from .strategies.local import GatherParallel
     from .strategies.loss.cross_entropy import vocab_parallel_cross_entropy
+    from .strategies.regions.sequence import SequenceParallel
+    from .strategies.registry import STRATEGIES, ParallelInterface
+    from .strategies.replicate import ReplicateParallel, ReplicateSumGradParallel
+    from .strategies.shards.shard import full_tensor, local_tensor
+    from .strategies.shards.slicing import get_packed_weights, get_tensor_shard
     from .training.data_parallel import data_parallel
     from .training.partition import Partition, partition
     from .training.replicas import check_replicas
@@ -102,26 +93,21 @@ _HOMES = {
     "model.parallelize": "is_tensor_parallel",
     "model.same_inputs": "check_inputs",
     "plans.rules": "Attention Plan Rule",
-    "strategies": (
-        "STRATEGIES ColwiseParallel GatherParallel IsolatedParallel PackedColwiseParallel "
-        "PackedRowwiseParallel ParallelInterface ReplicateParallel ReplicateSumGradParallel RowwiseParallel "
-        "SequenceParallel TensorParallelLayer full_tensor get_packed_weights get_tensor_shard local_tensor"
-    ),
     "strategies.loss.cross_entropy": "vocab_parallel_cross_entropy",
     "model.clip": "clip_grad_norm_",
     "training.data_parallel": "data_parallel",
     "training.partition": "Partition partition",
     "training.replicas": "check_replicas",
 }
-"""Module -> its public names."""
+"""Module -> its public names; all others are those of `strategies`."""
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
     """Import a public name when it is first used, so that the command line's `--help` does not import torch."""
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    found: object = getattr(import_module(f".{_MODULES.get(name, 'strategies')}", __name__), name)
     globals()[name] = found
     return found
 

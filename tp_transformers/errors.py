@@ -1,13 +1,5 @@
 """The errors that this package raises for what a user can mend.
 
-    TensorParallelError
-    ├── PlanError           a plan that does not fit the model (also a ValueError)
-    ├── MeshError           ranks, devices or DeviceMesh that do not fit the request (also a ValueError)
-    ├── CheckpointError     files that are missing, truncated, malformed or of the wrong shape (also an OSError)
-    ├── UnsupportedError    a request that this package cannot serve (also a NotImplementedError)
-    ├── RemoteRankError     another rank failed with an error that is not one of these
-    └── UsageError          a command line that asks for what is not there (also a ValueError)
-
 A message says what it is about, what was found, what was expected, and what to do.
 """
 

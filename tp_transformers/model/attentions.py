@@ -27,10 +27,7 @@ def return_whole_attentions(
 
     Here and not in the layers: eager attention always computes its weights, and nobody may want them.
 
-    Args:
-        model: a transformers model; its stacks are the transformers models in it that hold attention themselves.
-        attention: attention module -> how its heads are cut.
-        group: the ranks.
+    `attention`: attention module -> how its heads are cut. A stack is a transformers model that holds attention itself.
     """
     if group.process_group is None:
         return

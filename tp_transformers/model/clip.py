@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..patches import Patch, replace
-from ..strategies import local_tensor, settle_gradient, shard_of
-from ..strategies.shards.shard import SHARD
+from ..strategies import SHARD, local_tensor, settle_gradient, shard_of
+from ..strategies.shards.scaler import with_gradient
 
 
 @torch.no_grad()
@@ -59,7 +59,8 @@ def clip_grad_norm_(
         grad = settle_gradient(param)
         if grad is not None:
             grads.append(local_tensor(grad))
-            is_cut = _is_cut_over_copies(param)
+            shard = shard_of(param)
+            is_cut = shard is not None and shard.is_cut_over_copies
             counted[is_cut].extend(_counted(param, grads[-1], rank))
     # 2. Their norms, to the power in which norms add up.
     is_max = norm_type == float("inf")
@@ -77,14 +78,7 @@ def clip_grad_norm_(
             "error_if_nonfinite=False they would be scaled by it"
         )
     # 3. As torch scales them.
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for alike in _alike(grads):
-        factor = scale.to(alike[0].device)
-        if foreach is False:
-            for grad in alike:
-                grad.mul_(factor)
-        else:
-            torch._foreach_mul_(alike, factor)
+    nn.utils.clip_grads_with_norm_(map(with_gradient, grads), max_norm, norm, foreach)
     return norm
 
 
@@ -112,11 +106,6 @@ WHOLE_NORMS = Patch("torch", "nn.utils.clip_grad_norm_", _install)
 
 Torch takes plain shards for parameters of one process: each rank would scale its gradients by another norm.
 """
-
-
-def _is_cut_over_copies(param: Tensor) -> bool:
-    shard = shard_of(param)
-    return shard is not None and shard.is_cut_over_copies
 
 
 def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:

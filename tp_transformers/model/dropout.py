@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..marks import untyped
-from ..ranks.collectives import Group, all_gather_uneven
+from ..ranks.collectives import Group, all_gather_number
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
 from ..strategies import TensorParallelLayer
@@ -136,12 +136,11 @@ class SharedRandomness:
         """Before the module: if it drops anything, take the first rank's next number for a seed (one all-gather)."""
         self.leave()
         if module.training and any(map(_drops, module.modules())):
-            own = torch.tensor([_next_seed(self.group.device)], device=self.group.device)
-            process_group = self.group.process_group
+            device, process_group = self.group.device, self.group.process_group
             assert process_group is not None
-            seeds = all_gather_uneven(own, [1] * self.group.size, process_group, dim=0)
-            self.own = random_state(self.group.device)
-            _generator(self.group.device).manual_seed(int(seeds[0]))
+            seeds = all_gather_number(_next_seed(device), process_group, device)
+            self.own = random_state(device)
+            _generator(device).manual_seed(seeds[0])
 
     def leave(self, *_: Any) -> None:
         """Draw as this rank alone."""

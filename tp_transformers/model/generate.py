@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,11 @@ from ..errors import MeshError, describe
 from ..plans.bind import Resolution
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
-from ..strategies import same_inputs
+from ..strategies import local_tensor, same_inputs
 from ..transformers_api import BaseStreamer
 
-if TYPE_CHECKING:
-    from transformers import GenerationMixin, PreTrainedModel
-
-    class _Model(PreTrainedModel, GenerationMixin): ...
-else:
-    _Model = object
-
+_Model: Any = object
+"""Base of the methods: a PreTrainedModel with GenerationMixin, in the class of a model."""
 OWN = ("streamer", "stopping_criteria")
 """Arguments of `generate` that some ranks may have and others not."""
 
@@ -107,8 +102,8 @@ _call: ContextVar[_Call | None] = ContextVar("generate", default=None)
 def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     """Bring the ranks' random states together; put guards around what only some of them have."""
     group: TensorParallelGroup = model.tp_group
-    marks = {name: _mark(value) for name, value in arguments.items() if name not in OWN and value is not None}
-    marks["generation_config"] = _mark(arguments.get("generation_config") or getattr(model, "generation_config", None))
+    marks = {name: mark(value) for name, value in arguments.items() if name not in OWN and value is not None}
+    marks["generation_config"] = mark(arguments.get("generation_config") or getattr(model, "generation_config", None))
     streams, stops = (arguments.get(name) is not None for name in OWN)
     states = _random_states(model.device) if group.rank == 0 else None
     ranks = group.gather((marks, streams, stops, states))
@@ -208,7 +203,7 @@ def _check_marks(ranks: Sequence[Mapping[str, str]]) -> None:
             )
 
 
-def _mark(value: Any) -> str:
+def mark(value: Any) -> str:
     """A short text that differs where values do: by what is in tensors and in plain data, by type for all else."""
     return hashlib.blake2b(json.dumps(_outline(value), sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -217,7 +212,7 @@ def _outline(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        data = local_tensor(value).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         return [list(value.shape), str(value.dtype), hashlib.blake2b(data).hexdigest()]
     if hasattr(value, "to_dict"):  # a config
         value = value.to_dict()
@@ -226,7 +221,7 @@ def _outline(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_outline(each) for each in value]
     if isinstance(value, set | frozenset):
-        return sorted(map(_mark, value))
+        return sorted(map(mark, value))
     if hasattr(value, "get_seq_length"):  # a cache, of this rank's heads
         return [type(value).__name__, _outline(value.get_seq_length())]
     return type(value).__name__

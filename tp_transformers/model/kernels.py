@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..anatomy.names import fold_layers
 from ..errors import UnsupportedError, describe
 from ..ranks.group import GROUP
 from ..strategies import TensorParallelLayer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @contextmanager

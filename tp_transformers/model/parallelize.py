@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..anatomy.names import base_prefix, fold_layers
 from ..logs import get_logger
@@ -13,21 +12,11 @@ from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
 from ..plans.shares import check_layers_are_cut
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import (
-    LocalConfig,
-    ParamShard,
-    TensorParallelLayer,
-    attach,
-)
+from ..strategies import LocalConfig, ParamShard, TensorParallelLayer, attach
 from .attentions import return_whole_attentions
 from .dropout import OwnRandomness, SharedRandomness
-from .state_dict import (
-    keep_state,
-)
+from .state_dict import keep_state
 from .tensor_parallel_model import become_tensor_parallel, hold_patches
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = get_logger(__name__)
 
@@ -40,16 +29,10 @@ def is_tensor_parallel(model: object) -> bool:
 def parallelize(
     model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, allow_replicated: bool = False
 ) -> Resolution:
-    """Give every parameter of `model` its local shape and every module its communication, in place.
+    """Give every parameter of `model`, on the meta device, its local shape, and every module its communication.
 
-    Args:
-        model: a transformers model on the meta device.
-        plan: what to split how.
-        group: the ranks.
-        allow_replicated: whether a plan that a transformers class declares may leave whole layers on every rank.
-
-    Raises:
-        PlanError: if the plan does not fit; the model is then untouched.
+    `allow_replicated`: whether a plan that a transformers class declares may leave whole layers on every rank.
+    Raises PlanError if the plan does not fit; the model is then untouched.
     """
     # 1. Bind the plan to the modules. Nothing is changed before every fault is known.
     with group.agree():

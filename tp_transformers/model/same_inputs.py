@@ -5,21 +5,18 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from ..errors import MeshError, UnsupportedError, describe
-from ..ranks.collectives import all_gather_uneven
+from ..ranks.collectives import all_gather_number
 from ..ranks.group import GROUP, TensorParallelGroup, agreed
 from ..ranks.random_state import random_state
-from ..strategies import batch_sharded, local_tensor
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from ..strategies import batch_sharded
+from .generate import mark
 
 SWITCH = "TP_TRANSFORMERS_DEBUG"
 """The environment variable that guards every model that is loaded, unless it is empty or 0."""
@@ -46,11 +43,11 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
         raise UnsupportedError("check_inputs: with tp_batch_sharded, ranks are given batches of their own")
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**_named(module, args), **kwargs}
-        digests = {name: _digest(value) for name, value in given.items()}
+        names = list(inspect.signature(module.forward).parameters)
+        given = {**{names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}, **kwargs}
         if module.training:
-            digests["the random state"] = hashlib.blake2b(_random_state(group), digest_size=7).hexdigest()
-        _compare(group, digests)
+            given["the random state"] = random_state(group.device)
+        _compare(group, {name: mark(value) for name, value in given.items()})
 
     handle: RemovableHandle = model.register_forward_pre_hook(check, with_kwargs=True)
     return handle
@@ -66,9 +63,8 @@ def _compare(group: TensorParallelGroup, digests: dict[str, str]) -> None:
     if group.process_group is None:
         return
     total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=7)
-    own = torch.tensor([int(total.hexdigest(), 16)], device=group.device)
-    totals = all_gather_uneven(own, [1] * group.size, group.process_group, dim=0)
-    if bool((totals == totals[0]).all()):
+    totals = all_gather_number(int(total.hexdigest(), 16), group.process_group, group.device)
+    if len(set(totals)) == 1:
         return
     everyone = group.gather(digests)
     rank = next(rank for rank, others in enumerate(everyone) if others != everyone[0])
@@ -84,26 +80,3 @@ def _compare(group: TensorParallelGroup, digests: dict[str, str]) -> None:
         )
     )
     raise agreed(error)
-
-
-def _named(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Positional arguments of the forward, by their names."""
-    names = list(inspect.signature(module.forward).parameters)
-    return {names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}
-
-
-def _digest(value: Any) -> str:
-    """A hash of the tensors and plain values in an argument; what else there is, such as a cache, is not compared."""
-    found = hashlib.blake2b(digest_size=7)
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            local = local_tensor(leaf).contiguous()
-            found.update(repr((local.dtype, tuple(local.shape))).encode())
-            found.update(local.flatten().view(torch.uint8).cpu().numpy().tobytes())
-        elif leaf is None or isinstance(leaf, bool | int | float | str):
-            found.update(repr(leaf).encode())
-    return found.hexdigest()
-
-
-def _random_state(group: TensorParallelGroup) -> bytes:
-    return random_state(group.device).numpy().tobytes()

@@ -10,17 +10,20 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ..checkpoint.saving.dcp import laid_out, placed
 from ..errors import UnsupportedError, describe
 from ..marks import untyped
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import (
+    SHARD,
+    STRATEGY,
     ParamShard,
     TensorParallelLayer,
     cut_module,
@@ -30,11 +33,6 @@ from ..strategies import (
     take,
     whole_like,
 )
-from ..strategies.base import STRATEGY
-from ..strategies.shards.shard import SHARD
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def keep_state(module: nn.Module) -> None:
@@ -118,6 +116,14 @@ def keep_shards(module: nn.Module) -> Iterator[None]:
             SHARD.put(param, shards[name])
 
 
+def copy_shards(original: nn.Module, copied: nn.Module) -> None:
+    """Let the parameters of a copied module stand for the shards of the original's."""
+    copies = dict(copied.named_parameters(remove_duplicate=False))
+    for name, param in original.named_parameters(remove_duplicate=False):
+        if hasattr(param, SHARD.name):
+            SHARD.put(copies[name], SHARD.of(param))
+
+
 def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -> None:
     """Raise UnsupportedError where `move`, which makes a tensor another, would leave the device of the mesh."""
     device = move(torch.empty(0, device=group.device)).device
@@ -130,24 +136,6 @@ def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -
                 fix="Load it where it is to run; to have it elsewhere, save it with save_pretrained and load that.",
             )
         )
-
-
-def num_parameters(model: nn.Module, *, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Parameters of the whole model, as one process counts them."""
-    embeddings = {
-        param for module in model.modules() if isinstance(module, nn.Embedding) for param in module.parameters()
-    }
-    return sum(
-        whole_like(param).numel()
-        for param in model.parameters()
-        if (param.requires_grad or not only_trainable) and not (exclude_embeddings and param in embeddings)
-    )
-
-
-def memory_footprint(model: nn.Module, *, buffers: bool = True) -> int:
-    """Bytes that this rank holds, in parameters and in buffers."""
-    held = [*model.parameters(), *(model.buffers() if buffers else ())]
-    return sum(local_tensor(tensor).nbytes for tensor in held)
 
 
 def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: TensorParallelGroup) -> None:
@@ -172,14 +160,8 @@ def split_module(module: nn.Module, strategy: TensorParallelLayer, group: Tensor
 def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> nn.Module:
     """Run transformers' `resize` on whole embeddings, then cut them again; every rank has to call it.
 
-    Every rank holds the embeddings and the head whole while it runs. All take what rank 0 makes of them.
-
-    Args:
-        model: a tensor-parallel model.
-        resize: changes the size of the embeddings and of the head.
-
-    Returns:
-        The input embeddings.
+    Every rank holds the embeddings and the head whole while it runs. All take what rank 0 makes of them. Returns the
+    input embeddings.
     """
     group = GROUP.of(model)
     ways = [

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,27 +19,18 @@ from ..errors import UnsupportedError, describe
 from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
+from ..strategies import local_tensor, whole_like
 from ..strategies.shards.scaler import SHARED_INFINITIES
-from ..strategies.shards.shard import SHARD
 from .adapters.files import load_adapter, save_adapter
 from .adapters.inject import WATCH_ADAPTERS
 from .clip import WHOLE_NORMS
 from .generate import TensorParallelGeneration
 from .kernels import check_kernels
 from .optimizer_groups import SPLIT_STEPS
-from .state_dict import (
-    check_device,
-    keep_shards,
-    memory_footprint,
-    num_parameters,
-    replace_embeddings,
-    resize_embeddings,
-)
+from .state_dict import check_device, copy_shards, keep_shards, replace_embeddings, resize_embeddings
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel as _Model
-else:
-    _Model = object
+_Model: Any = object
+"""Base of the methods: a PreTrainedModel, in the class of a model."""
 
 
 class TensorParallelModel(_Model):
@@ -90,11 +81,19 @@ class TensorParallelModel(_Model):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Parameters of the whole model, as one process counts them."""
-        return num_parameters(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+        embeddings = {
+            param for module in self.modules() if isinstance(module, nn.Embedding) for param in module.parameters()
+        }
+        return sum(
+            whole_like(param).numel()
+            for param in self.parameters()
+            if (param.requires_grad or not only_trainable) and not (exclude_embeddings and param in embeddings)
+        )
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes that this rank holds."""
-        return memory_footprint(self, buffers=return_buffers)
+        """Bytes that this rank holds, in parameters and in buffers."""
+        held = [*self.parameters(), *(self.buffers() if return_buffers else ())]
+        return sum(local_tensor(tensor).nbytes for tensor in held)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Take whole embeddings, the same on all ranks, and cut them as the plan says; every rank has to call it."""
@@ -157,10 +156,7 @@ class TensorParallelModel(_Model):
         copied: nn.Module = type(self).__new__(type(self))
         memo.update({id(self): copied, id(self.tp_group.device_mesh): self.tp_group.device_mesh})
         copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
-        copies = dict(copied.named_parameters(remove_duplicate=False))
-        for name, param in module.named_parameters(remove_duplicate=False):
-            if hasattr(param, SHARD.name):
-                SHARD.put(copies[name], SHARD.of(param))
+        copy_shards(module, copied)
         hold_patches(copied)
         return copied
 

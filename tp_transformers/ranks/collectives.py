@@ -1,16 +1,7 @@
 """Collectives with the backward that tensor parallelism needs.
 
-The pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3; Korthikanti et al. 2022 for the last): each
-function's backward is the other collective of its pair.
-
-    copy_to_region               forward: nothing         backward: all-reduce       (f, before a column-parallel layer)
-    reduce_from_region           forward: all-reduce      backward: nothing          (g, after a row-parallel layer)
-    gather_from_region           forward: all-gather      backward: own slice
-    scatter_to_region            forward: own slice       backward: all-gather
-    gather_to_region             forward: all-gather      backward: reduce-scatter   (f, where the sequence is cut)
-    reduce_scatter_from_region   forward: reduce-scatter  backward: all-gather       (g, where the sequence is cut)
-    exchange_regions             forward: all-to-all      backward: all-to-all
-    copy_shared                  forward: nothing         backward: all-reduce       (f, for shared shards)
+The pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3; Korthikanti et al. 2022 where the sequence
+is cut): each function's backward is the other collective of its pair. README.md has a table of them.
 
 Backwards apply the other function of the pair, so that gradients of gradients are exact, too: where autograd records a
 backward (`create_graph=True`), it records the collectives in it with their own backwards.
@@ -102,12 +93,9 @@ def copy_shared(
     which is zero on ranks that do not hold it. So no process group of the holders is needed.
 
     Args:
-        x: this rank's shard.
-        shared: the indices of it along `dim` that other ranks hold too; empty on some ranks.
+        shared: the indices of `x` along `dim` that other ranks hold too; empty on some ranks.
         length: number of indices that several ranks hold, the same on all ranks.
-        group: all ranks, also those that share nothing.
         reduce_dtype: dtype of the sum, which is then rounded to the gradient's; None for the gradient's own.
-        dim: the dim that is cut.
     """
     if not torch.is_grad_enabled() or not x.requires_grad:
         return x
@@ -133,38 +121,14 @@ def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: in
     return torch.cat([piece.narrow(dim, 0, width) for piece, width in zip(slices, widths, strict=True)], dim)
 
 
-def reduce_scatter_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
-    """Sum over the ranks and keep this rank's slice along `dim`, without autograd: shorter slices travel padded."""
-    dim, longest = dim % x.ndim, max(widths)
-    parts = x.new_zeros((len(widths), *x.shape[:dim], longest, *x.shape[dim + 1 :]))
-    for part, piece in zip(parts, x.split(list(widths), dim), strict=True):
-        part.narrow(dim, 0, piece.shape[dim]).copy_(piece)
-    own = torch.empty_like(parts[0])
-    _reduce_scatter(own, parts.flatten(0, 1), group=group)
-    return own.narrow(dim, 0, widths[dist.get_rank(group)])
-
-
-def all_to_all_uneven(x: Tensor, cut: Cut, into: Cut, group: Group) -> Tensor:
-    """A shard cut as `cut` -> this rank's shard of the same tensor cut as `into`, without autograd."""
-    (dim, widths), (other, parts), rank = cut, into, dist.get_rank(group)
-    shapes = [list(x.shape) for _ in widths]
-    for shape, width in zip(shapes, widths, strict=True):
-        shape[dim], shape[other] = width, parts[rank]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    pieces = [piece.reshape(-1) for piece in x.split(list(parts), other)]
-    received = x.new_empty(sum(sizes))
-    dist.all_to_all_single(received, torch.cat(pieces), sizes, [piece.numel() for piece in pieces], group=group)
-    return torch.cat([piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)], dim)
+def all_gather_number(number: int, group: Group, device: torch.device | str) -> tuple[int, ...]:
+    """The `number` of every rank."""
+    return tuple(all_gather_uneven(torch.tensor([number], device=device), [1] * group.size(), group).tolist())
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     output: Tensor = function.apply(*args)
     return output
-
-
-def _own_slice(x: Tensor, widths: Sequence[int], group: Group, dim: int) -> Tensor:
-    rank = dist.get_rank(group)
-    return x.narrow(dim, sum(widths[:rank]), widths[rank])
 
 
 class _CopyToRegion(torch.autograd.Function):
@@ -207,7 +171,8 @@ class _ScatterToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
-        return _own_slice(x, widths, group, dim).contiguous()
+        rank = dist.get_rank(group)
+        return x.narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -224,7 +189,13 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
     @staticmethod
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
-        return reduce_scatter_uneven(x, widths, group, dim=dim)
+        dim, longest = dim % x.ndim, max(widths)  # shorter slices travel padded
+        parts = x.new_zeros((len(widths), *x.shape[:dim], longest, *x.shape[dim + 1 :]))
+        for part, piece in zip(parts, x.split(list(widths), dim), strict=True):
+            part.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+        own = torch.empty_like(parts[0])
+        _reduce_scatter(own, parts.flatten(0, 1), group=group)
+        return own.narrow(dim, 0, widths[dist.get_rank(group)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -235,7 +206,15 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: Cut, into: Cut, group: Group) -> Tensor:
         ctx.cut, ctx.into, ctx.group = cut, into, group
-        return all_to_all_uneven(x, cut, into, group)
+        (dim, widths), (other, parts), rank = cut, into, dist.get_rank(group)
+        shapes = [list(x.shape) for _ in widths]
+        for shape, width in zip(shapes, widths, strict=True):
+            shape[dim], shape[other] = width, parts[rank]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        pieces = [piece.reshape(-1) for piece in x.split(list(parts), other)]
+        received = x.new_empty(sum(sizes))
+        dist.all_to_all_single(received, torch.cat(pieces), sizes, [piece.numel() for piece in pieces], group=group)
+        return torch.cat([piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)], dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -262,9 +241,6 @@ class _ReduceShared(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = (places, length, dim, group, dtype)
         total = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-        if places == ((0, 0, length),) and x.shape[dim] == length:  # the whole tensor is shared
-            dist.all_reduce(total, group=group)
-            return total.to(x.dtype)
         buffer = total.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))
         for local, slot, width in places:
             buffer.narrow(dim, slot, width).copy_(x.narrow(dim, local, width))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .base import TensorParallelLayer
 
@@ -21,11 +22,13 @@ class AlibiParallel(TensorParallelLayer):
         if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
             raise ValueError("slow_but_exact multiplies by slices of the whole weight; set it to False in the config")
 
-    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
+    def prepare_beside(
+        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The biases and `attention_mask` of this rank's heads."""
         if self.split is None:
-            return keywords
-        (start, stop), heads = self.split.ranges[rank][0], self.split.length
+            return args, keywords
+        (start, stop), heads = self.split.ranges[mesh.get_local_rank()][0], self.split.length
         mask = keywords.get("attention_mask")
         local = {}
         for name in ("alibi", "position_bias"):
@@ -36,4 +39,4 @@ class AlibiParallel(TensorParallelLayer):
                 local[name] = biases[:, start:stop]
         if mask is not None and mask.ndim == 4 and mask.shape[1] == heads:
             local["attention_mask"] = mask[:, start:stop]
-        return {**keywords, **local}
+        return args, {**keywords, **local}

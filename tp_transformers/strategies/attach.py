@@ -29,10 +29,8 @@ def attach(
     """Make `module` compute with this rank's shards: its forward sees local tensors, `strategy` communicates around it.
 
     Args:
-        module: the module that owns the parameters.
         strategy: bound to the module; stays reachable as `module.tp_strategy`.
         shards: this rank's shards, by parameter name within the module.
-        mesh: the 1-D mesh of the `tp` axis.
         takes_dtensors: True if the module may be given DTensors; if False, and nothing else is to be done, its
             forward is left alone.
     """
@@ -46,14 +44,13 @@ def attach(
         return
     rank = mesh.get_local_rank()
 
-    def begin(mod: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        owner: Any = mod  # read directly: torch.compile loses what a hook restores where a mark reads the module
-        strategy: Communication = owner.tp_strategy
+    def begin(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Read directly: torch.compile loses what a hook restores where a mark reads the module.
+        strategy: Communication = mod.tp_strategy
         forward = Forward({**dict(zip(strategy.arguments, args, strict=False)), **kwargs})
-        outer: list[Forward] = owner.tp_forwards
+        outer: list[Forward] = mod.tp_forwards
         is_local = any(other.replaced is not None for other in outer)
         outer.append(forward)
-        kwargs = strategy.prepare_keywords(kwargs, rank)
         names = _input_names(strategy.arguments, args, kwargs)
         inputs = (*args, *(kwargs[name] for name in names))
         given = len(inputs)
@@ -70,10 +67,9 @@ def attach(
         forward.given = {}
         return args, kwargs
 
-    def end(mod: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        owner: Any = mod
-        strategy: Communication = owner.tp_strategy
-        forwards: list[Forward] = owner.tp_forwards
+    def end(mod: Any, args: tuple[Any, ...], output: Any) -> Any:
+        strategy: Communication = mod.tp_strategy
+        forwards: list[Forward] = mod.tp_forwards
         if not forwards:  # another hook raised before this forward began
             return None
         try:
@@ -81,7 +77,7 @@ def attach(
                 mod._parameters.update(forwards[-1].replaced[0])
                 mod.__dict__.update(forwards[-1].replaced[1])
             if output is None:  # the forward raised
-                strategy.interrupted(mod)
+                strategy.interrupted(mod, mesh)
                 return None
             return strategy.after(mod, output, mesh)
         finally:
@@ -106,18 +102,16 @@ class Forward:
         return Forward({})
 
 
-def forward_of(module: nn.Module) -> Forward:
+def forward_of(module: Any) -> Forward:
     """The forward of `module` that is under way; of several, which are nested, the innermost."""
-    owner: Any = module
-    forwards: list[Forward] = owner.tp_forwards
+    forwards: list[Forward] = module.tp_forwards
     return forwards[-1]
 
 
 @contextmanager
-def begun_forward(module: nn.Module) -> Iterator[None]:
+def begun_forward(module: Any) -> Iterator[None]:
     """Let a strategy's input and output functions be called for `module` without its forward."""
-    owner: Any = module
-    forwards: list[Forward] = owner.tp_forwards
+    forwards: list[Forward] = module.tp_forwards
     forwards.append(Forward({}))
     try:
         yield

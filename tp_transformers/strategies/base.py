@@ -23,7 +23,7 @@ from ..slices.lazy import LazyTensor
 from .attach import attach
 from .communication import Communication, Placements, only
 from .shards.shard import ParamShard, local_tensor, shard_of, whole_like
-from .shards.slicing import split_of, take, undo_partition
+from .shards.slicing import split_of, take
 from .shards.trace import traced_layout
 
 EXPERT_UNIT = 8
@@ -49,9 +49,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
     sums_gradients: bool = False
     """True if every rank has only a part of the gradient of replicated parameters (backward: all-reduce)."""
     cuts_as_torch = False
-    """True for a style of torch: it cuts modules only, in torch.chunk's pieces, without heads."""
-    wraps_whole = False
-    """True if a replicated parameter is a replicated DTensor, for a module that is given DTensors."""
+    """True for a style of torch: it cuts modules only, in torch.chunk's pieces, without heads, and its replicated
+    parameters are DTensors, since the module is given DTensors."""
     parts: int | Sequence[int | str] | None = None
     """Number of equal parts of a fused projection, or their lengths; each is cut by itself."""
 
@@ -158,7 +157,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
             shape,
             layout,
             group,
-            self.use_dtensor and (self.wraps_whole or not whole),
+            self.use_dtensor and (self.cuts_as_torch or not whole),
             self.sums_gradients and whole,
             param_type in self.added_once and whole,
         )
@@ -204,10 +203,6 @@ class TensorParallelLayer(Communication, ParallelStyle):
         if param_casting_dtype is not None:
             shard = shard.to(param_casting_dtype)
         return shard.contiguous() if to_contiguous else shard
-
-    def undo_partition(self, shards: Sequence[Tensor], param_type: str, shape: Sequence[int]) -> Tensor:
-        """The inverse of `partition_tensor` on all ranks: the whole parameter of `shape`."""
-        return undo_partition(shards, self.layout(param_type, shape, len(shards)), shape)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Cut the whole parameters of `module` on all ranks, which take rank 0's values; see `parallelize_module`.

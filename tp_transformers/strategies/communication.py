@@ -63,13 +63,21 @@ class Communication:
         super().__init_subclass__(**options)
         own = vars(cls)
         if "_prepare_input_fn" in own and "before" not in own:
-            cls.before = _before(cls)  # type: ignore[method-assign]
+            cls.before = lambda self, module, inputs, mesh: cls._prepare_input_fn(  # type: ignore[method-assign]
+                self.input_layouts, self.desired_input_layouts, module, inputs, mesh
+            )
         elif "before" in own and "_prepare_input_fn" not in own:
-            cls._prepare_input_fn = staticmethod(_prepare_input(cls))  # type: ignore[method-assign]
+            cls._prepare_input_fn = staticmethod(  # type: ignore[method-assign,assignment]
+                lambda _, __, module, inputs, mesh: cls.before(module.tp_strategy, module, inputs, mesh)
+            )
         if "_prepare_output_fn" in own and "after" not in own:
-            cls.after = _after(cls)  # type: ignore[method-assign]
+            cls.after = lambda self, module, outputs, mesh: cls._prepare_output_fn(  # type: ignore[method-assign]
+                self.output_layouts, self.use_local_output, module, outputs, mesh
+            )
         elif "after" in own and "_prepare_output_fn" not in own:
-            cls._prepare_output_fn = staticmethod(_prepare_output(cls))  # type: ignore[method-assign]
+            cls._prepare_output_fn = staticmethod(  # type: ignore[method-assign,assignment]
+                lambda _, __, module, outputs, mesh: cls.after(module.tp_strategy, module, outputs, mesh)
+            )
 
     @property
     def takes_sharded_input(self) -> bool:
@@ -109,16 +117,12 @@ class Communication:
         """Attributes of the module that have another value while it computes with this rank's tensors."""
         return {}
 
-    def interrupted(self, module: nn.Module) -> None:
+    def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Called in place of `after` where the module's forward raised."""
 
     def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
         """The tensor that the local forward sees in place of the hidden parameter `name`; None for none."""
         return None
-
-    def prepare_keywords(self, keywords: dict[str, Any], rank: int) -> dict[str, Any]:
-        """Turn keyword arguments of the module's forward into what its local forward needs."""
-        return keywords
 
     def prepare_beside(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
@@ -161,35 +165,7 @@ class Communication:
         return outputs
 
 
-_ACTS = ("before", "after", "prepare_keywords", "prepare_beside", "local_attributes", "interrupted")
-
-
-def _before(cls: type[Communication]) -> Any:
-    def before(self: Communication, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        return cls._prepare_input_fn(self.input_layouts, self.desired_input_layouts, module, inputs, mesh)
-
-    return before
-
-
-def _after(cls: type[Communication]) -> Any:
-    def after(self: Communication, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        return cls._prepare_output_fn(self.output_layouts, self.use_local_output, module, outputs, mesh)
-
-    return after
-
-
-def _prepare_input(cls: type[Communication]) -> Any:
-    def prepare(_: Placements, __: Placements, mod: Any, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        return cls.before(mod.tp_strategy, mod, inputs, mesh)
-
-    return prepare
-
-
-def _prepare_output(cls: type[Communication]) -> Any:
-    def prepare(_: Placements, __: bool, mod: Any, outputs: Any, mesh: DeviceMesh) -> Any:
-        return cls.after(mod.tp_strategy, mod, outputs, mesh)
-
-    return prepare
+_ACTS = ("before", "after", "prepare_beside", "local_attributes", "interrupted")
 
 
 def only(layouts: Placements) -> Placement | None:

@@ -71,7 +71,6 @@ class IsolatedParallel(TensorParallelLayer):
         return {name: value for name, value in local.items() if name in module.__dict__}
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         inputs, experts = to_local(inputs), self.experts
         if not isinstance(experts, Split):
             return inputs
@@ -81,11 +80,12 @@ class IsolatedParallel(TensorParallelLayer):
             return (by_expert[start:stop].reshape(-1, inputs[0].shape[-1]),)
         states, ids, weights, *others = inputs
         here = (ids >= start) & (ids < stop)
-        elsewhere = stop - start if _skips_unknown_experts(module) else 0
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        skips = "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")
+        elsewhere = stop - start if skips else 0  # past its experts, these compute nothing
         return (states, torch.where(here, ids - start, elsewhere), weights.masked_fill(~here, 0), *others)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         experts = self.experts
         if not isinstance(experts, Split) or _is_routed(module):
             return outputs
@@ -107,7 +107,6 @@ class MoEExpertsParallel(IsolatedParallel):
         return None
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         # Every rank routes alike, but has only a part of the gradient of what it routes, and of the weights.
         inputs = tuple(
             copy_to_region(value, mesh.get_group()) if isinstance(value, Tensor) else value
@@ -116,7 +115,6 @@ class MoEExpertsParallel(IsolatedParallel):
         return super().before(module, inputs, mesh)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         outputs = super().after(module, outputs, mesh)
         return reduce_from_region(outputs, mesh.get_group())
 
@@ -125,16 +123,9 @@ class IdentityExpertParallel(TensorParallelLayer):
     """An expert that returns its input, on every rank: their outputs are summed, so it is divided by their number."""
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         return (inputs[0] / mesh.size(), *inputs[1:])
 
 
 def _is_routed(module: nn.Module) -> bool:
     """True if the experts are called with ids and weights rather than with tokens sorted by expert."""
     return len(inspect.signature(type(module).forward).parameters) > 2
-
-
-def _skips_unknown_experts(module: nn.Module) -> bool:
-    """True if the experts' implementation computes nothing for ids that are past its experts."""
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")

@@ -36,7 +36,6 @@ class MlaKvAProjParallel(TensorParallelLayer):
         return ReplicateParallel(), copy.copy(self)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         if not torch.is_grad_enabled():
             return outputs
         rope = self.config.qk_rope_head_dim

@@ -102,7 +102,6 @@ class ColwiseParallel(_WeightParallel):
 
     @property
     def sharded_output(self) -> Split | None:
-        """See `Communication.sharded_output`."""
         return self.output_split if self.leaves_sharded_output else None
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
@@ -116,7 +115,6 @@ class ColwiseParallel(_WeightParallel):
         return {"nf": self.output_split.widths[rank]} if self.is_transposed else {}
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         x = inputs[0]
         if isinstance(x, DTensor):
             x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
@@ -130,7 +128,6 @@ class ColwiseParallel(_WeightParallel):
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         if isinstance(only(self.output_layouts), Replicate):
             outputs = gather_from_region(outputs, self.output_split.widths, mesh.get_group())
         if self.use_local_output:
@@ -190,7 +187,6 @@ class RowwiseParallel(_WeightParallel):
 
     @property
     def sharded_input(self) -> Split | None:
-        """See `Communication.sharded_input`."""
         return self.input_split if self.takes_sharded_input else None
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
@@ -212,7 +208,6 @@ class RowwiseParallel(_WeightParallel):
         return module.weight.new_zeros(1) if self.is_transposed else None  # type: ignore[union-attr,operator]
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         x = inputs[0]
         if self.is_embedding:
             # Ids of other ranks' rows look up any row here; the output hook zeroes what they found.
@@ -236,7 +231,6 @@ class RowwiseParallel(_WeightParallel):
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         outside = forward_of(module).notes.get("outside")
         if outside is not None:
             outputs = outputs.masked_fill(outside.unsqueeze(LAST), 0)

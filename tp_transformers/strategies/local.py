@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from .base import TensorParallelLayer
-from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
+from .linear import ColwiseParallel, RowwiseParallel
 from .replicate import ReplicateSumGradParallel
 
 
@@ -33,24 +33,24 @@ class _LocalMixin(TensorParallelLayer):
         """Anything that has parameters along the cut, such as a norm over heads."""
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         return to_local(inputs)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         return outputs
 
 
-class _LocalColwiseMixin(_LocalMixin):
-    """The outputs are this rank's features."""
+class LocalColwiseParallel(_LocalMixin, ColwiseParallel):
+    """Cut the output features; nothing is communicated: `x ── [A | B] ── [xA | xB]`."""
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """See `TensorParallelLayer.adapter`: what B computes with this rank's features sums A's gradient."""
         return ReplicateSumGradParallel(), LocalColwiseParallel()
 
 
-class _LocalRowwiseMixin(_LocalMixin):
-    """The outputs are parts of a sum, to which only rank 0 adds the bias."""
+class LocalRowwiseParallel(_LocalMixin, RowwiseParallel):
+    """Cut the input features; the output is this rank's part of the sum: `[x | y] ── [A / B] ── xA, yB`. Only rank 0
+    adds the bias.
+    """
 
     hidden: tuple[str, ...] = ()
     added_once: tuple[str, ...] = ("bias",)
@@ -69,20 +69,16 @@ class _LocalRowwiseMixin(_LocalMixin):
         return LocalRowwiseParallel(), of_b
 
 
-class LocalColwiseParallel(_LocalColwiseMixin, ColwiseParallel):
-    """Cut the output features; nothing is communicated: `x ── [A | B] ── [xA | xB]`."""
-
-
-class LocalPackedColwiseParallel(_LocalColwiseMixin, PackedColwiseParallel):
+class LocalPackedColwiseParallel(LocalColwiseParallel):
     """Cut each part of the output features; nothing is communicated."""
 
-
-class LocalRowwiseParallel(_LocalRowwiseMixin, RowwiseParallel):
-    """Cut the input features; the output is this rank's part of the sum: `[x | y] ── [A / B] ── xA, yB`."""
+    parts = 2
 
 
-class LocalPackedRowwiseParallel(_LocalRowwiseMixin, PackedRowwiseParallel):
+class LocalPackedRowwiseParallel(LocalRowwiseParallel):
     """Cut each part of the input features; the output is this rank's part of the sum."""
+
+    parts = 2
 
 
 class AllReduceParallel(TensorParallelLayer):
@@ -91,7 +87,6 @@ class AllReduceParallel(TensorParallelLayer):
     sums_output = True
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         if isinstance(outputs, Tensor):
             return reduce_from_region(outputs, mesh.get_group())
         return (reduce_from_region(outputs[0], mesh.get_group()), *outputs[1:])
@@ -101,6 +96,5 @@ class GatherParallel(AllReduceParallel):
     """Around a block that computes locally: copy the input (backward: all-reduce), sum the output (all-reduce)."""
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         first, *others = to_local(inputs)
         return (copy_to_region(first, mesh.get_group()), *others)

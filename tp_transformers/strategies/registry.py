@@ -1,11 +1,8 @@
-"""Names of strategies: `ParallelInterface` maps them, `BUILT_IN` holds those of this package.
-
-A new strategy is one class in one file of this folder, and one line in `BUILT_IN`.
-"""
+"""Names of strategies; a new one is a class in a file of this folder, and a line in `BUILT_IN`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections import UserDict
 
 from torch.distributed.tensor import Replicate
 
@@ -75,18 +72,15 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
 }
 
 
-class ParallelInterface(MutableMapping[str, TensorParallelLayer]):
+class ParallelInterface(UserDict[str, TensorParallelLayer]):
     """Names to strategies: the built-in ones, and those that `register_strategy` adds."""
 
     def __init__(self) -> None:
-        self._strategies = dict(BUILT_IN)
+        super().__init__(BUILT_IN)
 
     def register_strategy(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
         """Make `strategy` (a class or an instance) available to plans as `name`; replaces one of that name."""
         self[name] = strategy  # type: ignore[assignment]
-
-    def __getitem__(self, name: str) -> TensorParallelLayer:
-        return self._strategies[name]
 
     def __setitem__(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
         instance = as_strategy(strategy() if isinstance(strategy, type) else strategy)
@@ -99,16 +93,7 @@ class ParallelInterface(MutableMapping[str, TensorParallelLayer]):
                     fix="Inherit from tp_transformers.TensorParallelLayer.",
                 )
             )
-        self._strategies[name] = instance
-
-    def __delitem__(self, name: str) -> None:
-        del self._strategies[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._strategies)
-
-    def __len__(self) -> int:
-        return len(self._strategies)
+        super().__setitem__(name, instance)
 
 
 STRATEGIES = ParallelInterface()

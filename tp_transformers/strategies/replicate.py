@@ -49,7 +49,6 @@ class ReplicateOnceParallel(ReplicateParallel):
         raise NotImplementedError
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
-        """See `TensorParallelLayer.bind`."""
         bound = super().bind(module, size, **options)
         bound.added_once = tuple(name for name, _ in module.named_parameters(recurse=False))
         return bound

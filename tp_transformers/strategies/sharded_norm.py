@@ -44,7 +44,6 @@ class ShardedNormParallel(TensorParallelLayer):
         return {"normalized_shape": layout.local_shape(self.shape, rank)}
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         x, group = inputs[0], mesh.get_group()
         layout = self.layout("weight", self.shape, self.size)
         assert layout is not None
@@ -59,12 +58,10 @@ class ShardedNormParallel(TensorParallelLayer):
         return (wide, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         scale, dtype = forward_of(module).notes["norm"]
         return (outputs * scale).to(dtype)
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
-        """See `TensorParallelLayer.bind`."""
         bound = super().bind(module, size, **options)
         assert isinstance(bound, ShardedNormParallel)
         bound.shape = next((tuple(param.shape) for param in module.parameters(recurse=False)), ())

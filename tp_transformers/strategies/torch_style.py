@@ -49,22 +49,24 @@ class StyleParallel(TensorParallelLayer):
         x ── style's input ── module of DTensors ── style's output ── y
     """
 
-    wraps_whole = True
     cuts_as_torch = True
 
     def __init__(self, style: ParallelStyle) -> None:
         """`style`: copied, since a style may keep to itself what it was applied to."""
         self.style = copy.deepcopy(style)
+        output = getattr(style, "prepare_module_output", style)
         super().__init__(
             input_layouts=getattr(style, "input_layouts", None),
             output_layouts=getattr(style, "output_layouts", None),
-            use_local_output=_output_style(style).use_local_output if _makes_output(style) else True,
+            use_local_output=isinstance(output, PrepareModuleInput) or getattr(output, "use_local_output", True),
             use_dtensor=isinstance(style, _Linears | torch_parallel.SequenceParallel),
         )
         self.takes_sequence_part = isinstance(style, torch_parallel.SequenceParallel)
         self.sums_own_output = isinstance(style, torch_parallel.RowwiseParallel)
         self.sums_gradients = self.takes_sequence_part
-        self.cuts_sequence = not self.takes_sequence_part and any(map(_is_other_dim, _placements(style)))
+        self.cuts_sequence = not self.takes_sequence_part and any(
+            isinstance(each, Shard) and not _is_features(each) for each in _placements(style)
+        )
 
     def check(self, module: nn.Module) -> None:
         """Colwise and rowwise are for `nn.Linear` and `nn.Embedding`, the sequence's for what has no children."""
@@ -95,7 +97,6 @@ class StyleParallel(TensorParallelLayer):
 
     @property
     def leaves_sharded_output(self) -> bool:
-        """See `TensorParallelLayer.leaves_sharded_output`."""
         return isinstance(self.style, _Linears) and _is_features(only(self.output_layouts))
 
     @property
@@ -169,14 +170,6 @@ def _known_base(style: type[ParallelStyle]) -> type[ParallelStyle]:
     return next((base for base in SUPPORTED if issubclass(style, base)), style)
 
 
-def _makes_output(style: ParallelStyle) -> bool:
-    return isinstance(style, SUPPORTED) and not isinstance(style, PrepareModuleInput)
-
-
-def _output_style(style: Any) -> Any:
-    return style.prepare_module_output if isinstance(style, PrepareModuleInputOutput) else style
-
-
 def _placements(style: Any) -> Iterator[Placement | None]:
     """How the tensors are placed that a style gives to its module, or that leave it."""
     if isinstance(style, PrepareModuleInputOutput):
@@ -194,7 +187,3 @@ def _placements(style: Any) -> Iterator[Placement | None]:
 def _is_features(placement: Placement | None) -> bool:
     """True if the last dim of (batch, sequence, features) is cut."""
     return isinstance(placement, Shard) and placement.dim in (-1, 2)
-
-
-def _is_other_dim(placement: Placement | None) -> bool:
-    return isinstance(placement, Shard) and not _is_features(placement)

@@ -1,26 +1,19 @@
 """Data parallelism beside tensor parallelism: copies of a tensor-parallel model that train on batches of their own.
 
-Two ways over the other axis of a mesh:
-
-    replicate    every copy holds the whole of its shards; gradients are averaged at the end of a backward
-    shard        FSDP2 cuts dim 0 of every rank's shards once more, gathers a layer while it computes, and scatters
-                 its averaged gradients
-
-Both take what a rank holds as it is, DTensor or plain, so that neither cares how a plan cuts. If the ranks that share a
-model have batches of their own (`tp_batch_sharded`), parameters outside the modules that gather them have copies on
-these ranks, too.
+Its modes take what a rank holds as it is, DTensor or plain, so that neither cares how a plan cuts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from ..errors import MeshError, UnsupportedError, describe
 from ..marks import untyped
@@ -29,9 +22,6 @@ from ..ranks.mesh import check_ranks
 from ..strategies import batch_sharded, local_tensor
 from .averaging import Average, outside
 from .fsdp import both_axes, shard_copies
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def data_parallel(
@@ -48,18 +38,15 @@ def data_parallel(
     is the mean of those of all copies, as the gradient of the mean of their losses is.
 
     With `replicate`, gradients are averaged at the end of a backward from the model's outputs, 32 MiB an all-reduce,
-    DTensors and plain tensors alike; a parameter that only some copies used counts as zero on the others. Nothing
-    overlaps with the backward. Optimizers and checkpoints see the parameters that were there before.
+    DTensors and plain tensors alike; a parameter that only some copies used counts as zero on the others.
 
     Ranks that share a model which was loaded with `tp_batch_sharded` count as copies of what is outside the modules
     that gather their batches: it has the mean over all ranks then, and with `shard` it is cut over those of the mesh's
     later axis and copied over the other.
 
     With `shard`, FSDP2's `fully_shard` is applied to every decoder layer, then to the model. A DTensor parameter
-    becomes a DTensor over both axes. A plain one (whole, uneven heads, replicated KV heads), which is no DTensor over
-    the `tp` axis, becomes a `Shard(0)` DTensor of this rank's values over the data-parallel axis alone: its own
-    `full_tensor()` is then this rank's tensor-parallel shard, `tp_transformers.full_tensor` the whole of either. Make
-    optimizers after it, since the parameters are new.
+    becomes a DTensor over both axes, a plain one a `Shard(0)` DTensor of this rank's values over the data-parallel axis
+    alone. Make optimizers after it, since the parameters are new.
 
     Gradients are averaged in their own dtype, or in the `tp_reduce_dtype` that the model was loaded with; with `shard`,
     an `mp_policy` of your own comes first.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,12 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from ..anatomy.layers import layers_of
 from ..ranks.group import TP_AXIS, TensorParallelGroup
-from ..strategies import ParamShard, batch_sharded, local_tensor, shard_of
-from ..strategies.shards.shard import SHARD
+from ..strategies import SHARD, ParamShard, batch_sharded, local_tensor, shard_of
 from .averaging import outside
-
-if TYPE_CHECKING:
-    pass
 
 
 def shard_copies(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from ..anatomy.names import folded, layer_number
 from ..errors import UnsupportedError
@@ -15,9 +15,6 @@ from ..plans.bind import Resolution
 from ..ranks.group import GROUP
 from ..text import spans
 from .data_parallel import ranks_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,17 @@ gradients that differ in their last bits, and nothing brings the values together
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import local_tensor, shard_of
-from ..strategies.shards.shard import SHARD
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from ..strategies import SHARD, local_tensor, shard_of
 
 CHUNK = 1 << 20
 """Elements of which a fingerprint is computed at a time."""

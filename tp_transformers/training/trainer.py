@@ -1,4 +1,4 @@
-"""transformers' Trainer, for models that are loaded with `tp_plan`: `from tp_transformers.trainer import Trainer`.
+"""transformers' Trainer, for models that are loaded with `tp_plan`.
 
 Not imported by the package itself: transformers' own takes a second to import.
 """
@@ -10,21 +10,19 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate import ParallelismConfig  # type: ignore[import-untyped]
-from accelerate.utils import (  # type: ignore[import-untyped]
-    DistributedType,
-    gather_object,
-    recursively_apply,
-)
+from accelerate.utils import DistributedType, gather_object, recursively_apply  # type: ignore[import-untyped]
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
@@ -37,9 +35,6 @@ from ..ranks.random_state import random_state, set_random_state
 from ..strategies import batch_sharded
 from ..strategies.loss.head import whole_logits
 from .replicas import check_replicas
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = get_logger(__name__)
 
@@ -127,7 +122,6 @@ class Trainer(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """See `transformers.Trainer`."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if is_tensor_parallel(self.model):
             optimizer.param_groups[:] = parameter_groups(optimizer.param_groups)
@@ -266,15 +260,8 @@ def _distributed_config(model: PreTrainedModel, copies: int) -> Iterator[None]:
     if getattr(config, "distributed_config", None) is not None:
         yield
         return
-    config.distributed_config = _Copies(copies)
+    config.distributed_config = SimpleNamespace(dp_size=copies)  # as much of a DistributedConfig as Trainer reads
     try:
         yield
     finally:
         del config.distributed_config
-
-
-class _Copies:
-    """As much of transformers' DistributedConfig as Trainer reads."""
-
-    def __init__(self, dp_size: int) -> None:
-        self.dp_size = dp_size

@@ -127,7 +127,7 @@ def test_a_cache_without_room_is_left_alone(pool: Any, cases: Any) -> None:
 
 def on_nodes_of_their_own(folder: str, how: list[bool | None]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    with mock.patch.object(prefetch, "node", return_value=f"node {rank}"):
+    with mock.patch.object(prefetch, "node_name", return_value=f"node {rank}"):
         return report(folder, how[rank], False)
 
 

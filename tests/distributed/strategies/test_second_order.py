@@ -136,10 +136,9 @@ def second_order_of_functions() -> dict[str, float]:
     logits = torch.randn(5, 7 * size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     target = torch.tensor([0, 5, -100, 2, 7 * size - 1])
     whole, own = logits.clone().requires_grad_(), logits.chunk(size, 1)[rank].clone().requires_grad_()
-    options = {"label_smoothing": 0.1, "reduction": "sum"}
     losses = [
-        cross_entropy(whole, target, **options) + 0.3 * whole.logsumexp(-1)[target >= 0].square().sum(),
-        vocab_parallel_cross_entropy(own, target, group, z_loss=0.3, **options),
+        cross_entropy(whole, target, reduction="sum"),
+        vocab_parallel_cross_entropy(own, target, group, reduction="sum"),
     ]
     second = []
     for loss, x in zip(losses, (whole, own), strict=True):

@@ -37,10 +37,10 @@ IDS = torch.tensor([[3, 5, 7]])
     ],
 )
 def test_marks_differ_exactly_where_values_do(one: Any, other: Any) -> None:
-    assert generation._mark(one) != generation._mark(other)
+    assert generation.mark(one) != generation.mark(other)
     for value in (one, other):
-        assert generation._mark(value) == generation._mark(value)
-    assert generation._mark(IDS) == generation._mark(IDS.clone().T.contiguous().T)
+        assert generation.mark(value) == generation.mark(value)
+    assert generation.mark(IDS) == generation.mark(IDS.clone().T.contiguous().T)
 
 
 def test_the_state_of_the_models_device_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:

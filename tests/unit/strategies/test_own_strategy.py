@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.support.modules import FakeMesh
+from tests.support.undo import undo_partition
 from tp_transformers import TensorParallelLayer
 from tp_transformers.slices.layout import Layout, Split
 from tp_transformers.slices.lazy import LazyTensor, Resident
@@ -44,7 +45,7 @@ def test_get_packed_weights_is_a_torch_tensor_split_of_every_chunk(dim: int, par
 
 
 def test_get_packed_weights_refuses_parts_that_are_not_equal() -> None:
-    with pytest.raises(ValueError, match="15 features along dim 1 are not 2 equal parts"):
+    with pytest.raises(ValueError, match="15 features are not 2 equal parts"):
         get_packed_weights(torch.ones(14, 15), torch.ones(14, 15), FakeMesh(2), 0, -1)
 
 
@@ -107,7 +108,7 @@ def test_a_strategy_of_your_own_is_asked_what_it_cuts(partition: Any, dim: int, 
     assert [list(held) for held in layout.split.ranges] == ranges
     shards = [layer.partition_tensor(whole, whole, "weight", None, True, rank, FakeMesh(4)) for rank in range(4)]
     assert [tuple(shard.shape) for shard in shards] == [layout.local_shape(whole.shape, rank) for rank in range(4)]
-    assert torch.equal(layer.undo_partition(shards, "weight", whole.shape), whole)
+    assert torch.equal(undo_partition(layer, shards, "weight", whole.shape), whole)
 
 
 def test_a_strategy_of_your_own_may_cut_nothing() -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.pytorch_utils import Conv1D
 
 from tests.support.modules import FakeMesh
+from tests.support.undo import undo_partition
 from tp_transformers import Plan, PlanError
 from tp_transformers.plans.bind import resolve
 from tp_transformers.slices.layout import heads
@@ -148,7 +149,7 @@ def test_every_rank_holds_its_indices_and_undo_is_the_original(name: str, kind: 
             assert real.dtype == torch.float64
             assert real.is_contiguous()
             shards.append(lazy.materialize())
-        assert torch.equal(layer.undo_partition(shards, param_type, whole.shape), whole)
+        assert torch.equal(undo_partition(layer, shards, param_type, whole.shape), whole)
         if dim is not None:
             assert sum(shard.numel() for shard in shards) == whole.numel()
 

@@ -6,20 +6,18 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...checkpoint.saving.push import push
 from ...checkpoint.saving.save import gather
 from ...errors import CheckpointError, UnsupportedError
 from ...ranks.group import GROUP
 from ...transformers_api import LoadStateDictInfo
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ADAPTER_FILE = "adapter_model.safetensors"
 

@@ -14,11 +14,12 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ...errors import MeshError, UnsupportedError, describe
 from ...marks import untyped
@@ -26,15 +27,19 @@ from ...patches import Patch
 from ...ranks.group import TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
 from ...slices.layout import Layout
-from ...strategies import ParamShard, ReplicateParallel, TensorParallelLayer, batch_sharded, local_tensor, take
-from ...strategies.base import STRATEGY
-from ...strategies.shards.shard import SHARD
-from ..state_dict import keep_shards, keep_state, split_module
+from ...strategies import (
+    SHARD,
+    STRATEGY,
+    ParamShard,
+    ReplicateParallel,
+    TensorParallelLayer,
+    batch_sharded,
+    local_tensor,
+    take,
+)
+from ..state_dict import copy_shards, keep_shards, keep_state, split_module
 from .files import push_peft_model, save_peft_model
 from .layers import SlicedDropout, adapted_class
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that look at no weight of the base layer, which is cut."""
@@ -89,7 +94,7 @@ def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args
             _split_adapter(name, module, adapter_name, group)
         for copied in getattr(module, "modules_to_save", None) or {}:
             if copied == adapter_name and hasattr(module, "original_module"):
-                _same_shards(untyped(module).original_module, untyped(module).modules_to_save[copied])
+                copy_shards(untyped(module).original_module, untyped(module).modules_to_save[copied])
 
 
 def _create_and_replace(
@@ -228,11 +233,3 @@ def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: 
     owner._parameters[name] = shard.wrap(part.clone(), requires_grad=param.requires_grad)
     owner.__dict__.setdefault("tp_shards", {})[name] = shard
     keep_state(owner)
-
-
-def _same_shards(original: nn.Module, copied: nn.Module) -> None:
-    """The parameters of a copied module stand for the shards of the original's."""
-    copies = dict(copied.named_parameters())
-    for name, param in original.named_parameters():
-        if hasattr(param, SHARD.name):
-            SHARD.put(copies[name], SHARD.of(param))

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from ...marks import untyped
 from ...slices.layout import Layout, Split
-from ...strategies import begun_forward, local_tensor, take
-from ...strategies.base import STRATEGY
-from ...strategies.shards.shard import SHARD
+from ...strategies import SHARD, STRATEGY, begun_forward, local_tensor, take
 
-if TYPE_CHECKING:
-    from peft.tuners.lora import Embedding as _Layer
-else:
-    _Layer = object
+_Layer: Any = object
+"""Base of the methods: a LoRA layer of peft, in the class of a layer."""
 
 
 class _Adapted(_Layer):

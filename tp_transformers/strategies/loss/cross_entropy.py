@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ...errors import PlanError, describe
-from ...ranks.collectives import Group, all_gather_uneven, copy_to_region
+from ...ranks.collectives import Group, all_gather_number, copy_to_region, reduce_from_region
 from ...ranks.group import TensorParallelGroup
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -26,8 +26,6 @@ def vocab_parallel_cross_entropy(
     *,
     widths: Sequence[int] | None = None,
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy` of the unsharded logits, from this rank's part; the same on all ranks.
@@ -41,8 +39,6 @@ def vocab_parallel_cross_entropy(
         group: the ranks: a process group, a 1-D DeviceMesh or `model.tp_group`; None for one process.
         widths: the length of every rank's part; they ask each other if it is not given.
         ignore_index: the id of targets that count for nothing.
-        label_smoothing: the share of the target's probability that goes to all ids alike.
-        z_loss: factor of the squared logarithm of the sum of exponentials, which is added to every token's loss.
         reduction: "mean" (over targets that count), "sum" or "none".
 
     Raises:
@@ -53,9 +49,13 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}, not one of {', '.join(REDUCTIONS)}")
     if logits.shape[:-1] != target.shape:
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit targets of shape {tuple(target.shape)}")
-    group = _process_group(group)
+    if isinstance(group, TensorParallelGroup):
+        group = group.process_group
+    elif isinstance(group, DeviceMesh):
+        group = group.get_group()
     if widths is None:
-        widths = _gather_widths(logits, group)
+        own = logits.shape[-1]
+        widths = (own,) if group is None else all_gather_number(own, group, logits.device)
     counts = target != ignore_index
     known = (target >= 0) & (target < sum(widths)) | ~counts
     if target.device.type != "cpu":
@@ -63,8 +63,7 @@ def vocab_parallel_cross_entropy(
     elif not known.all():
         raise IndexError(f"Target {target[~known][0].item()} is out of bounds.")
     start = sum(widths[: dist.get_rank(group)]) if group is not None else 0
-    settings = _Settings(group, start, sum(widths), label_smoothing, z_loss)
-    losses: Tensor = _CrossEntropy.apply(logits, target.masked_fill(~counts, -1), settings)
+    losses: Tensor = _CrossEntropy.apply(logits, target.masked_fill(~counts, -1), start, group)
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
@@ -118,111 +117,53 @@ class CausalLMLoss:
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-@dataclass(frozen=True)
-class _Settings:
-    group: Group | None
-    start: int
-    """First id of this rank's part of the vocabulary."""
-    vocabulary: int
-    label_smoothing: float
-    z_loss: float
-
-
 class _CrossEntropy(torch.autograd.Function):
-    """One loss a token. The target is -1 where a token counts for nothing."""
+    """One loss a token. The target is -1 where a token counts for nothing; `start` is the first id of this rank."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, settings: _Settings) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, start: int, group: Group | None) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # A rank may have no part of a vocabulary that is smaller than the ranks are many.
         largest = wide.amax(-1) if wide.shape[-1] else wide.new_full(target.shape, -torch.inf)
-        if settings.group is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=settings.group)
-        own, here = _local(target, settings.start, wide.shape[-1])
-        sums = [(wide - largest.unsqueeze(-1)).exp_().sum(-1), _pick(wide, own).masked_fill(~here, 0)]
-        if settings.label_smoothing:
-            sums.append(wide.sum(-1))
-        total = torch.stack(sums)
-        if settings.group is not None:
-            dist.all_reduce(total, group=settings.group)
+        if group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        own, here = _local(target, start, wide.shape[-1])
+        taken = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1) if wide.shape[-1] else wide.new_zeros(target.shape)
+        total = torch.stack([(wide - largest.unsqueeze(-1)).exp_().sum(-1), taken.masked_fill(~here, 0)])
+        if group is not None:
+            dist.all_reduce(total, group=group)
         exponential = total[0].log() + largest  # the logarithm of the sum of exponentials
-        smoothing = settings.label_smoothing
-        losses = exponential - (1 - smoothing) * total[1]
-        if smoothing:
-            losses = losses - smoothing / settings.vocabulary * total[2]
-        if settings.z_loss:
-            losses = losses + settings.z_loss * exponential.square()
-        ctx.settings = settings
+        ctx.start, ctx.group = start, group
         ctx.save_for_backward(logits, target, exponential)
-        return losses.masked_fill(target < 0, 0)
+        return (exponential - total[1]).masked_fill(target < 0, 0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        settings: _Settings = ctx.settings
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, target, exponential = ctx.saved_tensors
         is_recorded = torch.is_grad_enabled()  # a gradient of this gradient may be asked for
         grad = grads[0].masked_fill(target < 0, 0)
         if is_recorded:
-            grad = copy_to_region(grad, settings.group) if settings.group is not None else grad
-            exponential = _recorded_sum(logits, exponential, settings.group)
+            grad = copy_to_region(grad, ctx.group) if ctx.group is not None else grad
+            exponential = _recorded_sum(logits, exponential, ctx.group)
         wide = logits.to(exponential.dtype)
-        own, here = _local(target, settings.start, wide.shape[-1])
-        weight = grad * (1 + 2 * settings.z_loss * exponential) if settings.z_loss else grad
+        own, here = _local(target, ctx.start, wide.shape[-1])
         slope = (wide - exponential.unsqueeze(-1)).exp_()
-        slope = slope * weight.unsqueeze(-1) if is_recorded else slope.mul_(weight.unsqueeze(-1))
-        if settings.label_smoothing:
-            slope.sub_((grad * (settings.label_smoothing / settings.vocabulary)).unsqueeze(-1))
+        slope = slope * grad.unsqueeze(-1) if is_recorded else slope.mul_(grad.unsqueeze(-1))
         if wide.shape[-1]:
-            taken = (grad * (1 - settings.label_smoothing)).masked_fill(~here, 0)
-            slope.scatter_add_(-1, own.unsqueeze(-1), -taken.unsqueeze(-1))
-        return slope.to(logits.dtype), None, None
-
-
-class _LogSumExp(torch.autograd.Function):
-    """The logarithm of the sum of exponentials, known from a forward; backward as if it had been computed here."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, known: Tensor, group: Group | None) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(logits, known)
-        return known.view_as(known)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits, known = ctx.saved_tensors
-        grad = copy_to_region(grads[0], ctx.group) if ctx.group is not None else grads[0]
-        known = _recorded_sum(logits, known, ctx.group) if torch.is_grad_enabled() else known
-        slope = (logits.to(known.dtype) - known.unsqueeze(-1)).exp() * grad.unsqueeze(-1)
-        return slope.to(logits.dtype), None, None
+            slope.scatter_add_(-1, own.unsqueeze(-1), -grad.masked_fill(~here, 0).unsqueeze(-1))
+        return slope.to(logits.dtype), None, None, None
 
 
 def _recorded_sum(logits: Tensor, known: Tensor, group: Group | None) -> Tensor:
     """`known`, the logarithm of the sum over all ranks, as a function of this rank's logits; used on this rank's."""
-    total: Tensor = _LogSumExp.apply(logits, known, group)
-    return copy_to_region(total, group) if group is not None else total
+    share = (logits.to(known.dtype) - known.unsqueeze(-1)).exp().sum(-1)  # 1, of all ranks together
+    if group is not None:
+        share = copy_to_region(reduce_from_region(share, group), group)
+    logarithm = share.log()
+    return known + (logarithm - logarithm.detach())
 
 
 def _local(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     """(ids counted from this rank's first, 0 where it has them not; where it has them)."""
     here = (target >= start) & (target < start + width)
     return (target - start).masked_fill(~here, 0), here
-
-
-def _pick(logits: Tensor, ids: Tensor) -> Tensor:
-    """The logit of one id a token; anything where this rank has none."""
-    if not logits.shape[-1]:
-        return logits.new_zeros(ids.shape)
-    return logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-
-
-def _process_group(group: Group | DeviceMesh | TensorParallelGroup | None) -> Group | None:
-    if isinstance(group, TensorParallelGroup):
-        return group.process_group
-    return group.get_group() if isinstance(group, DeviceMesh) else group
-
-
-def _gather_widths(logits: Tensor, group: Group | None) -> tuple[int, ...]:
-    if group is None:
-        return (logits.shape[-1],)
-    own = torch.tensor([logits.shape[-1]], device=logits.device)
-    return tuple(all_gather_uneven(own, [1] * dist.get_world_size(group), group).tolist())

@@ -36,7 +36,6 @@ class LossColwiseParallel(ColwiseParallel):
         return ReplicateParallel(), LossColwiseParallel()
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         if self.keeps_part:
             return outputs
         return super().after(module, outputs, mesh)
@@ -49,7 +48,6 @@ class LossParallel(TensorParallelLayer):
     """
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         heads, labels = _heads(module), forward_of(module).given.get("labels")
         if labels is not None and isinstance(module.__dict__.get("_loss_function"), CausalLMLoss | None):
             # Anew, since embeddings may have been resized.
@@ -59,11 +57,10 @@ class LossParallel(TensorParallelLayer):
         return inputs
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
-        self.interrupted(module)
+        self.interrupted(module, mesh)
         return outputs
 
-    def interrupted(self, module: nn.Module) -> None:
+    def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """See `TensorParallelLayer.interrupted`; called by itself, the head gives whole logits."""
         for head in _heads(module):
             head.keeps_part = False

@@ -63,12 +63,8 @@ class Batch:
     def agree(cls, shape: tuple[int, ...], given: int, extra: int, device: torch.device, group: Group) -> Batch:
         """The samples of all ranks, from one all-gather of a few numbers; all ranks of `group` call it.
 
-        Args:
-            shape: of this rank's samples.
-            given: _NOTHING, _POSITIONS, ...
-            extra: of a mask, its dtype.
-            device: where collectives take tensors from.
-            group: the ranks.
+        `shape` is that of this rank's samples, `given` one of _NOTHING, _POSITIONS, ..., `extra` the dtype of a mask,
+        `device` that from which collectives take tensors.
 
         Raises:
             MeshError: on all ranks, where the ranks' sequences are of different lengths, or their masks of two kinds.
@@ -159,14 +155,12 @@ class BatchStates(TensorParallelLayer):
         ids = given.get("input_ids")
         ids = given["inputs_embeds"] if ids is None else ids
         group, (kind, extra) = mesh.get_group(), _kind(module, given)
-        forward_of(module).notes["group"] = group
         batch = _current[group] = Batch.agree(tuple(ids.shape), kind, extra, ids.device, group)
         if torch.is_grad_enabled() and _alike.setdefault(group, replace(batch, joined={})) != batch:
             _alike[group] = None
         return args, {**keywords, "use_cache": False} if "use_cache" in names[len(args) :] else keywords
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         batch, group = _current.pop(mesh.get_group(), None), mesh.get_group()
         if batch is None:
             return outputs
@@ -174,13 +168,13 @@ class BatchStates(TensorParallelLayer):
 
         def own(value: Any) -> Any:
             """This rank's rows of what routers tell of all tokens."""
-            if not isinstance(value, tuple) or not all(_is_of(each, tokens) for each in value):
+            if not isinstance(value, tuple) or not all(
+                isinstance(each, Tensor) and each.ndim == 2 and each.shape[0] == tokens for each in value
+            ):
                 return value
             rows = (each.unflatten(0, (sum(batch.widths), -1)) for each in value)
-            return tuple(_leave(scatter_to_region(each, batch.widths, group, dim=BATCH)).flatten(0, 1) for each in rows)
-
-        def _leave(x: Tensor) -> Tensor:
-            return scale_gradient(x, 1 / group.size())
+            parts = (scatter_to_region(each, batch.widths, group, dim=BATCH) for each in rows)
+            return tuple(scale_gradient(part, 1 / group.size()).flatten(0, 1) for part in parts)
 
         if isinstance(outputs, ModelOutput):
             for name in list(outputs):
@@ -189,18 +183,11 @@ class BatchStates(TensorParallelLayer):
             return outputs
         return tuple(map(own, outputs)) if isinstance(outputs, tuple) else outputs
 
-    def interrupted(self, module: nn.Module) -> None:
-        """See `TensorParallelLayer.interrupted`."""
-        group = forward_of(module).notes.get("group")
-        if group is not None:  # None before the ranks had agreed
-            _current.pop(group, None)
+    def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        _current.pop(mesh.get_group(), None)
 
     def __repr__(self) -> str:
         return "holds samples of its own"
-
-
-def _is_of(value: Any, tokens: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 2 and value.shape[0] == tokens
 
 
 def _kind(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from ...errors import PlanError, describe
 from ...ranks.collectives import (
     Group,
     all_gather_uneven,
@@ -26,16 +24,14 @@ from ..base import TensorParallelLayer
 from ..linear import LAST, ColwiseParallel, RowwiseParallel
 from ..local import to_local
 from .batch import BATCH, Batch, batch_of
-from .region import GatherMixin, RegionBlock, WholeMixin, Widths
-
-FROM_POSITIONS = ("attention_mask", "position_ids", "position_embeddings")
-"""Arguments that are the same for all samples, and on all ranks, where none of them pads or says positions."""
+from .region import GatherMixin, RegionBlock, Widths
 
 
 class BatchBlock(RegionBlock):
     """A block that computes on the samples of all ranks, between modules that compute on a rank's own."""
 
-    dim = BATCH
+    dim, what = BATCH, "batch"
+    remedy = "Leave it out of tp_batch_sharded."
     splits_batch = True
 
     @property
@@ -44,13 +40,8 @@ class BatchBlock(RegionBlock):
         return BatchWhole()
 
     def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
-        """See `RegionBlock.parts_of`."""
         forward.notes["batch"] = batch = batch_of(x, mesh, in_layers=True)
         return None if batch is None else batch.widths
-
-    def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
-        """See `RegionBlock.rows_of`."""
-        return x.unflatten(0, (sum(widths), -1)) if x.shape[0] % sum(widths) == 0 else x
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
         """See `RegionBlock.enter`; the gradient is that of the sum of losses again."""
@@ -68,80 +59,53 @@ class BatchBlock(RegionBlock):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `TensorParallelLayer.prepare_beside`: whatever goes with samples is joined, too."""
         notes = forward_of(module).notes
-        x = notes.pop("x")  # nothing here may keep it
-        if notes["batch"] is None:
+        x, batch = notes.pop("x"), notes["batch"]  # nothing here may keep x
+        if batch is None:
             return args, keywords
-        names = [*self.arguments, *[""] * len(args)]
-        beside = _Beside(self, module, notes["batch"], x, mesh)
-        args = tuple(beside.join(name, value) for name, value in zip(names, args, strict=False))
-        return args, {name: beside.join(name, value) for name, value in keywords.items()}
 
-    def misfit(self, got: str, expected: str) -> PlanError:
-        """See `RegionBlock.misfit`."""
-        return PlanError(
-            describe(
-                self.name,
-                got=got,
-                expected=f"{expected} along dim 0, as the batch is cut",
-                fix="Leave it out of tp_batch_sharded.",
-            )
-        )
+        def join(name: str, value: Any) -> Any:
+            """The argument `name` for the samples of all ranks; what has no samples stays as it is."""
+            if value is x or not (isinstance(value, Tensor | tuple) or name == "attention_mask"):
+                return value
+            known = batch.joined.setdefault(name, [])
+            which = next((at for at, (mine, _) in enumerate(known) if mine is value and value is not None), len(known))
+            if name == "attention_mask" and not batch.differs and value is None:
+                return None
+            if name == "attention_mask" and batch.differs:  # transformers leaves out what masks nothing, on each rank
+                vote = torch.tensor([-1 if value is None else which], device=x.device)
+                dist.all_reduce(vote, dist.ReduceOp.MAX, group=mesh.get_group())
+                which = int(vote.item())
+                if which < 0:
+                    return None
+            if which == len(known):
+                whole = _full_mask(module, x) if value is None else value
+                known.append((value, _each(whole, lambda tensor: self._join_argument(name, tensor, batch, mesh))))
+            return known[which][1]
+
+        names = [*self.arguments, *[""] * len(args)]
+        args = tuple(join(name, value) for name, value in zip(names, args, strict=False))
+        return args, {name: join(name, value) for name, value in keywords.items()}
+
+    def _join_argument(self, name: str, tensor: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
+        if tensor.ndim < 2:
+            return tensor
+        self.check_fit(name, tensor.shape[0], batch.widths, mesh, broadcasts=True)
+        tensor = tensor.expand(batch.widths[mesh.get_local_rank()], *tensor.shape[1:])
+        if not tensor.requires_grad:
+            return all_gather_uneven(tensor, batch.widths, mesh.get_group(), dim=BATCH)
+        return self.join(scale_gradient(tensor, mesh.size()), batch.widths, mesh.get_group())
 
     def __repr__(self) -> str:
         return "input: batch-sharded"
 
 
-@dataclass(frozen=True)
-class _Beside:
-    """The arguments beside the input of one forward of a block, for the samples of all ranks."""
-
-    block: BatchBlock
-    module: nn.Module
-    batch: Batch
-    x: Tensor
-    """The input, joined."""
-    mesh: DeviceMesh
-
-    def join(self, name: str, value: Any) -> Any:
-        """The argument `name`; one that is the same for all samples stays as it is."""
-        batch = self.batch
-        if value is self.x or not (isinstance(value, Tensor | tuple) or name == "attention_mask"):
-            return value
-        # All samples have the same; but what is kept for a backward has the shape that it would have, computed again.
-        if name in FROM_POSITIONS and not batch.differs and not torch.is_grad_enabled():
-            return _each(value, lambda tensor: tensor[:1] if tensor.ndim > 1 else tensor)
-        known = batch.joined.setdefault(name, [])
-        which = next((at for at, (mine, _) in enumerate(known) if mine is value and value is not None), len(known))
-        if name == "attention_mask" and not batch.differs and value is None:
-            return None
-        if name == "attention_mask" and batch.differs:  # transformers leaves out what masks nothing, on each rank
-            vote = torch.tensor([-1 if value is None else which], device=self.x.device)
-            dist.all_reduce(vote, dist.ReduceOp.MAX, group=self.mesh.get_group())
-            which = int(vote.item())
-            if which < 0:
-                return None
-        if which == len(known):
-            whole = self._mask() if value is None else value
-            known.append((value, _each(whole, lambda tensor: self._join(name, tensor))))
-        return known[which][1]
-
-    def _join(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.ndim < 2:
-            return tensor
-        widths, mesh = self.batch.widths, self.mesh
-        self.block.check_fit(name, tensor.shape[0], widths, mesh, broadcasts=True)
-        tensor = tensor.expand(widths[mesh.get_local_rank()], *tensor.shape[1:])
-        if not tensor.requires_grad:
-            return all_gather_uneven(tensor, widths, mesh.get_group(), dim=BATCH)
-        return self.block.join(scale_gradient(tensor, mesh.size()), widths, mesh.get_group())
-
-    def _mask(self) -> Tensor:
-        """The mask that no mask stands for: (batch, length) for flash attention, else (batch, 1, length, length)."""
-        length, device, module = self.x.shape[1], self.x.device, self.module
-        if "flash" in str(getattr(getattr(module, "config", None), "_attn_implementation", None)):
-            return torch.ones(1, length, dtype=torch.bool, device=device)
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
-        return mask.tril() if getattr(module, "is_causal", True) else mask
+def _full_mask(module: nn.Module, x: Tensor) -> Tensor:
+    """The mask that no mask stands for: (batch, length) for flash attention, else (batch, 1, length, length)."""
+    length = x.shape[1]
+    if "flash" in str(getattr(getattr(module, "config", None), "_attn_implementation", None)):
+        return torch.ones(1, length, dtype=torch.bool, device=x.device)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device)
+    return mask.tril() if getattr(module, "is_causal", True) else mask
 
 
 def _each(value: Any, function: Any) -> Any:
@@ -157,7 +121,7 @@ class BatchGather(BatchBlock, GatherMixin):
     """
 
 
-class BatchWhole(BatchBlock, WholeMixin):
+class BatchWhole(BatchBlock):
     """Around a block that makes a whole output of a whole input: join the samples of all ranks (all-gather; backward:
     own slice), keep this rank's own of the output (backward: all-gather).
     """
@@ -180,7 +144,6 @@ class BatchColwise(ColwiseParallel):
         self.plain = name
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         x = to_local(inputs)[0]
         batch = forward_of(module).notes["batch"] = batch_of(x, mesh)
         if not self.is_embedding:
@@ -190,7 +153,6 @@ class BatchColwise(ColwiseParallel):
         return (_joined(x, batch, mesh), *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         batch = forward_of(module).notes["batch"]
         if batch is None:
             return super().after(module, outputs, mesh)
@@ -209,7 +171,6 @@ class BatchVocabulary(RowwiseParallel):
     splits_batch = True
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         ids = to_local(inputs)[0]
         batch = forward_of(module).notes["batch"] = batch_of(ids, mesh)
         if batch is not None:
@@ -217,7 +178,6 @@ class BatchVocabulary(RowwiseParallel):
         return super().before(module, (ids, *inputs[1:]), mesh)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         batch = forward_of(module).notes["batch"]
         if batch is None:
             return super().after(module, outputs, mesh)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import PlanError
+from ...errors import PlanError, describe
 from ...ranks.collectives import (
     Group,
-    all_gather_uneven,
+    all_gather_number,
     copy_to_region,
     gather_from_region,
     gather_to_region,
@@ -35,8 +35,7 @@ Widths = tuple[int, ...]
 
 def all_lengths(length: int, mesh: DeviceMesh) -> Widths:
     """The `length` that every rank has (one all-gather of a number)."""
-    own = torch.tensor([length], device=mesh.device_type)
-    return tuple(all_gather_uneven(own, [1] * mesh.size(), mesh.get_group()).tolist())
+    return all_gather_number(length, mesh.get_group(), mesh.device_type)
 
 
 def in_backward() -> int:
@@ -45,10 +44,14 @@ def in_backward() -> int:
 
 
 class RegionBlock(TensorParallelLayer):
-    """A block that computes on the whole, between modules that compute on parts."""
+    """A block that makes a whole output of a whole input, between modules that compute on parts."""
 
     dim: int
     """Along which ranks have parts of activations: (batch, sequence, hidden)."""
+    what: str
+    """The name of what is cut along that dim."""
+    remedy: str
+    """The help against a tensor that does not fit the cut."""
 
     agreed: frozenset[Any] = frozenset()
     """Widths, and names of arguments with them, of which the ranks have found together that all fit."""
@@ -59,11 +62,13 @@ class RegionBlock(TensorParallelLayer):
 
     def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
         """An output with all tokens of the batch in a row, (tokens, features), as (batch, sequence, features)."""
-        raise NotImplementedError
+        length = sum(widths)
+        return x.unflatten(0, (-1, length) if self.dim else (length, -1)) if x.shape[0] % length == 0 else x
 
     def misfit(self, got: str, expected: str) -> PlanError:
         """The error of a tensor that is not as long along `dim` as is expected."""
-        raise NotImplementedError
+        expected += f" along dim {self.dim}, as the {self.what} is cut"
+        return PlanError(describe(self.name, got=got, expected=expected, fix=self.remedy))
 
     def check_fit(self, what: str, length: int, widths: Widths, mesh: DeviceMesh, *, broadcasts: bool = False) -> None:
         """Raise PlanError on all ranks where `what` is not of this rank's width on one of them.
@@ -71,12 +76,7 @@ class RegionBlock(TensorParallelLayer):
         Ranks of one width run one program on tensors of one shape, so that all of them find a misfit. Others tell
         each other their lengths, where a block meets such widths for the first time (one all-gather of a number).
 
-        Args:
-            what: "an input", or the name of an argument.
-            length: of this rank's tensor along `dim`.
-            widths: of all ranks, the same on each.
-            mesh: the 1-D mesh of the `tp` axis.
-            broadcasts: whether a length of 1 fits, too.
+        `length` is that of this rank's tensor along `dim`, `widths` those of all ranks; where it `broadcasts`, 1 fits.
         """
         rank = mesh.get_local_rank()
         lengths = (length,) * len(widths)
@@ -91,25 +91,23 @@ class RegionBlock(TensorParallelLayer):
 
     def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
         """The whole of this rank's part `x`."""
-        raise NotImplementedError
+        return gather_from_region(x, widths, group, dim=self.dim)
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
         """The whole of this rank's part `x`, or of `x` if it is whole already (`widths` is None)."""
-        raise NotImplementedError
+        return x if widths is None else self.join(x, widths, group)
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
         """This rank's part of the block's output, or the whole of it where `widths` is None."""
-        raise NotImplementedError
+        return x if widths is None else scatter_to_region(x, widths, group, dim=self.dim)
 
     def stop(self, forward: Forward) -> None:
         """End what `enter` began."""
 
-    def interrupted(self, module: nn.Module) -> None:
-        """See `TensorParallelLayer.interrupted`."""
+    def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self.stop(forward_of(module))
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         (x, *others), forward = to_local(inputs), forward_of(module)
         forward.notes["widths"] = widths = self.parts_of(x, mesh, forward)
         if widths is not None:
@@ -117,7 +115,6 @@ class RegionBlock(TensorParallelLayer):
         return (self.enter(x, widths, mesh.get_group(), forward), *others)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         forward = forward_of(module)
         self.stop(forward)
         widths = forward.notes["widths"]
@@ -136,7 +133,6 @@ class GatherMixin(RegionBlock):
     sums_output = True
 
     def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
-        """See `RegionBlock.join`."""
         return gather_to_region(x, widths, group, dim=self.dim)
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
@@ -151,29 +147,11 @@ class GatherMixin(RegionBlock):
         return whole
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `RegionBlock.leave`."""
         if widths is None:
             return reduce_from_region(x, group)
         return reduce_scatter_from_region(x, widths, group, dim=self.dim)
 
     def stop(self, forward: Forward) -> None:
-        """See `RegionBlock.stop`."""
         saving: AbstractContextManager[None] | None = forward.notes.pop("saving", None)
         if saving is not None:
             saving.__exit__(None, None, None)
-
-
-class WholeMixin(RegionBlock):
-    """Around a block that makes a whole output of a whole input."""
-
-    def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
-        """See `RegionBlock.join`."""
-        return gather_from_region(x, widths, group, dim=self.dim)
-
-    def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
-        """See `RegionBlock.enter`."""
-        return x if widths is None else self.join(x, widths, group)
-
-    def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `RegionBlock.leave`."""
-        return x if widths is None else scatter_to_region(x, widths, group, dim=self.dim)

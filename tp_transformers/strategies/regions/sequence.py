@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ...errors import PlanError, describe
-from ...ranks.collectives import Group, all_gather_uneven, gather_from_region, scatter_to_region
+from ...ranks.collectives import Group, gather_from_region, scatter_to_region
 from ...slices.layout import chunked, even
 from ..attach import Forward, forward_of
 from ..base import TensorParallelLayer
 from ..communication import as_sharded
 from .regather import remember
-from .region import GatherMixin, RegionBlock, WholeMixin, Widths, all_lengths, in_backward
+from .region import GatherMixin, RegionBlock, Widths, all_lengths, in_backward
 
 SEQUENCE = 1
 """The sequence dim of a model's activations: (batch, sequence, hidden)."""
@@ -87,7 +86,6 @@ class SequenceParallel(TensorParallelLayer):
         return False
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         x, length = inputs[0], None
         if isinstance(x, DTensor):
             length = x.shape[self.sequence_dim]
@@ -96,19 +94,17 @@ class SequenceParallel(TensorParallelLayer):
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         length, x = forward_of(module).notes["sequence"]
         if self.use_local_output:
             remember(outputs, module, x)
             return outputs
         dim = self.sequence_dim % outputs.ndim
         if length is None:
-            own = torch.tensor([outputs.shape[dim]], device=outputs.device)
-            parts = all_gather_uneven(own, [1] * mesh.size(), mesh.get_group()).tolist()
+            parts = all_lengths(outputs.shape[dim], mesh)
             length = sum(parts)
-            if tuple(parts) != chunked(length, len(parts)).widths:
+            if parts != chunked(length, len(parts)).widths:
                 raise ValueError(
-                    f"no DTensor placement describes a sequence cut into {parts}; use use_local_output=True"
+                    f"no DTensor placement describes a sequence cut into {list(parts)}; use use_local_output=True"
                 )
         return as_sharded(outputs, dim, length, mesh)
 
@@ -120,7 +116,6 @@ class SequenceParallelRep(SequenceParallel):
     """
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         widths = _widths(self.name, outputs, mesh)
         return outputs if widths is None else gather_from_region(outputs, widths, mesh.get_group(), dim=SEQUENCE)
 
@@ -138,7 +133,6 @@ class SequenceScatterParallel(TensorParallelLayer):
     cuts_sequence = True
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
         x, *others = inputs
         length = x.shape[SEQUENCE]
         # Re-entrant checkpointing runs forwards that are trained without gradients.
@@ -151,7 +145,8 @@ class SequenceScatterParallel(TensorParallelLayer):
 class SequenceBlock(RegionBlock):
     """A block that computes on the whole sequence, between modules that compute on parts."""
 
-    dim = SEQUENCE
+    dim, what = SEQUENCE, "sequence"
+    remedy = "Sequence parallelism does not fit this model; load it without."
     takes_sequence_part = True
     joins_sequence = True
 
@@ -177,21 +172,6 @@ class SequenceBlock(RegionBlock):
             self.agreed = frozenset()
         return widths
 
-    def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
-        """See `RegionBlock.rows_of`."""
-        return x.unflatten(0, (-1, sum(widths))) if x.shape[0] % sum(widths) == 0 else x
-
-    def misfit(self, got: str, expected: str) -> PlanError:
-        """See `RegionBlock.misfit`."""
-        return PlanError(
-            describe(
-                self.name,
-                got=got,
-                expected=f"{expected} along dim 1, as the sequence is cut",
-                fix="Sequence parallelism does not fit this model; load it without.",
-            )
-        )
-
 
 class SequenceGatherParallel(GatherMixin, SequenceBlock):
     """Around a block that computes locally on the whole sequence: join the parts of the input (all-gather; backward:
@@ -201,7 +181,7 @@ class SequenceGatherParallel(GatherMixin, SequenceBlock):
     """
 
 
-class SequenceWholeParallel(WholeMixin, SequenceBlock):
+class SequenceWholeParallel(SequenceBlock):
     """Around a block that makes a whole output of a whole input: join the parts of the input (all-gather; backward: own
     slice), keep this rank's part of the output (backward: all-gather).
 
@@ -217,13 +197,10 @@ class SequenceStatesParallel(TensorParallelLayer):
     """
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        """See `Communication.before`."""
-        forward_of(module).notes["group"] = mesh.get_group()
         _current.pop(mesh.get_group(), None)
         return inputs
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        """See `Communication.after`."""
         group = mesh.get_group()
         cut = _current.pop(group, None)
         widths = cut.widths if cut is not None else None
@@ -240,9 +217,8 @@ class SequenceStatesParallel(TensorParallelLayer):
             outputs["hidden_states"] = tuple(map(whole, outputs["hidden_states"]))
         return outputs
 
-    def interrupted(self, module: nn.Module) -> None:
-        """See `TensorParallelLayer.interrupted`."""
-        _current.pop(forward_of(module).notes["group"], None)
+    def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        _current.pop(mesh.get_group(), None)
 
 
 def _are_states(value: Any, last: Tensor) -> bool:

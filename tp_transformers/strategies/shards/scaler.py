@@ -39,7 +39,7 @@ def _unscale_shared(
     if not groups:
         return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     grads = [local_tensor(grad) for grad in map(settle_gradient, params) if grad is not None]
-    local = SimpleNamespace(param_groups=[{"params": [_with_gradient(grad) for grad in grads]}])
+    local = SimpleNamespace(param_groups=[{"params": [with_gradient(grad) for grad in grads]}])
     return _reduce(unscale(scaler, local, inv_scale, found_inf, allow_fp16), groups, params)
 
 
@@ -65,7 +65,7 @@ def _groups(params: Iterable[Tensor]) -> Sequence[dist.ProcessGroup]:
     return [group for group in groups if group is not None]
 
 
-def _with_gradient(grad: Tensor) -> Tensor:
+def with_gradient(grad: Tensor) -> Tensor:
     """A tensor of which `grad` is the gradient."""
     holder = grad.detach()
     holder.grad = grad

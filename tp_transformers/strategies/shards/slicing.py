@@ -1,4 +1,4 @@
-"""Slices of a parameter: one rank's shard out of it, and the parameter out of all shards."""
+"""Slices of a parameter: one rank's shard out of it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,7 @@ def get_packed_weights(
     The other arguments are those of `get_tensor_shard`. Raises ValueError where the length is not `parts` equal parts.
     """
     dim %= empty_param.ndim
-    length, rest = divmod(empty_param.shape[dim], parts)
-    if rest:
-        raise ValueError(f"{empty_param.shape[dim]} features along dim {dim} are not {parts} equal parts")
-    return take(param, Layout(dim, packed([even(length, device_mesh.size())] * parts)), rank)
+    return take(param, Layout(dim, split_of(empty_param.shape[dim], device_mesh.size(), 1, None, parts)), rank)
 
 
 def split_of(length: int, size: int, unit: int, split: Split | None, parts: int | Sequence[int | str] | None) -> Split:
@@ -72,21 +69,3 @@ def split_of(length: int, size: int, unit: int, split: Split | None, parts: int 
     if sum(lengths) != length:
         raise ValueError(f"it has length {length}, its parts add up to {sum(lengths)}")
     return packed([even(part, size, unit=unit) for part in lengths])
-
-
-def undo_partition(shards: Sequence[Tensor], layout: Layout | None, shape: Sequence[int]) -> Tensor:
-    """The inverse of `take` on all ranks: the whole tensor of `shape` from every rank's shard."""
-    if layout is None:
-        return shards[0].clone()
-    whole = shards[0].new_empty(tuple(shape))
-    for rank, shard in enumerate(shards):
-        _put(whole, shard, layout, rank)
-    return whole
-
-
-def _put(whole: Tensor, shard: Tensor, layout: Layout, rank: int) -> None:
-    """Copy what the whole takes from the shard of `rank`."""
-    for piece in layout.split.pieces:
-        if piece.rank == rank:
-            target = whole.narrow(layout.dim, piece.start, piece.length)
-            target.copy_(shard.narrow(layout.dim, piece.local, piece.length))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
     the whole: every index held, and any two ranks' ranges disjoint or equal.
     """
     empty = torch.empty(tuple(shape), device="meta")
+    mesh = SimpleNamespace(size=lambda dim=None: size)  # of a DeviceMesh, as much as there is before there are ranks
     cuts: list[tuple[int | None, tuple[Range, ...]]] = []
     for rank in range(size):
         outline = _Outline(Stored(None, offset=0, shape=shape, dtype=empty.dtype))  # type: ignore[arg-type]
         try:
-            part = partition(outline, empty, param_type, empty.dtype, True, rank, _MeshOutline(size))
+            part = partition(outline, empty, param_type, empty.dtype, True, rank, mesh)
         except Exception as error:
             raise ValueError(f"its partition_tensor fails on a lazy tensor: {type(error).__name__}: {error}") from error
         if not isinstance(part, _Outline):
@@ -66,14 +67,3 @@ class _Outline(LazyTensor):
     def materialize(self) -> Tensor:
         """A meta tensor of its shape."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-
-@dataclass(frozen=True)
-class _MeshOutline:
-    """As much of a 1-D DeviceMesh as there is before there are ranks."""
-
-    length: int
-
-    def size(self, dim: int | None = None) -> int:
-        """The number of ranks."""
-        return self.length
