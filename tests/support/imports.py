@@ -33,7 +33,9 @@ ORDER = (
     "loading",
     "training",
     "",
+    "trainer",
     "commands",
+    "verify",
     "__main__",
 )
 """Packages and modules at the top level; each imports those before it. "" is `tp_transformers/__init__.py`."""
