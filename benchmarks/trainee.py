@@ -49,7 +49,7 @@ def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer) 
 def resume(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
     """Give model and optimizer the state of a checkpoint that any number of ranks has written; returns its steps."""
     state = _state(0, model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
+    tp_transformers.load_distributed_checkpoint(state, folder)
     tp_transformers.load_optimizer_state_dict(model, optimizer, state["optimizer"])
     return int(state["step"])
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .logs import read_environment
 
 if TYPE_CHECKING:
+    from .checkpoint.reading.distributed import load_distributed_checkpoint
     from .checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
     from .checkpoint.saving.sharded import save_sharded
     from .checkpoint.saving.sharded_checkpoint import verify_sharded
@@ -73,6 +74,7 @@ __all__ = [
     "get_packed_weights",
     "get_tensor_shard",
     "is_tensor_parallel",
+    "load_distributed_checkpoint",
     "load_optimizer_state_dict",
     "local_tensor",
     "optimizer_state_dict",
@@ -84,6 +86,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "checkpoint.reading.distributed": "load_distributed_checkpoint",
     "checkpoint.saving.dcp": "load_optimizer_state_dict optimizer_state_dict",
     "checkpoint.saving.sharded": "save_sharded",
     "checkpoint.saving.sharded_checkpoint": "verify_sharded",

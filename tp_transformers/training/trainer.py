@@ -20,11 +20,11 @@ import transformers
 from accelerate import ParallelismConfig  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType, gather_object, recursively_apply  # type: ignore[import-untyped]
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
+from ..checkpoint.reading.distributed import load_distributed_checkpoint
 from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
 from ..errors import CheckpointError, MeshError, UnsupportedError, describe
 from ..logs import get_logger
@@ -190,7 +190,7 @@ class Trainer(transformers.Trainer):
             return
         optimizer = _plain(self.optimizer)
         state = optimizer_state_dict(self.model, optimizer)
-        load(state, checkpoint_id=folder)
+        load_distributed_checkpoint(state, folder)
         load_optimizer_state_dict(self.model, optimizer, state)
         schedule = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
         # How many groups there are differs with the mesh: what a scheduler has of each is the optimizer's, or its own.

@@ -1,0 +1,117 @@
+"""Distributed checkpoints of torch, read without running code that they carry.
+
+`torch.distributed.checkpoint.load` unpickles the metadata of a checkpoint, and each value that is not a tensor, without
+limits: a checkpoint from elsewhere may run any program. Here both pass through an unpickler that makes nothing but what
+such files have.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ...errors import CheckpointError
+from ...ranks.group import agreed
+
+_NAMES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.metadata": {*torch_metadata.__all__, "_MEM_FORMAT_ENCODING"},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+"""Module -> the names in it that the metadata of a checkpoint may use, beside torch's dtypes."""
+
+_FIX = "Do not load it unless you trust where it comes from; torch.distributed.checkpoint.load takes anything."
+
+
+def load_distributed_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+    """Fill `state` from a checkpoint of `torch.distributed.checkpoint.save`, as its `load` does, but run no code of it.
+
+    All ranks of the default process group have to call it, or one process without a group.
+
+    Args:
+        state: nested dicts of tensors, which are filled in place, and of other values, which are replaced: numbers,
+            strings, lists and what else `torch.load(weights_only=True)` takes.
+        folder: the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: on all ranks, if the checkpoint names a class or a function that has no place in one, or a
+            file outside its folder.
+        torch.distributed.checkpoint.CheckpointException: as torch's `load`, for tensors that are missing or of another
+            shape, and for files that cannot be read.
+    """
+    try:
+        load(state, storage_reader=_Reader(os.fspath(folder)), planner=_Planner())
+    except CheckpointException as error:
+        for found in dict(sorted(error.failures.items())).values():
+            if isinstance(found[0], CheckpointError):
+                raise agreed(CheckpointError(str(found[0]))) from None
+        raise
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds the names of `_NAMES` and torch's dtypes alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    """Torch's reader of folders, with a restricted unpickler for the metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """The metadata, or the CheckpointError that `_Planner` raises: torch would take one from here for no file."""
+        content = (Path(self.path) / ".metadata").read_bytes()
+        try:
+            found = _Unpickler(io.BytesIO(content)).load()
+            files = [PurePath(info.relative_path) for info in found.storage_data.values()]
+        except Exception as error:  # a damaged pickle raises anything
+            return self._fault(f"metadata that cannot be read ({type(error).__name__}: {error})")
+        outside = next((file for file in files if file.is_absolute() or ".." in file.parts), None)
+        if outside is not None:
+            return self._fault(f"metadata that names {outside}, outside the folder")
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
+
+    def _fault(self, got: str) -> CheckpointError:
+        expected = "what torch.distributed.checkpoint writes, and no other classes"
+        return CheckpointError(f"distributed checkpoint {self.path}", got=got, expected=expected, fix=_FIX)
+
+
+class _Planner(DefaultLoadPlanner):
+    """Torch's planner, which refuses values that are more than plain ones and tensors."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        if isinstance(metadata, CheckpointError):
+            raise metadata
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"value {read_item.dest_index.fqn} of a distributed checkpoint",
+                got=str(error).strip().splitlines()[0],
+                expected="what torch.load(weights_only=True) takes",
+                fix=_FIX,
+            ) from None
+        value.seek(0)
+        super().load_bytes(read_item, value)
