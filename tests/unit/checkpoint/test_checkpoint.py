@@ -46,7 +46,16 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (b"[" * 200_000, b"", None, "not JSON"),
         ({"a": {**GOOD, "dtype": ["F32"]}}, b"12345678", None, "['F32']"),
         ({"a": {"dtype": "F32", "shape": [0, 1 << 63], "data_offsets": [0, 0]}}, b"", None, "for tensor a"),
-        ({"a": GOOD, "b": {**GOOD, "data_offsets": [4, 12]}}, b"123456789012", None, "a and b in the same bytes"),
+        ({"a": GOOD, "b": {**GOOD, "data_offsets": [4, 12]}}, b"123456789012", None, "b and a in the same bytes"),
+        ({"a": GOOD, "b": {**GOOD, "data_offsets": [12, 20]}}, b"1" * 20, None, "a gap before b"),
+        ({"a": {**GOOD, "data_offsets": [4, 12]}}, b"1" * 12, None, "a gap before a"),
+        ({"a": GOOD}, b"1" * 9, None, "1 bytes after the last tensor"),
+        ({"a": {**GOOD, "data_offsets": [False, 8]}}, b"12345678", None, "for tensor a"),
+        (b'{"a": 1, "a": 2}', b"", None, "'a' occurs twice"),
+        (b'{"a": NaN}', b"", None, "NaN"),
+        (json.dumps({"a": GOOD}).encode("utf-16"), b"12345678", None, "not JSON"),
+        ({"a": GOOD, "__metadata__": {"format": 1}}, b"12345678", None, "__metadata__"),
+        ({"a": GOOD, "__metadata__": ["pt"]}, b"12345678", None, "__metadata__"),
     ],
 )
 def test_malformed_headers_are_named(tmp_path: Path, header: Any, data: bytes, length: int | None, says: str) -> None:

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -137,30 +136,51 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     text = source.read_bytes(8, length)
     source.header_hash = hashlib.blake2b(text, digest_size=16).hexdigest()
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError and UnicodeDecodeError
-        raise _malformed(source, f"a header that is not JSON ({error})", "a JSON header") from None
+        header = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+        json.dumps(header, ensure_ascii=False).encode()  # halves of surrogate pairs are not text
+    except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, UnicodeDecodeError and ours
+        raise _malformed(source, f"a header that is not JSON ({error})", "a JSON header in UTF-8") from None
     if not isinstance(header, dict):
         raise _malformed(source, f"a header that is a JSON {type(header).__name__}", "a JSON object")
     said = header.pop("__metadata__", None)
-    said = said if isinstance(said, dict) else {}
+    said = {} if said is None else said
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+        raise _malformed(source, f"the __metadata__ {said!r}", "strings by name")
     for key, value in (metadata or {}).items():
         if said.get(key) != value:
             got, fix = f"{key} {said.get(key)!r} in its metadata", "The file is another one than was written here."
             raise source.fault(got, f"{key} {value!r}", fix)
     tensors = {name: _stored(source, name, entry, data_start=8 + length) for name, entry in header.items()}
     tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
-    for (name, stored), (other, following) in pairwise(tensors.items()):
-        if stored.offset + stored.nbytes > following.offset:
-            raise _malformed(source, f"{name} and {other} in the same bytes", "tensors one after the other")
+    position, before = 8 + length, "the header"
+    for name, stored in tensors.items():
+        if stored.offset != position:
+            what = f"{name} and {before} in the same bytes" if stored.offset < position else f"a gap before {name}"
+            raise _malformed(source, what, "tensors one after the other")
+        position, before = stored.offset + stored.nbytes, name
+    if position != source.size:
+        raise _malformed(source, f"{source.size - position} bytes after the last tensor", "an end after it")
     return tensors
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError where a key occurs twice: readers differ in the one that they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _stored(source: Source, name: str, entry: Any, *, data_start: int) -> Stored:
     try:
         dtype_name, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = (*shape, start, stop)
-        well_formed = all(isinstance(number, int) and 0 <= number <= sys.maxsize for number in numbers)
+        well_formed = all(type(number) is int and 0 <= number <= sys.maxsize for number in numbers)
     except (TypeError, KeyError, ValueError):
         well_formed = False
     if not well_formed:
