@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ..checkpoint.conversion.quantization import Float8, take_quantization
-from ..checkpoint.hub.hub import Weights, is_on_hub, open_weights, pin
+from ..checkpoint.hub.hub import Weights, check_index, is_on_hub, open_weights, pin
 from ..checkpoint.hub.remote_file import RemoteFile
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
 from ..errors import CheckpointError, PlanError, UnsupportedError
@@ -166,6 +166,15 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
             return original(**{**asked, "download_kwargs": {**found, "force_download": force}})
         except OSError as error:  # the other ranks get a class of error that is ours
             raise CheckpointError(str(error)) from error
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ):  # what transformers finds in an index
+            check_index(Weights(asked, found))
+            raise
 
     return current.group.first_on_node(resolve)
 

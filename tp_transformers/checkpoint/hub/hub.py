@@ -6,14 +6,12 @@ read its header, and tell the others.
 
 from __future__ import annotations
 
-import json
 import os
 import posixpath
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,7 +22,7 @@ from transformers.utils import cached_file
 from ...errors import CheckpointError
 from ...ranks.group import TensorParallelGroup
 from ...transformers_api import get_state_dict_dtype
-from ..reading.header import HEADER_LIMIT, check_files, read_header
+from ..reading.header import HEADER_LIMIT, check_files, read_header, read_index
 from ..reading.local_file import LocalFile
 from .fetch_plan import CONNECTIONS
 from .remote_file import RemoteFile
@@ -101,6 +99,15 @@ def pin(
     return _on_rank_0(group, commit)
 
 
+def check_index(weights: Weights) -> None:
+    """Raise CheckpointError where the index of a checkpoint that is on this machine is not one that can be read."""
+    name = weights.file or _variant("model.safetensors.index.json", weights.variant)
+    local = os.path.join(weights.repository, weights.path(name))
+    path = local if os.path.isfile(local) else weights.cached(name)
+    if path is not None:
+        read_index(path)
+
+
 def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str | RemoteFile], dict[str, Any]]:
     """The files of a checkpoint on the Hub, and what transformers calls its sharded metadata, with its `dtype`.
 
@@ -149,17 +156,8 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
             expected="safetensors files",
             fix="Check the name, revision, subfolder and variant.",
         )
-    try:
-        content = json.loads(Path(path).read_bytes())
-        weight_map, metadata = content["weight_map"], dict(content.get("metadata") or {})
-        files = sorted({os.fspath(file) for file in weight_map.values()})
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{weights.repository} on the Hub",
-            got=f"{index}, which cannot be read ({type(error).__name__}: {error})",
-            expected="a JSON index whose weight_map names the file of every tensor",
-            fix="The index is damaged; save the model again.",
-        ) from error
+    weight_map, metadata = read_index(path)
+    files = sorted(set(weight_map.values()))
     check_files(files, folder=weights.repository)
     for name in files:
         if posixpath.isabs(name) or posixpath.normpath(name).startswith(".."):

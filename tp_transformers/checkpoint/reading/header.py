@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,6 +116,31 @@ def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> No
                     expected="files inside the checkpoint's own folder",
                     fix="Do not load it unless you trust where it comes from; correct the index.",
                 )
+
+
+def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """The `weight_map` {tensor name: file name} and the `metadata` of the index of a checkpoint in several files.
+
+    Raises CheckpointError, with the file, on an index that cannot be read or is not of that form.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes().decode(), object_pairs_hook=_without_duplicates)
+        if not isinstance(content, dict):
+            raise ValueError(f"it is a JSON {type(content).__name__}")
+        weight_map, metadata = content.get("weight_map"), content.get("metadata")
+        if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
+            raise ValueError("its weight_map or its metadata is missing, or no JSON object")
+        odd = next((name for name, file in weight_map.items() if not isinstance(file, str) or not file), None)
+        if odd is not None:
+            raise ValueError(f"its file for {odd} is {weight_map[odd]!r}")
+        return weight_map, metadata
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint file {os.fspath(path)}",
+            got=f"an index that cannot be read ({error})",
+            expected="a JSON object with metadata, and a weight_map that names the file of every tensor",
+            fix="The index is damaged; download it again, or save the model again.",
+        ) from error
 
 
 def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) -> dict[str, Stored]:
