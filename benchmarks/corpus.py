@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_transformers.errors import UsageError, describe
+from tp_transformers.errors import UsageError
 
 
 class Corpus:
@@ -21,12 +21,10 @@ class Corpus:
     def __init__(self, tokens: Tensor, length: int, seed: int) -> None:
         if len(tokens) < length:
             raise UsageError(
-                describe(
-                    "the text",
-                    got=f"{len(tokens)} tokens",
-                    expected=f"at least one sequence of {length}",
-                    fix="Give it more text, or a smaller --length.",
-                )
+                "the text",
+                got=f"{len(tokens)} tokens",
+                expected=f"at least one sequence of {length}",
+                fix="Give it more text, or a smaller --length.",
             )
         self.sequences = tokens[: len(tokens) // length * length].view(-1, length)
         self._seed = seed
@@ -50,7 +48,7 @@ def read_text(tokenizer: Any, path: Path) -> Tensor:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            describe("--text", got=f"{path}: {error}", expected="a file of text in UTF-8", fix="Name another one.")
+            "--text", got=f"{path}: {error}", expected="a file of text in UTF-8", fix="Name another one."
         ) from error
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int32)
 
@@ -70,29 +68,23 @@ def read_dataset(tokenizer: Any, name: str, split: str, column: str) -> Tensor:
         import datasets
     except ImportError as error:
         raise UsageError(
-            describe(
-                "--dataset",
-                got="a Python without the library `datasets`",
-                expected="one that has it",
-                fix="pip install datasets, or pass --text FILE.",
-            )
+            "--dataset",
+            got="a Python without the library `datasets`",
+            expected="one that has it",
+            fix="pip install datasets, or pass --text FILE.",
         ) from error
     try:
         rows = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(
-            describe(
-                "--dataset",
-                got=f"{name!r}, split {split!r}: {error}",
-                expected="a data set on the Hub, or a folder of files",
-                fix="Check the name and --split.",
-            )
+            "--dataset",
+            got=f"{name!r}, split {split!r}: {error}",
+            expected="a data set on the Hub, or a folder of files",
+            fix="Check the name and --split.",
         ) from error
     if column not in rows.column_names:
         raise UsageError(
-            describe(
-                "--column", got=repr(column), expected=f"one of {rows.column_names}", fix="Name the text's column."
-            )
+            "--column", got=repr(column), expected=f"one of {rows.column_names}", fix="Name the text's column."
         )
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import tp_transformers
-from tp_transformers.errors import TensorParallelError, UsageError, describe
+from tp_transformers.errors import TensorParallelError, UsageError
 from tp_transformers.ranks.group import TensorParallelGroup
 from tp_transformers.ranks.mesh import join
 
@@ -141,33 +141,27 @@ def check(arguments: argparse.Namespace, world: TensorParallelGroup) -> int:
     tp = tp or max(size // dp, 1)
     if dp * tp != size:
         raise UsageError(
-            describe(
-                "--dp and --tp",
-                got=f"{dp} x {tp}",
-                expected=f"{size} ranks, as many as were started",
-                fix=f"Launch with torchrun --nproc-per-node {dp * tp}.",
-            )
+            "--dp and --tp",
+            got=f"{dp} x {tp}",
+            expected=f"{size} ranks, as many as were started",
+            fix=f"Launch with torchrun --nproc-per-node {dp * tp}.",
         )
     arguments.dp, arguments.tp = dp, tp
     for name in ("sequence_parallel", "loss_parallel", "batch_sharded", "fsdp"):
         if world.process_group is None and getattr(arguments, name):
             raise UsageError(
-                describe(
-                    f"--{name.replace('_', '-')}",
-                    got="one process, which trains as transformers does",
-                    expected="ranks",
-                    fix="Launch with torchrun --nproc-per-node N -m benchmarks.train_llm.",
-                )
+                f"--{name.replace('_', '-')}",
+                got="one process, which trains as transformers does",
+                expected="ranks",
+                fix="Launch with torchrun --nproc-per-node N -m benchmarks.train_llm.",
             )
     copies = size if arguments.batch_sharded else dp
     if arguments.batch % (copies * arguments.accumulate):
         raise UsageError(
-            describe(
-                "--batch",
-                got=f"{arguments.batch} sequences",
-                expected=f"a multiple of {copies} x {arguments.accumulate}, in which ranks and --accumulate cut it",
-                fix="Choose another.",
-            )
+            "--batch",
+            got=f"{arguments.batch} sequences",
+            expected=f"a multiple of {copies} x {arguments.accumulate}, in which ranks and --accumulate cut it",
+            fix="Choose another.",
         )
     return copies
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tp_transformers.errors import UsageError, describe
+from tp_transformers.errors import UsageError
 from tp_transformers.ranks.group import TensorParallelGroup
 
 
@@ -61,12 +61,10 @@ def latest(folder: Path) -> Path:
         found = [folder]
     if not found:
         raise UsageError(
-            describe(
-                "--resume",
-                got=f"{folder}, without a checkpoint",
-                expected="the --out of a run that had --save-every, or a step-N in it",
-                fix="Leave it out to begin.",
-            )
+            "--resume",
+            got=f"{folder}, without a checkpoint",
+            expected="the --out of a run that had --save-every, or a step-N in it",
+            fix="Leave it out to begin.",
         )
     return max(found, key=lambda path: int(path.name.rpartition("-")[2]) if path != folder else 0)
 

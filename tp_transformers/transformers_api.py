@@ -28,7 +28,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.hub import extract_commit_hash
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from .errors import UnsupportedError, describe
+from .errors import UnsupportedError
 
 __all__ = [
     "BaseStreamer",  # base of the streamers that pass tokens on, one a rank
@@ -114,12 +114,10 @@ def check() -> None:
             problems.append(f"{cls.__name__} without {', '.join(sorted(lacking))}")
     if problems:
         raise UnsupportedError(
-            describe(
-                "tp_transformers.enable()",
-                got=f"transformers {version} with {'; '.join(problems)}",
-                expected=f"transformers >= {_dotted(OLDEST)}, < {_dotted(FIRST_UNSUPPORTED)}",
-                fix="Nothing was patched. Install a supported transformers, or a newer tp_transformers.",
-            )
+            "tp_transformers.enable()",
+            got=f"transformers {version} with {'; '.join(problems)}",
+            expected=f"transformers >= {_dotted(OLDEST)}, < {_dotted(FIRST_UNSUPPORTED)}",
+            fix="Nothing was patched. Install a supported transformers, or a newer tp_transformers.",
         )
 
 

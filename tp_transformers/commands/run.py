@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..errors import UsageError, describe
+from ..errors import UsageError
 from ..ranks.launch import torchrun
 
 SUMMARY = "run a script, unedited, on N ranks of this machine, with the hook on"
@@ -21,9 +21,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the script; returns torchrun's exit code."""
     if arguments.ranks < 1:
-        raise UsageError(describe("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks."))
+        raise UsageError("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks.")
     if not os.path.isfile(arguments.script):
         raise UsageError(
-            describe(f"script {arguments.script}", got="no such file", expected="a Python script", fix="See its path.")
+            f"script {arguments.script}", got="no such file", expected="a Python script", fix="See its path."
         )
     return torchrun(["-m", "tp_transformers", arguments.script, *arguments.args], ranks=arguments.ranks)

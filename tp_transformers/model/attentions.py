@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..anatomy.attention import is_cross_attention
-from ..errors import UnsupportedError, describe
+from ..errors import UnsupportedError
 from ..plans.heads import AttentionHeads
 from ..ranks.collectives import Group, gather_from_region
 from ..ranks.group import TensorParallelGroup
@@ -62,12 +62,10 @@ def _gather(
     if len(weights) != len(splits):  # layers of another kind return none, or None
         if any(split != splits[0] for split in splits):
             raise UnsupportedError(
-                describe(
-                    field,
-                    got=f"those of {len(weights)} layers",
-                    expected=f"as many as the {len(splits)} layers whose heads are cut, which differ in their heads",
-                    fix="Load the model without tp_plan to look at its attentions.",
-                )
+                field,
+                got=f"those of {len(weights)} layers",
+                expected=f"as many as the {len(splits)} layers whose heads are cut, which differ in their heads",
+                fix="Load the model without tp_plan to look at its attentions.",
             )
         splits = [splits[0]] * len(weights)
     return tuple(

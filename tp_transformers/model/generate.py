@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 
-from ..errors import MeshError, describe
+from ..errors import MeshError
 from ..plans.bind import Resolution
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
@@ -193,13 +193,11 @@ def _check_marks(ranks: Sequence[Mapping[str, str]]) -> None:
         names = sorted(name for name in marks.keys() | ranks[0].keys() if marks.get(name) != ranks[0].get(name))
         if names:
             raise MeshError(
-                describe(
-                    f"generate's {', '.join(names)}",
-                    got=f"one on rank 0 and another on rank {rank}",
-                    expected="the same on all ranks of a model",
-                    fix="Give them all the same prompts and settings; ranks that get different prompts need a model "
-                    'each: a device_mesh with a "dp" axis beside "tp".',
-                )
+                f"generate's {', '.join(names)}",
+                got=f"one on rank 0 and another on rank {rank}",
+                expected="the same on all ranks of a model",
+                fix="Give them all the same prompts and settings; ranks that get different prompts need a model "
+                'each: a device_mesh with a "dp" axis beside "tp".',
             )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.names import fold_layers
-from ..errors import UnsupportedError, describe
+from ..errors import UnsupportedError
 from ..ranks.group import GROUP
 from ..strategies import TensorParallelLayer
 
@@ -39,12 +39,10 @@ def check_kernels(model: PreTrainedModel) -> Iterator[None]:
             }
             if unfit:
                 raise UnsupportedError(
-                    describe(
-                        "use_kernels=True",
-                        got=f"kernels in place of {', '.join(unfit)}, which would leave out what ranks communicate",
-                        expected="kernels for modules that hold no others",
-                        fix="Load the model without use_kernels, or with a kernel_config that names other modules.",
-                    )
+                    "use_kernels=True",
+                    got=f"kernels in place of {', '.join(unfit)}, which would leave out what ranks communicate",
+                    expected="kernels for modules that hold no others",
+                    fix="Load the model without use_kernels, or with a kernel_config that names other modules.",
                 )
     except BaseException:
         for module, forward in before.items():

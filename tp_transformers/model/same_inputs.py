@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..errors import MeshError, UnsupportedError, describe
+from ..errors import MeshError, UnsupportedError
 from ..ranks.collectives import all_gather_number
 from ..ranks.group import GROUP, TensorParallelGroup, agreed
 from ..ranks.random_state import random_state
@@ -71,12 +71,10 @@ def _compare(group: TensorParallelGroup, digests: dict[str, str]) -> None:
     names = sorted({*everyone[0], *everyone[rank]})
     different = [name for name in names if everyone[0].get(name) != everyone[rank].get(name)]
     error = MeshError(
-        describe(
-            "the inputs of the model",
-            got=f"{', '.join(different)} on rank {rank} of the tp axis that differ from those on rank 0",
-            expected="the same on all ranks that share the model",
-            fix="Give the sampler the data-parallel rank, DistributedSampler(dataset, num_replicas=dp_size, "
-            "rank=dp_rank), and seed all ranks of the tp axis alike.",
-        )
+        "the inputs of the model",
+        got=f"{', '.join(different)} on rank {rank} of the tp axis that differ from those on rank 0",
+        expected="the same on all ranks that share the model",
+        fix="Give the sampler the data-parallel rank, DistributedSampler(dataset, num_replicas=dp_size, "
+        "rank=dp_rank), and seed all ranks of the tp axis alike.",
     )
     raise agreed(error)

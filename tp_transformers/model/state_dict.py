@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..checkpoint.saving.dcp import laid_out, placed
-from ..errors import UnsupportedError, describe
+from ..errors import UnsupportedError
 from ..marks import untyped
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import (
@@ -129,12 +129,10 @@ def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -
     device = move(torch.empty(0, device=group.device)).device
     if device != group.device:
         raise UnsupportedError(
-            describe(
-                "the device of a tensor-parallel model",
-                got=str(device),
-                expected=f"{group.device}, which its mesh is made of",
-                fix="Load it where it is to run; to have it elsewhere, save it with save_pretrained and load that.",
-            )
+            "the device of a tensor-parallel model",
+            got=str(device),
+            expected=f"{group.device}, which its mesh is made of",
+            fix="Load it where it is to run; to have it elsewhere, save it with save_pretrained and load that.",
         )
 
 

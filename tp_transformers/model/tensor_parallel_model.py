@@ -15,7 +15,7 @@ from torch import nn
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
-from ..errors import UnsupportedError, describe
+from ..errors import UnsupportedError
 from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
@@ -141,13 +141,11 @@ class TensorParallelModel(_Model):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: its ranks hold process groups, and a part of the model each."""
         raise UnsupportedError(
-            describe(
-                f"pickle of a tensor-parallel {type(self).__name__}",
-                got="the model of one rank",
-                expected="its state",
-                fix="Call model.save_pretrained(folder) or tp_transformers.save_sharded(model, folder) on all ranks, "
-                "or torch.save(model.state_dict(), a file of each rank).",
-            )
+            f"pickle of a tensor-parallel {type(self).__name__}",
+            got="the model of one rank",
+            expected="its state",
+            fix="Call model.save_pretrained(folder) or tp_transformers.save_sharded(model, folder) on all ranks, "
+            "or torch.save(model.state_dict(), a file of each rank).",
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

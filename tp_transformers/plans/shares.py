@@ -9,7 +9,7 @@ import torch
 
 from ..anatomy.layers import layer_around
 from ..anatomy.names import fold_layers
-from ..errors import PlanError, describe
+from ..errors import PlanError
 from ..slices.layout import Layout
 from .bind import Resolution
 from .rules import Plan
@@ -30,13 +30,10 @@ def check_layers_are_cut(model: PreTrainedModel, plan: Plan, resolution: Resolut
     stacks = [stack for stack, (uncut, layers) in whole.items() if uncut == layers]
     if stacks:
         raise PlanError(
-            describe(
-                plan.source,
-                got=f"no rule that cuts a matrix of {', '.join(stacks)}, so that each of {size} ranks would hold "
-                f"{share}",
-                expected="a plan that cuts every layer",
-                fix="Pass allow_replicated=True to load it so, or a plan of your own: a dict or a YAML file.",
-            )
+            plan.source,
+            got=f"no rule that cuts a matrix of {', '.join(stacks)}, so that each of {size} ranks would hold {share}",
+            expected="a plan that cuts every layer",
+            fix="Pass allow_replicated=True to load it so, or a plan of your own: a dict or a YAML file.",
         )
     counts = ", ".join(f"{uncut} of {layers} {stack}" for stack, (uncut, layers) in whole.items())
     return f"{plan.source} leaves {counts} whole on every rank; the largest of {size} ranks holds {share}"

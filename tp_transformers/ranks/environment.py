@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import MeshError, describe
+from ..errors import MeshError
 from ..logs import get_logger
 
 logger = get_logger(__name__)
@@ -68,12 +68,10 @@ def rendezvous() -> dict[str, Any]:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise MeshError(
-            describe(
-                f"ranks of {found.name}",
-                got=f"no {' and no '.join(missing)} in the environment",
-                expected="the address at which they meet",
-                fix="Export MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there, or use torchrun.",
-            )
+            f"ranks of {found.name}",
+            got=f"no {' and no '.join(missing)} in the environment",
+            expected="the address at which they meet",
+            fix="Export MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there, or use torchrun.",
         )
     return {"rank": int(os.environ[found.rank]), "world_size": int(os.environ[found.size])}
 
@@ -135,12 +133,10 @@ def local_device(device_type: str) -> torch.device:
                 )
     if local >= count:
         raise MeshError(
-            describe(
-                "tensor-parallel ranks",
-                got=f"local rank {local} on a node with {count} {device_type} devices",
-                expected="at most one rank a device",
-                fix=f"Launch with torchrun --nproc-per-node {count}.",
-            )
+            "tensor-parallel ranks",
+            got=f"local rank {local} on a node with {count} {device_type} devices",
+            expected="at most one rank a device",
+            fix=f"Launch with torchrun --nproc-per-node {count}.",
         )
     return torch.device(device_type, local)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import MeshError, RemoteRankError, TensorParallelError, describe
+from ..errors import MeshError, RemoteRankError, TensorParallelError
 from ..marks import Mark
 from .environment import local_size, node_name
 
@@ -78,12 +78,10 @@ class TensorParallelGroup:
         if others:
             raise agreed(
                 MeshError(
-                    describe(
-                        subject,
-                        got=f"one on rank 0 and another on rank {others[0]}",
-                        expected="the same on all ranks",
-                        fix="All ranks have to call from_pretrained with the same arguments and the same checkpoint.",
-                    )
+                    subject,
+                    got=f"one on rank 0 and another on rank {others[0]}",
+                    expected="the same on all ranks",
+                    fix="All ranks have to call from_pretrained with the same arguments and the same checkpoint.",
                 )
             )
 

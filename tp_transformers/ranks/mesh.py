@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import MeshError, describe
+from ..errors import MeshError
 from .environment import launcher, local_device, rendezvous
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
 
@@ -42,14 +42,12 @@ def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:
     if tp_size is None or tp_size == group.size:
         return
     raise MeshError(
-        describe(
-            "tp_size",
-            got=repr(tp_size),
-            expected=f"{group.size}, the number of ranks that were started",
-            fix=f"Launch with torchrun --nproc-per-node {tp_size}, or pass device_mesh= with a tp axis of that length."
-            if isinstance(tp_size, int) and tp_size > 0
-            else "Leave it out: it is only held against the number of ranks.",
-        )
+        "tp_size",
+        got=repr(tp_size),
+        expected=f"{group.size}, the number of ranks that were started",
+        fix=f"Launch with torchrun --nproc-per-node {tp_size}, or pass device_mesh= with a tp axis of that length."
+        if isinstance(tp_size, int) and tp_size > 0
+        else "Leave it out: it is only held against the number of ranks.",
     )
 
 
@@ -61,33 +59,27 @@ def check_ranks(device_mesh: DeviceMesh) -> None:
     ranks = device_mesh.mesh
     if device_mesh.get_coordinate() is None:
         raise MeshError(
-            describe(
-                "device_mesh",
-                got=f"one of ranks {ranks.flatten().tolist()} on rank {dist.get_rank()}",
-                expected="one that this rank is in",
-                fix="Call from_pretrained on the ranks of the mesh alone, or build it over all that were started.",
-            )
+            "device_mesh",
+            got=f"one of ranks {ranks.flatten().tolist()} on rank {dist.get_rank()}",
+            expected="one that this rank is in",
+            fix="Call from_pretrained on the ranks of the mesh alone, or build it over all that were started.",
         )
     if any((ranks.diff(dim=dim) < 0).any() for dim in range(ranks.ndim)):
         raise MeshError(
-            describe(
-                "device_mesh",
-                got=f"ranks {ranks.tolist()}",
-                expected="ranks that ascend along every axis",
-                fix="Build it with init_device_mesh; to exchange axes, exchange their names.",
-            )
+            "device_mesh",
+            got=f"ranks {ranks.tolist()}",
+            expected="ranks that ascend along every axis",
+            fix="Build it with init_device_mesh; to exchange axes, exchange their names.",
         )
 
 
 def _tp_axis(device_mesh: DeviceMesh) -> DeviceMesh:
     if not isinstance(device_mesh, DeviceMesh):
         raise MeshError(
-            describe(
-                "device_mesh",
-                got=repr(device_mesh),
-                expected="a torch.distributed.device_mesh.DeviceMesh",
-                fix="Leave it out to use all ranks, or build one with init_device_mesh.",
-            )
+            "device_mesh",
+            got=repr(device_mesh),
+            expected="a torch.distributed.device_mesh.DeviceMesh",
+            fix="Leave it out to use all ranks, or build one with init_device_mesh.",
         )
     check_ranks(device_mesh)
     names = device_mesh.mesh_dim_names or ()
@@ -96,12 +88,10 @@ def _tp_axis(device_mesh: DeviceMesh) -> DeviceMesh:
     if device_mesh.ndim == 1:
         return device_mesh
     raise MeshError(
-        describe(
-            "device_mesh",
-            got=f"{device_mesh.ndim} axes named {names or 'nothing'}",
-            expected=f"one axis, or an axis named {TP_AXIS!r}",
-            fix='Build it with init_device_mesh(type, shape, mesh_dim_names=("dp", "tp")).',
-        )
+        "device_mesh",
+        got=f"{device_mesh.ndim} axes named {names or 'nothing'}",
+        expected=f"one axis, or an axis named {TP_AXIS!r}",
+        fix='Build it with init_device_mesh(type, shape, mesh_dim_names=("dp", "tp")).',
     )
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..anatomy.linears import features, is_transposed
-from ..errors import PlanError, describe
+from ..errors import PlanError
 from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..slices.layout import Layout, Split, even
 from .attach import forward_of
@@ -52,13 +52,11 @@ class _WeightParallel(TensorParallelLayer):
         """Raise PlanError, before anything is communicated, where the input is not `expected` features wide."""
         if x.shape[LAST] != expected:
             raise PlanError(
-                describe(
-                    self.name,
-                    got=f"an input of {x.shape[LAST]} features",
-                    expected=str(expected),
-                    fix="The plan's rules for it and for what comes before it do not fit together: one side is sharded "
-                    "where the other expects the whole.",
-                )
+                self.name,
+                got=f"an input of {x.shape[LAST]} features",
+                expected=str(expected),
+                fix="The plan's rules for it and for what comes before it do not fit together: one side is sharded "
+                "where the other expects the whole.",
             )
 
 

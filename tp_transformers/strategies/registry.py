@@ -6,7 +6,7 @@ from collections import UserDict
 
 from torch.distributed.tensor import Replicate
 
-from ..errors import PlanError, describe
+from ..errors import PlanError
 from .alibi import AlibiParallel
 from .base import TensorParallelLayer
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
@@ -86,12 +86,10 @@ class ParallelInterface(UserDict[str, TensorParallelLayer]):
         instance = as_strategy(strategy() if isinstance(strategy, type) else strategy)
         if not isinstance(instance, TensorParallelLayer):
             raise PlanError(
-                describe(
-                    f"strategy {name!r}",
-                    got=repr(strategy),
-                    expected="a TensorParallelLayer class or instance, or a style of torch",
-                    fix="Inherit from tp_transformers.TensorParallelLayer.",
-                )
+                f"strategy {name!r}",
+                got=repr(strategy),
+                expected="a TensorParallelLayer class or instance, or a style of torch",
+                fix="Inherit from tp_transformers.TensorParallelLayer.",
             )
         super().__setitem__(name, instance)
 

@@ -124,21 +124,17 @@ def _check_mesh(group: TensorParallelGroup, mesh: DeviceMesh, axis: str) -> None
     names = mesh.mesh_dim_names or ()
     if axis not in names or TP_AXIS not in names:
         raise MeshError(
-            describe(
-                "data_parallel",
-                got=f"a mesh with the axes {names or 'without names'}",
-                expected=f"the axes {axis!r} and {TP_AXIS!r}",
-                fix=f'Build it with init_device_mesh(type, shape, mesh_dim_names=("{axis}", "tp")).',
-            )
+            "data_parallel",
+            got=f"a mesh with the axes {names or 'without names'}",
+            expected=f"the axes {axis!r} and {TP_AXIS!r}",
+            fix=f'Build it with init_device_mesh(type, shape, mesh_dim_names=("{axis}", "tp")).',
         )
     if mesh[TP_AXIS].mesh.tolist() != group.global_ranks:
         raise MeshError(
-            describe(
-                "data_parallel",
-                got=f"a mesh whose tp axis is ranks {mesh[TP_AXIS].mesh.tolist()}",
-                expected=f"ranks {group.global_ranks}, over which the model is split",
-                fix="Load the model with device_mesh=mesh.",
-            )
+            "data_parallel",
+            got=f"a mesh whose tp axis is ranks {mesh[TP_AXIS].mesh.tolist()}",
+            expected=f"ranks {group.global_ranks}, over which the model is split",
+            fix="Load the model with device_mesh=mesh.",
         )
 
 

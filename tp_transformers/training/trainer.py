@@ -26,7 +26,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 
 from ..checkpoint.reading.distributed import load_distributed_checkpoint
 from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
-from ..errors import CheckpointError, MeshError, UnsupportedError, describe
+from ..errors import CheckpointError, MeshError, UnsupportedError
 from ..logs import get_logger
 from ..model.clip import clip_grad_norm_
 from ..model.optimizer_groups import parameter_groups
@@ -69,12 +69,10 @@ class Trainer(transformers.Trainer):
         copies = dist.get_world_size() // model.tp_size
         if copies > 1 and not hasattr(model, "set_requires_gradient_sync"):
             raise MeshError(
-                describe(
-                    "Trainer",
-                    got=f"{copies} copies of a model that is not data-parallel",
-                    expected="copies whose gradients are averaged",
-                    fix="Call tp_transformers.data_parallel(model, mesh) first.",
-                )
+                "Trainer",
+                got=f"{copies} copies of a model that is not data-parallel",
+                expected="copies whose gradients are averaged",
+                fix="Call tp_transformers.data_parallel(model, mesh) first.",
             )
         if any(batch_sharded(model)):
             raise UnsupportedError(
@@ -179,12 +177,10 @@ class Trainer(transformers.Trainer):
         if not os.path.isdir(folder):
             if is_tensor_parallel(self.model) and os.path.isfile(file):
                 raise CheckpointError(
-                    describe(
-                        checkpoint,
-                        got=f"{OPTIMIZER_NAME}, the state of an optimizer of one process",
-                        expected=f"the folder {OPTIMIZER_FOLDER}, which this Trainer writes of a tensor-parallel model",
-                        fix=f"Go on in one process, or remove {OPTIMIZER_NAME} to begin with a new optimizer.",
-                    )
+                    checkpoint,
+                    got=f"{OPTIMIZER_NAME}, the state of an optimizer of one process",
+                    expected=f"the folder {OPTIMIZER_FOLDER}, which this Trainer writes of a tensor-parallel model",
+                    fix=f"Go on in one process, or remove {OPTIMIZER_NAME} to begin with a new optimizer.",
                 )
             super()._load_optimizer_and_scheduler(checkpoint)
             return

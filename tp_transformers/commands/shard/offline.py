@@ -33,7 +33,7 @@ from ...checkpoint.saving.manifest import Manifest, RankFile
 from ...checkpoint.saving.save import write_configs
 from ...checkpoint.saving.sharded import check_save, complete_save, open_writer, rank_path, refuse_ordinary_weights
 from ...checkpoint.saving.writer import make_folder
-from ...errors import CheckpointError, TensorParallelError, UsageError, describe, list_faults
+from ...errors import CheckpointError, TensorParallelError, UsageError, list_faults
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.load import LoadResult, place, restore_whole, same_bytes, tie
@@ -94,7 +94,7 @@ def shard_checkpoint(
         CheckpointError: on files that are missing or damaged, and on weights that a load would initialise.
     """
     if size < 1:
-        raise UsageError(describe("number of ranks", got=str(size), expected="1 or more", fix="Give another."))
+        raise UsageError("number of ranks", got=str(size), expected="1 or more", fix="Give another.")
     folder = Path(folder)
     work = _Work(folder, size, show_progress)
     try:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from ...errors import UsageError, describe
+from ...errors import UsageError
 
 if TYPE_CHECKING:
     from .verify import Verdict
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         sizes = [int(size) for size in arguments.tp_size.split(",")]
     except ValueError:
         raise UsageError(
-            describe("--tp-size", got=arguments.tp_size, expected="numbers such as 2 or 2,3", fix="Give some.")
+            "--tp-size", got=arguments.tp_size, expected="numbers such as 2 or 2,3", fix="Give some."
         ) from None
     logging.disable_progress_bar()
     verdicts = verify(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...errors import MeshError, UnsupportedError, describe
+from ...errors import MeshError, UnsupportedError
 from ...marks import untyped
 from ...patches import Patch
 from ...ranks.group import TensorParallelGroup, agreed
@@ -161,24 +161,20 @@ def _check_random_state(group: TensorParallelGroup) -> None:
     """Raise MeshError where ranks would not drop the same: their adapters would drift apart."""
     if len(set(group.gather(random_state(group.device).numpy().tobytes()))) > 1:
         error = MeshError(
-            describe(
-                "lora_dropout",
-                got="another random state on each rank",
-                expected="the same, so that all drop the same features",
-                fix="Call torch.manual_seed(seed) on all ranks before the adapter is made, or set lora_dropout=0.",
-            )
+            "lora_dropout",
+            got="another random state on each rank",
+            expected="the same, so that all drop the same features",
+            fix="Call torch.manual_seed(seed) on all ranks before the adapter is made, or set lora_dropout=0.",
         )
         raise agreed(error)
 
 
 def _unsupported(subject: str, got: str) -> UnsupportedError:
     return UnsupportedError(
-        describe(
-            f"{subject} on a tensor-parallel model",
-            got=got,
-            expected="plain LoRA on linears and embeddings",
-            fix="Leave it out, or train this adapter in one process.",
-        )
+        f"{subject} on a tensor-parallel model",
+        got=got,
+        expected="plain LoRA on linears and embeddings",
+        fix="Leave it out, or train this adapter in one process.",
     )
 
 

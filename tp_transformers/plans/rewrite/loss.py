@@ -13,7 +13,7 @@ from inspect import unwrap
 from typing import TYPE_CHECKING
 
 from ...anatomy.names import base_prefix
-from ...errors import PlanError, describe
+from ...errors import PlanError
 from ...transformers_api import ForCausalLMLoss
 from ..rules import Plan, Rule
 
@@ -35,12 +35,10 @@ def cut_loss(plan: Plan, model: PreTrainedModel) -> Plan:
     ) or loss is not ForCausalLMLoss:
         found = [f"{rule.full(base_prefix(model))}: {rule.strategy_name}" for rule in rules] or ["no rule for one"]
         raise PlanError(
-            describe(
-                f"plan {plan.source} with loss_parallel",
-                got=f"{type(model).__name__}, {found[0]}, {'another' if loss is not ForCausalLMLoss else 'its'} loss",
-                expected="a language model with an output embedding that is colwise_rep, and ForCausalLMLoss",
-                fix="Load it without tp_loss_parallel, or use vocab_parallel_cross_entropy.",
-            )
+            f"plan {plan.source} with loss_parallel",
+            got=f"{type(model).__name__}, {found[0]}, {'another' if loss is not ForCausalLMLoss else 'its'} loss",
+            expected="a language model with an output embedding that is colwise_rep, and ForCausalLMLoss",
+            fix="Load it without tp_loss_parallel, or use vocab_parallel_cross_entropy.",
         )
     others = [rule for rule in plan.rules if rule is not rules[0]]
     own = [replace(rules[0], strategy="colwise_loss"), Rule("", "loss_parallel")]

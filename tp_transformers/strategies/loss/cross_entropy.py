@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from ...errors import PlanError, describe
+from ...errors import PlanError
 from ...ranks.collectives import Group, all_gather_number, copy_to_region, reduce_from_region
 from ...ranks.group import TensorParallelGroup
 
@@ -94,12 +94,10 @@ class CausalLMLoss:
         """
         if vocab_size != sum(self.widths):
             raise PlanError(
-                describe(
-                    "loss_parallel",
-                    got=f"a loss over {vocab_size} ids",
-                    expected=f"the {sum(self.widths)} that the output embedding has",
-                    fix="Load the model without tp_loss_parallel.",
-                )
+                "loss_parallel",
+                got=f"a loss over {vocab_size} ids",
+                expected=f"the {sum(self.widths)} that the output embedding has",
+                fix="Load the model without tp_loss_parallel.",
             )
         own, rank = logits.shape[-1], self.device_mesh.get_local_rank()
         if own == vocab_size:  # whole, of a call without labels
