@@ -17,6 +17,7 @@ from tests.support.models import Case, make_case
 from tests.support.pool import Pool
 
 logging.disable_progress_bar()
+torch.set_num_threads(1)  # the ranks of the pool need the other cores
 # How fast a machine draws examples says nothing about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
