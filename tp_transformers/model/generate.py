@@ -51,7 +51,7 @@ class TensorParallelGeneration(_Model):
 
         Raises:
             MeshError: if the ranks' inputs differ; the message names them.
-            RemoteRankError: if a streamer or a stopping criterion of another rank failed.
+            RemoteRankError: if a streamer or a stopping criterion of any rank failed.
         """
         own = super().generate
         if self.tp_group.size == 1 or (_call.get() or _NOBODY).ranks == self.tp_group.global_ranks:
