@@ -129,6 +129,15 @@ class Manifest:
         write_text(self.folder / MANIFEST_NAME, json.dumps(content))
 
 
+def read_names(folder: Path) -> set[str]:
+    """Names of the rank files of the manifest in `folder`, also of one that is not well-formed otherwise."""
+    try:
+        weight_map = json.loads((folder / MANIFEST_NAME).read_bytes())["weight_map"]
+        return {name for name in weight_map.values() if isinstance(name, str)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set()
+
+
 def ordinary_weights(folder: Path) -> list[str]:
     """Names of the weights in `folder` that transformers loads by itself."""
     return [name for name in _ORDINARY if (folder / name).is_file()]
@@ -182,6 +191,8 @@ class _Parser:
         weight_map = self.entry("weight_map", dict)  # is what transformers goes by
         if sorted(map(str, weight_map.values())) != names:
             raise self.fault(f"the weight_map {weight_map}", f"one of the files {names}")
+        if not self.entry("tensors", dict):
+            raise self.fault("no tensors", "those of a model")
         layouts = [self.layout(layout, len(files)) for layout in self.entry("layouts", list)]
         return Manifest(
             folder=self.path.parent,

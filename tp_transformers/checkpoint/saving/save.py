@@ -11,7 +11,9 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,7 +30,8 @@ from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import local_tensor, shard_of, whole_like
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import WholeModel
-from .writer import Writer, make_folder, write_text
+from .folder import SaveFolder
+from .writer import Writer, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,39 +85,46 @@ def save_pretrained(
         filename_pattern=weights_name.replace(".safetensors", "{suffix}.safetensors"),
         max_shard_size=max_shard_size,
     )
+    index_name = SAFE_WEIGHTS_INDEX_NAME if variant is None else f"model.safetensors.index.{variant}.json"
     writers: dict[str, Writer] = {}
-    try:
-        # 2. The files that need no weights, and the headers of those that do.
+    with ExitStack() as stack:
+        # 2. The headers of the files, in a place that readers do not look at.
         with group.agree():
             if writes:
-                make_folder(folder)
-                write_configs(model, folder)
-                _remove_old_weights(folder, weights_name, keep=cut.filename_to_tensors)
-                for file, names in cut.filename_to_tensors.items():
-                    writers[file] = Writer(folder / file, {name: state[name] for name in names})
+                save = stack.enter_context(SaveFolder(folder))
+                names = _names(folder, cut.filename_to_tensors)
+                for file, contents in cut.filename_to_tensors.items():
+                    writer = Writer(save.staging / names[file], {name: state[name] for name in contents})
+                    writers[file] = stack.enter_context(closing(writer))
 
         # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
         def write(values: dict[str, Tensor]) -> None:
             for target, value in revert(values).items():
                 writers[cut.tensor_to_filename[target]].write(target, value)
 
+        for group_of_names in _convertible_groups(revert, meta, state, group):
+            gathered = {name: gather(tensors[name], group) for name in group_of_names}
+            group.together(partial(write, {n: value for n, value in gathered.items() if value is not None and writes}))
+            del gathered
+
+        # 4. Everything else; from the last file on the folder is this checkpoint.
         def finish() -> None:
             for writer in writers.values():
                 writer.finish()
-            if writes and cut.is_sharded:
+            write_configs(model, save.staging)
+            configs = {path.name for path in save.staging.iterdir()} - set(names.values())
+            if cut.is_sharded:
                 total = sum(whole_like(param).numel() for param in model.parameters())
-                index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": cut.tensor_to_filename}
-                name = SAFE_WEIGHTS_INDEX_NAME if variant is None else f"model.safetensors.index.{variant}.json"
-                write_text(folder / name, json.dumps(index, indent=2, sort_keys=True) + "\n")
+                weight_map = {name: names[file] for name, file in cut.tensor_to_filename.items()}
+                index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": weight_map}
+                write_text(save.staging / index_name, json.dumps(index, indent=2, sort_keys=True) + "\n")
+                written = [*names.values(), *sorted(configs), index_name]
+            else:
+                written = [*sorted(configs), *names.values()]
+            save.put(written)
+            _remove_old_weights(folder, weights_name, index_name, keep=written)
 
-        for names in _convertible_groups(revert, meta, state, group):
-            gathered = {name: gather(tensors[name], group) for name in names}
-            group.together(partial(write, {n: value for n, value in gathered.items() if value is not None and writes}))
-            del gathered
-        group.together(finish)
-    finally:
-        for writer in writers.values():
-            writer.close()
+        group.together(lambda: finish() if writes else None)
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -166,9 +176,23 @@ def write_configs(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _remove_old_weights(folder: Path, weights_name: str, *, keep: Mapping[str, Any]) -> None:
-    """Remove the weight files of an earlier save into the folder that this one does not replace."""
+def _names(folder: Path, files: Iterable[str]) -> dict[str, str]:
+    """File -> the name that it gets: its own, or another where an earlier checkpoint has a file of that name.
+
+    Several files do not take the place of others in one step, so a reader would find some of each. One file does.
+    """
+    files = list(files)
+    if len(files) == 1 or not any((folder / file).exists() for file in files):
+        return {file: file for file in files}
+    save = secrets.token_hex(4)
+    return {file: re.sub(r"(-\d{5}-of-\d{5}\.safetensors)$", rf"-{save}\1", file) for file in files}
+
+
+def _remove_old_weights(folder: Path, weights_name: str, index_name: str, *, keep: Container[str]) -> None:
+    """Remove the weights of an earlier save into the folder: first those that a reader would take for the model."""
     stem = re.escape(weights_name.removesuffix(".safetensors"))
-    for path in folder.iterdir():
-        if re.fullmatch(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors", path.name) and path.name not in keep:
-            path.unlink()
+    pieces = re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}\.safetensors")
+    found = sorted(path.name for path in folder.iterdir() if pieces.fullmatch(path.name))
+    for name in (weights_name, index_name, *found):
+        if name not in keep:
+            (folder / name).unlink(missing_ok=True)

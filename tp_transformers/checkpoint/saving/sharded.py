@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,8 @@ from ...marks import untyped
 from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ...strategies import layout_of, local_tensor, whole_like
 from ..conversion.convert import identity
-from .manifest import RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
+from .folder import SaveFolder
+from .manifest import RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights, read_names
 from .save import saved_state, write_configs
 from .sharded_checkpoint import ShardedCheckpoint
 from .writer import SummedWriter, make_folder
@@ -93,31 +94,30 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
     path = rank_path(folder, save, group.rank, group.size)
 
     def write() -> RankFile:
-        make_folder(folder)
-        refuse_ordinary_weights(folder)
+        make_folder(folder)  # if this rank sees another file system than rank 0
         local = {name: local_tensor(tensor) for name, tensor in state.items()}
         with closing(open_writer(path, local, save=save, rank=group.rank)) as writer:
             writer.write_all(local)
         return RankFile(path.name, writer.size, f"{writer.crc32:08x}")
 
-    def check() -> Manifest:
-        manifest = check_save(model, folder, save, files)
-        write_configs(model, folder)
-        return manifest
-
-    try:
-        # 1. Every rank writes its file.
-        files = group.gather(group.together(write))
-        # 2. Rank 0 looks at all of them as a load would.
-        manifest = group.together(lambda: check() if group.rank == 0 else None)
-    except BaseException:
-        with suppress(OSError):
-            path.unlink()
-        raise
-    # 3. From here on the folder is this save.
-    with group.agree():
-        if manifest is not None:
-            complete_save(manifest)
+    with ExitStack() as stack:
+        # 1. Rank 0 keeps other saves out of the folder.
+        with group.agree():
+            place = stack.enter_context(SaveFolder(folder)) if group.rank == 0 else None
+            refuse_ordinary_weights(folder)
+        try:
+            # 2. Every rank writes its file.
+            files = group.gather(group.together(write))
+            # 3. Rank 0 looks at all of them as a load would.
+            manifest = group.together(lambda: check_save(model, folder, save, files) if place is not None else None)
+        except BaseException:
+            with suppress(OSError):
+                path.unlink()
+            raise
+        # 4. From here on the folder is this save.
+        with group.agree():
+            if place is not None and manifest is not None:
+                complete_save(model, manifest, place)
 
 
 def rank_path(folder: Path, save: str, rank: int, size: int) -> Path:
@@ -148,13 +148,19 @@ def check_save(model: PreTrainedModel, folder: Path, save: str, files: Sequence[
     return manifest
 
 
-def complete_save(manifest: Manifest) -> None:
-    """Put the manifest in place, and remove the rank files of earlier saves, also of those that were broken off."""
+def complete_save(model: PreTrainedModel, manifest: Manifest, place: SaveFolder) -> None:
+    """Put configs and manifest in place, and remove the rank files of earlier saves.
+
+    Where other saves are kept out, those that were broken off are removed too.
+    """
+    before = read_names(manifest.folder)
+    write_configs(model, place.staging)
+    place.put(sorted(path.name for path in place.staging.iterdir()))
     manifest.write()
     keep = {file.name for file in manifest.files}
     for path in manifest.folder.iterdir():
-        name = path.name.removesuffix(".partial").removesuffix(".tmp")  # .tmp: of earlier releases
-        if RANK_FILE.fullmatch(name) and path.name not in keep:
+        is_old = place.is_locked or path.name in before
+        if is_old and RANK_FILE.match(path.name) and path.name not in keep:
             path.unlink(missing_ok=True)
 
 

@@ -6,8 +6,8 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,26 +29,38 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Raise CheckpointError, with the file, in place of errors of the system, such as a full disk."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        got, fix = error.strerror or str(error), "Make room, or choose another folder."
+        raise CheckpointError(f"file {path}", got=got, expected="that it can be written", fix=fix) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file in place of another one: it is whole and on the disk when it has its name."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with named(path), partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        put_in_place(partial, path)
+        partial.replace(path)
+        sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def put_in_place(partial: Path, path: Path) -> None:
-    """Give a file, which is on the disk, the name `path`; so is the name when this returns.
+def sync_folder(path: Path) -> None:
+    """Bring the names of the files in a folder to the disk.
 
-    A crash leaves what was there before or the new file. Without an fsync of the folder, POSIX promises neither.
+    A crash after a rename leaves the file of before or the new one; without this, POSIX promises neither.
     """
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
     except OSError as error:
@@ -87,10 +99,12 @@ class Writer:
         self._data_start = 8 + len(text)
         self.size = self._data_start + position
         self._partial = path.with_name(f"{path.name}.partial")
-        self._file: BinaryIO = self._partial.open("wb")
+        with named(path):
+            self._file: BinaryIO = self._partial.open("wb")
         try:
-            self._put(0, len(text).to_bytes(8, "little") + text)
-            self._file.truncate(self.size)
+            with named(path):
+                self._put(0, len(text).to_bytes(8, "little") + text)
+                self._file.truncate(self.size)
         except BaseException:
             self.close()
             raise
@@ -99,15 +113,18 @@ class Writer:
         position, expected = self.pending.pop(name)
         if (value.shape, value.dtype) != (expected.shape, expected.dtype):
             raise RuntimeError(f"{name} became {value.dtype} {tuple(value.shape)}, not {tuple(expected.shape)}")
-        self._put(self._data_start + position, byte_view(value.contiguous().cpu()))
+        with named(self.path):
+            self._put(self._data_start + position, byte_view(value.contiguous().cpu()))
 
     def finish(self) -> None:
         """Close a complete file, which is on the disk then. Raises RuntimeError where a tensor was never written."""
         if self.pending:
             raise RuntimeError(f"{self.path}: never written: {', '.join(self.pending)}")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        put_in_place(self._partial, self.path)
+        with named(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._partial.replace(self.path)
+        sync_folder(self.path.parent)
         self._file.close()
 
     def close(self) -> None:

@@ -29,10 +29,9 @@ from ...checkpoint.hub.fetch import fetch
 from ...checkpoint.reading.header import Checkpoint
 from ...checkpoint.reading.reader import read
 from ...checkpoint.reading.report import LoadReport
+from ...checkpoint.saving.folder import SaveFolder
 from ...checkpoint.saving.manifest import Manifest, RankFile
-from ...checkpoint.saving.save import write_configs
 from ...checkpoint.saving.sharded import check_save, complete_save, open_writer, rank_path, refuse_ordinary_weights
-from ...checkpoint.saving.writer import make_folder
 from ...errors import CheckpointError, TensorParallelError, UsageError, list_faults
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
@@ -97,23 +96,23 @@ def shard_checkpoint(
         raise UsageError("number of ranks", got=str(size), expected="1 or more", fix="Give another.")
     folder = Path(folder)
     work = _Work(folder, size, show_progress)
-    try:
-        # 1. Every rank's file.
-        refuse_ordinary_weights(folder)
-        where = {key: arguments[key] for key in _WHERE if key in arguments}
-        kind: Any = known_class(read_config(name, **where)) or AutoModelForCausalLM  # of a repository's own code
-        with enable():
-            model = from_pretrained_with(work, kind, name, tp_plan=plan, **arguments)
-        # 2. Everything else; the manifest last.
-        manifest = check_save(model, folder, work.save, work.files)
-        write_configs(model, folder)
-        _copy_companions(name, folder, where, model.tp_source.get("commit_hash"))
-    except BaseException as error:
-        work.remove()
-        if isinstance(error, OSError) and not isinstance(error, TensorParallelError):
-            raise CheckpointError(str(error)) from error
-        raise
-    complete_save(manifest)
+    refuse_ordinary_weights(folder)
+    where = {key: arguments[key] for key in _WHERE if key in arguments}
+    kind: Any = known_class(read_config(name, **where)) or AutoModelForCausalLM  # of a repository's own code
+    with SaveFolder(folder) as place:
+        try:
+            # 1. Every rank's file.
+            with enable():
+                model = from_pretrained_with(work, kind, name, tp_plan=plan, **arguments)
+            # 2. Everything else; the manifest last.
+            manifest = check_save(model, folder, work.save, work.files)
+            _copy_companions(name, place.staging, where, model.tp_source.get("commit_hash"))
+        except BaseException as error:
+            work.remove()
+            if isinstance(error, OSError) and not isinstance(error, TensorParallelError):
+                raise CheckpointError(str(error)) from error
+            raise
+        complete_save(model, manifest, place)
     return manifest
 
 
@@ -147,7 +146,6 @@ class _Work:
             kept = {name: value for name, value in values.items() if name not in (model._keys_to_ignore_on_save or ())}
             # 2. Every file's header, then all files from their first tensor to their last, side by side.
             with ExitStack() as stack:
-                make_folder(self.folder)
                 writers = [
                     stack.enter_context(closing(open_writer(path, _shards(kept, rank), save=self.save, rank=rank)))
                     for rank, path in enumerate(self.paths)
