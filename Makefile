@@ -16,13 +16,13 @@ demo: $(VENV)/ready
 test: lint
 	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
-# Everything: all shapes, the whole matrix, the wide training table, every code block of every page. More than an hour.
+# Everything: all shapes, the whole matrix, the wide training table, every code block of every page. About an hour.
 test-all: lint
-	MATRIX=1 $(PY) -m pytest
+	MATRIX=1 $(PY) -m pytest -n 2 --dist loadfile
 
 # Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors: about 20 minutes.
 matrix: $(VENV)/ready
-	MATRIX=1 $(PY) -m pytest tests/distributed/test_architectures.py
+	MATRIX=1 $(PY) -m pytest -n 2 tests/distributed/test_architectures.py
 
 # Loading against transformers' own tensor parallelism; BENCH="--cold --models phi3,gpt_oss" passes options.
 bench: $(VENV)/ready

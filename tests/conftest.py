@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,20 @@ def matrix_summary(pytestconfig: pytest.Config) -> list[Any]:
 
 
 _SUMMARY: pytest.StashKey[list[Any]] = pytest.StashKey()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of a parallel run sends its cases of the matrix to the one that prints the summary."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["matrix"] = repr(session.config.stash.get(_SUMMARY, []))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Collect what such a process has sent."""
+    rows = node.config.stash.setdefault(_SUMMARY, [])
+    rows += ast.literal_eval(getattr(node, "workeroutput", {}).get("matrix", "[]"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

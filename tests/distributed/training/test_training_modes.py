@@ -230,7 +230,7 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
 def test_trains_as_one_process(
     pool: Pool, made: Any, name: str, variant: Variant, size: int, modes: tuple[str, ...]
 ) -> None:
-    results = pool.run(size, compare, *made(name, variant), modes)
+    results = pool.run(size, compare, *made(name, variant), modes, timeout=100 * len(modes))
     for mode in modes:
         worst = {key: max(result[mode][key] for result in results) for key in ("losses", "norms", "weights")}
         print(name, *variant, size, f"| {mode} |", worst)
