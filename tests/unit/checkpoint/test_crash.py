@@ -171,8 +171,9 @@ def test_one_save_at_a_time(models: Any, tmp_path: Path, sharded: bool) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     with SaveFolder(tmp_path):
         assert in_child(lambda: save(new)) == 256
-        with pytest.raises(CheckpointError, match="another save that is going on"):
+        with pytest.raises(CheckpointError, match="another save that is going on") as caught:
             save(new)
+        assert str(caught.value).count("got") == 1, "one error, which is not wrapped in another"
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     save(new)
     with tp_transformers.enable():

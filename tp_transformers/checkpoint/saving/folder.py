@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...errors import CheckpointError
-from .writer import make_folder, sync_folder
+from .writer import make_folder, named, sync_folder
 
 _PREFIX = ".saving-"
 
@@ -34,26 +34,20 @@ class SaveFolder:
     def __init__(self, path: Path) -> None:
         """Make the folder at `path`, unless it is there, and keep other saves out of it.
 
-        Raises CheckpointError where it cannot be made, or where another save is going on in it, on any node that the
-        file system locks files for.
+        Raises CheckpointError where it cannot be made or written to, or where another save is going on in it, on any
+        node that the file system locks folders for.
         """
         self._is_new = not path.exists()
         make_folder(path)
         self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        with named(path):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            self.is_locked = self._lock()
-            for left in path.glob(f"{_PREFIX}*") if self.is_locked else ():
-                shutil.rmtree(left, ignore_errors=True)
-            self.staging = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=path))
-        except OSError as error:
-            os.close(self._descriptor)
-            raise CheckpointError(
-                f"folder {path}",
-                got=(error.strerror or str(error)).lower(),
-                expected="a folder that can be written to",
-                fix="Choose another.",
-            ) from error
+            with named(path):
+                self.is_locked = self._lock()
+                for left in path.glob(f"{_PREFIX}*") if self.is_locked else ():
+                    shutil.rmtree(left, ignore_errors=True)
+                self.staging = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=path))
         except BaseException:
             os.close(self._descriptor)
             raise
