@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ TP_AXIS = "tp"
 
 HEARTBEAT = 10.0
 """Seconds after which ranks that wait for one another's jobs meet; far below the timeout of a collective."""
+
+LETTER = 504
+"""Bytes of a pickled value that ranks gather in one collective; longer values take a second one."""
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -90,14 +94,15 @@ class TensorParallelGroup:
 
         Raises RemoteRankError where a rank has ended, or cannot be reached.
         """
-        values: list[Any] = [value] * self.size
-        if self.size > 1:
-            try:
-                dist.all_gather_object(values, value, group=self.process_group)
-            except RuntimeError as error:
-                lost = RemoteRankError(f"another rank ended, or cannot be reached: {error}")
-                raise agreed(lost) from error  # there is nobody left to vote with
-        return values
+        if self.size == 1 or self.process_group is None:
+            return [value]
+        message = pickle.dumps(value)
+        try:
+            messages = _exchange(message, self.process_group, self.device)
+        except RuntimeError as error:
+            lost = RemoteRankError(f"another rank ended, or cannot be reached: {error}")
+            raise agreed(lost) from error  # there is nobody left to vote with
+        return [pickle.loads(each) for each in messages]
 
     @property
     def threads(self) -> int:
@@ -195,6 +200,27 @@ def reported(failure: Exception | None) -> Report | None:
     if isinstance(failure, TensorParallelError):
         return type(failure), str(failure)
     return RemoteRankError, f"{type(failure).__name__}: {failure}"
+
+
+def _exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """The message of every rank of `group`.
+
+    `dist.all_gather_object` first gathers the lengths; here they come with the first LETTER bytes, which hold most
+    messages.
+    """
+    on = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+
+    def gather(part: bytes, nbytes: int) -> list[bytes]:
+        own = torch.frombuffer(bytearray(part.ljust(nbytes, b"\0")), dtype=torch.uint8).to(on)
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(parts, own, group=group)
+        return [each.cpu().numpy().tobytes() for each in parts]
+
+    letters = gather(len(message).to_bytes(8, "little") + message[:LETTER], 8 + LETTER)
+    lengths = [int.from_bytes(letter[:8], "little") for letter in letters]
+    longer = max(lengths) - LETTER
+    rests = gather(message[LETTER:], longer) if longer > 0 else [b""] * len(letters)
+    return [(letter[8:] + rest)[:n] for letter, rest, n in zip(letters, rests, lengths, strict=True)]
 
 
 def bind_thread(device: torch.device) -> None:

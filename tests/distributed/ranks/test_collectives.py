@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.models import relative
 from tp_transformers.ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
+from tp_transformers.ranks.group import LETTER
 from tp_transformers.ranks.mesh import join
 
 pytestmark = pytest.mark.distributed
@@ -51,3 +53,17 @@ def run_collectives() -> list[float]:
 def test_collectives_and_their_backward(pool: Any, size: int) -> None:
     for results in pool.run(size, run_collectives):
         assert max(results) == 0
+
+
+def gather_lengths(base: int) -> bool:
+    """Run on every rank: gathered values whose lengths differ by rank."""
+    group = join()
+    values = [bytes([rank]) * (base + 97 * rank) for rank in range(group.size)]
+    expected: list[Any] = [None] * group.size
+    dist.all_gather_object(expected, values[group.rank])
+    return group.gather(values[group.rank]) == expected
+
+
+@pytest.mark.parametrize("base", [0, 350, LETTER, 5000])
+def test_values_of_any_length_are_gathered(pool: Any, base: int) -> None:
+    assert pool.run(3, gather_lengths, base) == [True] * 3
