@@ -98,6 +98,7 @@ def gpt2(heads: int, kv: int, odd: bool) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": None,
         "pad_token_id": PAD,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),  # of GPT-2's family alone, they are not 0
     }
 
 
