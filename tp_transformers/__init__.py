@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
     from .loading.hook import disable, enable
     from .model.clip import clip_grad_norm_
+    from .model.failures import fail_together, renew_process_group
     from .model.optimizer_groups import parameter_groups
     from .model.parallelize import is_tensor_parallel
     from .model.same_inputs import check_inputs
@@ -70,6 +71,7 @@ __all__ = [
     "data_parallel",
     "disable",
     "enable",
+    "fail_together",
     "full_tensor",
     "get_packed_weights",
     "get_tensor_shard",
@@ -80,6 +82,7 @@ __all__ = [
     "optimizer_state_dict",
     "parameter_groups",
     "partition",
+    "renew_process_group",
     "save_sharded",
     "verify_sharded",
     "vocab_parallel_cross_entropy",
@@ -92,6 +95,7 @@ _HOMES = {
     "checkpoint.saving.sharded_checkpoint": "verify_sharded",
     "errors": "CheckpointError MeshError PlanError RemoteRankError TensorParallelError UnsupportedError",
     "loading.hook": "disable enable",
+    "model.failures": "fail_together renew_process_group",
     "model.optimizer_groups": "parameter_groups",
     "model.parallelize": "is_tensor_parallel",
     "model.same_inputs": "check_inputs",

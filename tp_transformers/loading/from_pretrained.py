@@ -25,6 +25,7 @@ from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, 
 from ..errors import CheckpointError, PlanError, UnsupportedError
 from ..logs import get_logger
 from ..marks import untyped
+from ..model.failures import watch
 from ..model.parallelize import parallelize
 from ..model.same_inputs import guard_if_asked
 from ..plans.bind import Resolution
@@ -131,6 +132,8 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     # 5. Cut what transformers has initialised, because the checkpoint lacked it.
     partition_initialized(model, current.resolution, group)
     guard_if_asked(model)
+    # 6. From now on, ranks hear when another one fails.
+    watch(model, options.tp_watch)
     return result
 
 

@@ -16,8 +16,8 @@ from ..plans.rules import Plan
 
 @dataclass(frozen=True)
 class Options:
-    """Those that are ours, each True, False, or None for what is said of None; `tp_batch_sharded` may be names too, and
-    `tp_reduce_dtype` is a dtype."""
+    """Those that are ours, each True, False, or None for what is said of None; `tp_batch_sharded` may be names too,
+    `tp_reduce_dtype` is a dtype, and `tp_watch` may be a number."""
 
     allow_replicated: bool | None = None
     """True if a plan that a transformers class declares may leave layers replicated. None: no."""
@@ -36,6 +36,8 @@ class Options:
     them. None: as the plan says."""
     tp_reduce_dtype: torch.dtype | None = None
     """The dtype in which gradients are summed over ranks that hold the same, and over copies. None: their own."""
+    tp_watch: bool | float | None = None
+    """False if ranks do not watch one another, or the seconds after which a silent one counts as lost. None: 10."""
 
     @classmethod
     def take(cls, kwargs: dict[str, Any]) -> Options:
@@ -73,6 +75,9 @@ class Options:
             if option == "tp_reduce_dtype":
                 fits = value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
                 expected, example = "a floating-point dtype of torch or None", "torch.float32"
+            elif option == "tp_watch":
+                fits = value is None or (isinstance(value, bool | int | float) and (value is False or value > 0))
+                expected, example = "False, or seconds above 0", "60.0"
             elif option == "tp_batch_sharded":
                 fits, expected = fits or is_names(value), f"{expected}, or a list of modules"
             if not fits:

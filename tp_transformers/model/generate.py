@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
 from ..strategies import local_tensor, same_inputs
 from ..transformers_api import BaseStreamer
+from .failures import fail_together
 
 _Model: Any = object
 """Base of the methods: a PreTrainedModel with GenerationMixin, in the class of a model."""
@@ -53,7 +54,10 @@ class TensorParallelGeneration(_Model):
             MeshError: if the ranks' inputs differ; the message names them.
             RemoteRankError: if a streamer or a stopping criterion of any rank failed.
         """
-        own = super().generate
+        with fail_together(self):
+            return self._generate(super().generate, *args, **kwargs)
+
+    def _generate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.tp_group.size == 1 or (_call.get() or _NOBODY).ranks == self.tp_group.global_ranks:
             return own(*args, **kwargs)  # an assistant's ranks are in step already
         arguments = _name_arguments(own, args, kwargs)

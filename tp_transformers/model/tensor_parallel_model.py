@@ -24,6 +24,7 @@ from ..strategies.shards.scaler import SHARED_INFINITIES
 from .adapters.files import load_adapter, save_adapter
 from .adapters.inject import WATCH_ADAPTERS
 from .clip import WHOLE_NORMS
+from .failures import WatchedModel
 from .generate import TensorParallelGeneration
 from .kernels import check_kernels
 from .optimizer_groups import SPLIT_STEPS
@@ -33,7 +34,7 @@ _Model: Any = object
 """Base of the methods: a PreTrainedModel, in the class of a model."""
 
 
-class TensorParallelModel(_Model):
+class TensorParallelModel(WatchedModel, _Model):
     """Methods of a model that is loaded with a plan, beyond those of its own class, of which it stays an instance."""
 
     tp_group: TensorParallelGroup

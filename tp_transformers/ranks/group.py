@@ -168,7 +168,7 @@ class TensorParallelGroup:
         try:
             yield
         except Exception as error:
-            if self.size == 1 or _AGREED.find(error):
+            if self.size == 1 or is_agreed(error):
                 raise
             failure = error
         if self.size == 1:
@@ -191,6 +191,11 @@ def agreed(error: E) -> E:
     """The error itself, which all ranks raise: `TensorParallelGroup.agree` lets it pass without a vote."""
     _AGREED.put(error, True)
     return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """True if all ranks raise `error`."""
+    return bool(_AGREED.find(error))
 
 
 def reported(failure: Exception | None) -> Report | None:

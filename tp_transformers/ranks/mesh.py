@@ -7,6 +7,7 @@ import atexit
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import MeshError
 from .environment import launcher, local_device, rendezvous
@@ -35,6 +36,21 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     bind_thread(device)
     mesh = device_mesh if given is None else given
     return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, mesh=mesh)
+
+
+def restart(group: TensorParallelGroup, store: Store) -> None:
+    """Start all ranks' process group again, after it has ended; all of them have to call it, with the same new store.
+
+    Meshes of `group`, which know it by name, take the new one.
+    """
+    backend, rank, size = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
+    device = None if group.device.type == "cpu" else group.device
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+    assert group.device_mesh is not None
+    registry = getattr(group.device_mesh._get_root_mesh(), "_pg_registry", None)
+    if registry is not None and group.process_group is not None:  # of compiled forwards
+        registry[group.process_group.group_name] = group.process_group
 
 
 def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:

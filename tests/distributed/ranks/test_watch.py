@@ -1,0 +1,178 @@
+"""Calls that fail on one rank alone: all ranks raise within seconds, and a new process group lets them go on."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from tests.support.models import PROMPTS, load, relative
+from tests.support.tiers import wide
+from tp_transformers import RemoteRankError, fail_together, renew_process_group
+from tp_transformers.ranks import failure
+from tp_transformers.ranks.poller import POLLER
+
+pytestmark = pytest.mark.distributed
+
+GRACE = 1.0
+"""Seconds in place of those that ranks usually have to fail alike."""
+
+
+class BoomError(Exception):
+    """What a rank of these tests raises."""
+
+
+def boom(*_: Any) -> None:
+    raise BoomError("on this rank")
+
+
+class FailsLater(LogitsProcessor):
+    def __init__(self, is_bad: bool) -> None:
+        self.is_bad = is_bad
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.is_bad and input_ids.shape[1] > PROMPTS.shape[1] + 2:
+            boom()
+        return scores
+
+
+def forward(model: Any, is_bad: bool) -> None:
+    handle = model.model.layers[1].mlp.register_forward_hook(boom) if is_bad else None
+    try:
+        model(PROMPTS)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def compiled(model: Any, is_bad: bool) -> None:
+    model = torch.compile(model, backend="eager")
+    model(PROMPTS)
+    forward(model, is_bad)
+
+
+def generate(model: Any, is_bad: bool) -> None:
+    model.generate(PROMPTS, max_new_tokens=6, logits_processor=LogitsProcessorList([FailsLater(is_bad)]))
+
+
+def backward(model: Any, is_bad: bool) -> None:
+    loss = model(PROMPTS, labels=PROMPTS).loss
+    if is_bad:
+        loss.register_hook(boom)
+    loss.backward()
+
+
+def step(model: Any, is_bad: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if is_bad:
+        optimizer.register_step_pre_hook(boom)
+    for _ in range(2):
+        model(PROMPTS, labels=PROMPTS).loss.backward()
+        optimizer.step()
+
+
+def between(model: Any, is_bad: bool) -> None:
+    with fail_together(model):
+        if is_bad:
+            boom()
+        model(PROMPTS)
+
+
+CALLS: dict[str, Callable[[Any, bool], None]] = {
+    call.__name__: call for call in (forward, generate, backward, step, between, compiled)
+}
+
+
+@contextmanager
+def grace(seconds: float) -> Iterator[None]:
+    usual, failure.GRACE = failure.GRACE, seconds
+    try:
+        yield
+    finally:
+        failure.GRACE = usual
+
+
+def fail(folder: str, name: str, bad: int) -> dict[str, Any]:
+    """Run on every rank: what it raises where rank `bad` fails alone, then what it does in a new process group."""
+    with grace(GRACE):
+        model = load(folder)
+        rank, expected = model.tp_group.rank, model(PROMPTS).logits.detach()
+        began = time.monotonic()
+        try:
+            CALLS[name](model, rank == bad)
+        except (BoomError, RemoteRankError) as error:
+            raised = error
+        seconds = time.monotonic() - began
+        with pytest.raises(RemoteRankError) as again:
+            model(PROMPTS)
+        renew_process_group(model)
+        model.zero_grad()
+        return {
+            "raised": f"{type(raised).__name__}: {raised}",
+            "again": str(again.value),
+            "seconds": seconds,
+            "difference": relative(model(PROMPTS).logits.detach(), expected),
+            "tokens": model.generate(PROMPTS, max_new_tokens=3, do_sample=False),
+        }
+
+
+def check(results: list[dict[str, Any]], bad: int) -> None:
+    others = [result["raised"] for rank, result in enumerate(results) if rank != bad]
+    assert results[bad]["raised"] == "BoomError: on this rank"
+    assert len(set(others)) == 1
+    assert others[0].startswith(f"RemoteRankError: rank {bad} failed with BoomError: on this rank. ")
+    assert "in boom\n" in others[0]  # of its traceback
+    for result in results:
+        assert f"RemoteRankError: {result['again']}" == others[0]
+        assert result["difference"] == 0
+        assert torch.equal(result["tokens"], results[0]["tokens"])
+
+
+@pytest.mark.parametrize("name", wide(["generate", "forward", "backward", "step", "between", "compiled"], 1))
+@pytest.mark.parametrize(("size", "bad"), wide([(2, 1), (3, 0), (4, 2)], 1))
+def test_all_ranks_raise_what_one_does(pool: Any, cases: Any, name: str, size: int, bad: int) -> None:
+    check(pool.run(size, fail, cases(9, 3).folder, name, bad), bad)
+
+
+def fail_alike(folder: str) -> list[Any]:
+    """Run on every rank: errors that all ranks raise leave the process group as it is."""
+    model = load(folder)
+    expected, found = model(PROMPTS).logits.detach(), []
+    for name in ("forward", "generate", "backward", "step", "between"):
+        with pytest.raises(BoomError):
+            CALLS[name](model, True)
+        model.zero_grad()
+        found.append(relative(model(PROMPTS).logits.detach(), expected))
+    return found
+
+
+def test_errors_of_all_ranks_end_nothing(pool: Any, cases: Any) -> None:
+    assert pool.run(2, fail_alike, cases(9, 3).folder) == [[0.0] * 5] * 2
+
+
+def threads(folder: str) -> tuple[bool, bool]:
+    """Run on every rank: whether the model is watched, and whether the thread that polls still knows a model."""
+    model = load(folder)
+    is_watched = hasattr(model, "tp_watch")
+    del model
+    gc.collect()
+    return is_watched, bool(POLLER.all())
+
+
+def test_models_are_watched_while_they_live(pool: Any, cases: Any) -> None:
+    folder = cases(9, 3).folder
+    assert pool.run(2, threads, folder) == [(True, False)] * 2
+
+
+def off(folder: str) -> bool:
+    return hasattr(load(folder, tp_watch=False), "tp_watch")
+
+
+def test_the_watch_can_be_turned_off(pool: Any, cases: Any) -> None:
+    assert pool.run(2, off, cases(9, 3).folder) == [False] * 2

@@ -1,0 +1,165 @@
+"""Calls of a model that fail on one rank alone: all ranks hear of it, and raise. See `ranks.watch`.
+
+Forwards, `generate`, backwards, steps of optimizers, and errors that end the process are watched; `fail_together` is
+for what users write around them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.optim import Optimizer
+
+from ..errors import MeshError, RemoteRankError, UnsupportedError
+from ..marks import Mark
+from ..patches import Patch, replace
+from ..ranks.group import GROUP
+from ..ranks.mesh import restart
+from ..ranks.poller import POLLER
+from ..ranks.watch import LIMIT, Watch
+from ..strategies.shards.shard import SHARD
+
+WATCH: Mark[Watch] = Mark("tp_watch")
+"""Hears of the failures of other ranks, on a model and on the models inside it."""
+
+
+def watch(model: nn.Module, limit: bool | float | None) -> None:
+    """Let all ranks of `model` hear when one of them fails; all have to call it.
+
+    `limit`: seconds until a silent rank counts as lost; None and True for `LIMIT`, False for no watch at all.
+    """
+    group = GROUP.of(model)
+    if group.size == 1 or limit is False:
+        return
+    watching = Watch(group, LIMIT if limit is None or limit is True else limit)
+    for module in model.modules():
+        if GROUP.find(module) is not None:
+            WATCH.put(module, watching)
+    for patch in WATCHED_CALLS:
+        patch.hold_for(watching)
+
+
+def fail_together(model: Any) -> AbstractContextManager[Any]:
+    """A block that all ranks run: where it fails on some of them alone, it fails on all, within seconds.
+
+    For code around a tensor-parallel model that may fail on one rank: a step of a training loop, a tokenizer, a
+    metric. The rank that fails first raises its own error, the others raise RemoteRankError with its message and
+    traceback; their process group has ended then. Where all ranks fail alike, each raises its own, and may go on.
+    """
+    return WATCH.find(model) or nullcontext()
+
+
+class WatchedModel:
+    """A module whose outermost calls are watched."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of the module's own class."""
+        call: Callable[..., Any] = super().__call__  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        watching = WATCH.find(self)
+        if watching is None:
+            return call(*args, **kwargs)
+        with watching:
+            output = call(*args, **kwargs)
+        watching.owes_backward |= torch.is_grad_enabled()
+        return output
+
+
+def _watched(groups: Callable[[Watch], bool]) -> ExitStack:
+    """The watches for which `groups` holds, entered."""
+    stack = ExitStack()
+    for each in POLLER.all():
+        if isinstance(each, Watch) and groups(each):
+            stack.enter_context(each)
+    return stack
+
+
+def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _watched(lambda watching: watching.owes_backward):
+        result = original(*args, **kwargs)
+    for each in POLLER.all():
+        if isinstance(each, Watch):
+            each.owes_backward = False
+    return result
+
+
+def _watched_step(original: Callable[..., Any], step: Callable[..., Any]) -> Any:
+    """What torch makes of the `step` of an optimizer's class, watched."""
+    hooked = original(step)
+
+    @wraps(hooked)
+    def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        found = {shard.group.process_group for param in params if (shard := SHARD.find(param)) is not None}
+        with _watched(lambda watching: watching.group.process_group in found):
+            return hooked(optimizer, *args, **kwargs)
+
+    return watched
+
+
+def _compiled(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    with fail_together(module):
+        return original(module, *args, **kwargs)
+
+
+def _exit(original: Callable[..., Any], kind: Any, error: BaseException | None, trace: Any) -> Any:
+    if isinstance(error, Exception):
+        for each in POLLER.all():
+            if isinstance(each, Watch):
+                with suppress(RemoteRankError):
+                    each.tell(error)
+    original(kind, error, trace)
+
+
+WATCHED_CALLS = (
+    Patch("torch", "autograd.backward", lambda: replace(torch.autograd, "backward", _backward)),
+    Patch("torch", "Optimizer.profile_hook_step", lambda: replace(Optimizer, "profile_hook_step", _watched_step)),
+    Patch("torch", "OptimizedModule.__call__", lambda: replace(OptimizedModule, "__call__", _compiled)),
+    Patch("Python", "sys.excepthook", lambda: replace(sys, "excepthook", _exit)),
+)
+"""Held by every watch: backwards, optimizers that are made while it lives, compiled models, errors that end a process.
+"""
+
+
+def renew_process_group(model: nn.Module) -> None:
+    """Start a new process group in place of one that has ended since a rank failed; all ranks have to call it.
+
+    Models that are loaded work as before: parameters, optimizers and random states are what they were. Caches and
+    recorded forwards of before are not to be used; other process groups have to be made again.
+
+    Raises:
+        RemoteRankError: if a rank is lost.
+        MeshError: if the group has not ended.
+        UnsupportedError: if the model's ranks are not all that were started.
+    """
+    group, watching = GROUP.of(model), WATCH.find(model)
+    failure = watching.failure if watching is not None else None
+    if watching is None or failure is None:
+        raise MeshError(
+            "renew_process_group",
+            got="a process group that has not ended" if watching else "a model that is not watched",
+            expected="one that ended when a rank failed",
+            fix="Call it after a RemoteRankError, on all ranks.",
+        )
+    if failure.is_lost:
+        raise failure.to_error()
+    if group.size != dist.get_world_size() or (group.mesh is not None and group.mesh.ndim > 1):
+        raise UnsupportedError(
+            "renew_process_group",
+            got=f"{group.size} ranks of {dist.get_world_size()}",
+            expected="a model on one axis of all ranks",
+            fix="Start all ranks again.",
+        )
+    ended = [each for each in POLLER.all() if isinstance(each, Watch) and each.failure == failure]
+    restart(group, watching.meeting)
+    for each in ended:
+        each.join()

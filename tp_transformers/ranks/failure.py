@@ -1,0 +1,82 @@
+"""Which rank failed first, judged from what the ranks report and from their signs of life."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import RemoteRankError
+
+GRACE = 3.0
+"""Seconds that the ranks have to fail alike, once one has failed."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank that failed tells the others."""
+
+    order: int
+    """Its place among the ranks that failed."""
+    collectives: int
+    """How many it has begun since it entered the call that failed."""
+    error: str
+    """ "ErrorType: message"."""
+    trace: str
+    """The traceback."""
+    follows: bool
+    """True if the error says that another rank cannot be reached: that one failed first."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a model's process group has ended."""
+
+    rank: int
+    """The rank that failed first."""
+    text: str
+    """A clause about it: "failed with ValueError: ..."."""
+    trace: str = ""
+    """Its traceback."""
+    is_lost: bool = False
+    """True if the rank gives no sign of life."""
+
+    def to_error(self) -> RemoteRankError:
+        """What all other ranks raise, with the same message."""
+        advice = "Call tp_transformers.renew_process_group(model) on all ranks to go on, or end them."
+        trace = f"\n\nTraceback of rank {self.rank}:\n{self.trace}" if self.trace else ""
+        return RemoteRankError(
+            f"rank {self.rank} {self.text.rstrip('.')}. The ranks' process group has been ended, since the others "
+            f"would have waited for it. {'Start all ranks again.' if self.is_lost else advice}{trace}"
+        )
+
+
+def lost(rank: int, seconds: float) -> Failure:
+    """The failure of a rank that is silent."""
+    text = f"gave no sign of life for {seconds:.0f} s: it was killed or stopped, or its machine cannot be reached"
+    return Failure(rank, text, is_lost=True)
+
+
+def is_alike(reports: Mapping[int, Report], size: int) -> bool:
+    """True if all `size` ranks failed after as many collectives, so that none waits for another."""
+    return len(reports) == size and len({report.collectives for report in reports.values()}) == 1
+
+
+def judge(reports: Mapping[int, Report], before: Sequence[int], now: Sequence[int], seconds: float) -> Failure | None:
+    """The failure that all ranks raise; None as long as it is not known.
+
+    Args:
+        reports: what each rank that failed says; at least one.
+        before: each rank's signs of life when the first report was seen, a number that grows.
+        now: the same `seconds` later.
+        seconds: those that have passed.
+    """
+    if seconds < GRACE and len(reports) < len(now):
+        return None
+    first = min(reports, key=lambda rank: (reports[rank].follows, reports[rank].order))
+    if reports[first].follows:
+        silent = [rank for rank, beat in enumerate(now) if beat == before[rank] and rank not in reports]
+        if silent and seconds >= GRACE:
+            return lost(silent[0], seconds)
+        if seconds < 1.5 * GRACE:
+            return None
+    return Failure(first, f"failed with {reports[first].error}", reports[first].trace)

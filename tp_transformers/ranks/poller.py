@@ -1,0 +1,83 @@
+"""The one thread of a process that polls for all models of it."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+BEAT = 0.5
+"""Seconds between two polls."""
+SOON = 0.02
+"""Seconds between two polls while somebody waits for what they bring."""
+
+
+class Polled(Protocol):
+    """What the thread polls, for as long as others hold it."""
+
+    @property
+    def is_urgent(self) -> bool:
+        """True if somebody waits."""
+
+    def poll(self) -> None:
+        """Look once, without waiting."""
+
+
+class Poller:
+    """Polls every BEAT seconds; its thread starts with the first that is added, and ends with the process."""
+
+    def __init__(self) -> None:
+        self._polled: list[tuple[weakref.ref[Polled], Callable[[], None]]] = []
+        self._lock, self._wake, self._ends = threading.Lock(), threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    def add(self, polled: Polled, farewell: Callable[[], None]) -> None:
+        """Poll `polled` until it is collected, or the process ends; then call `farewell`, which must not hold it."""
+        with self._lock:
+            self._polled.append((weakref.ref(polled), farewell))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tp_transformers poller", daemon=True)
+                self._thread.start()
+                atexit.register(self._stop)
+
+    def soon(self) -> None:
+        """Poll now."""
+        self._wake.set()
+
+    def all(self) -> list[Polled]:
+        """Those that live."""
+        with self._lock:
+            return [polled for ref, _ in self._polled if (polled := ref()) is not None]
+
+    def _run(self) -> None:
+        while not self._ends:
+            is_urgent = self._poll()
+            self._bid_farewell(lambda ref: ref() is None)
+            self._wake.wait(SOON if is_urgent else BEAT)
+            self._wake.clear()
+
+    def _poll(self) -> bool:
+        """Poll all once; true if one of them is urgent. The thread holds none of them while it sleeps."""
+        found = self.all()
+        for polled in found:
+            polled.poll()
+        return any(polled.is_urgent for polled in found)
+
+    def _bid_farewell(self, is_gone: Callable[[weakref.ref[Polled]], bool]) -> None:
+        with self._lock:
+            gone = [entry for entry in self._polled if is_gone(entry[0])]
+            self._polled = [entry for entry in self._polled if entry not in gone]
+        for _, farewell in gone:
+            farewell()
+
+    def _stop(self) -> None:
+        self._ends = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(4 * BEAT)
+        self._bid_farewell(lambda ref: True)
+
+
+POLLER = Poller()

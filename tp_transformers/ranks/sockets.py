@@ -1,0 +1,58 @@
+"""The TCP connections between ranks, which gloo waits on: a collective returns once its own are shut.
+
+torch has no way to abort gloo (`ProcessGroup.abort` does nothing there), but gloo raises in every operation that waits
+when one of its connections ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+Ends = tuple[Any, Any]
+"""(own address, the other end's) of a connection."""
+
+
+def connections(store: Store) -> dict[int, Ends]:
+    """The ends of every TCP connection of this process by file descriptor, without those of `store`."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port, found = getattr(store, "port", None), {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        ends = _ends(int(name))
+        if ends is not None and port not in (ends[0][1], ends[1][1]):
+            found[int(name)] = ends
+    return found
+
+
+def between(own: dict[int, Ends], others: list[Ends]) -> dict[int, Ends]:
+    """Those of this process that `others`, the connections of other ranks, are the other ends of."""
+    known = set(others)
+    return {descriptor: ends for descriptor, ends in own.items() if (ends[1], ends[0]) in known}
+
+
+def shut(found: dict[int, Ends]) -> None:
+    """Shut the connections that are still the same; what waits on either end of one raises."""
+    for descriptor, ends in found.items():
+        if _ends(descriptor) == ends:
+            with _opened(descriptor) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _opened(descriptor: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(descriptor))
+
+
+def _ends(descriptor: int) -> Ends | None:
+    """The ends of a TCP connection; None for other descriptors, closed ones, and sockets that only listen."""
+    try:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return None
+        with _opened(descriptor) as connection:
+            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
+            return (connection.getsockname(), connection.getpeername()) if is_tcp else None
+    except OSError:
+        return None

@@ -1,0 +1,240 @@
+"""Word of a rank that failed alone, beside the collectives in which the others wait for it.
+
+    rank 1 raises in a forward ─ its report ─> store <─ polled ─ a thread of every rank
+      all ranks report, after as many collectives: they failed alike; each raises its own error, and may go on
+      some have not after GRACE seconds: all end their process group, and raise rank 1's error
+
+The store is that of the ranks' rendezvous. A thread of every process polls it, and leaves a sign of life there; nothing
+is added to a healthy collective. Each rank hears the next one: where that is silent for `limit` seconds, it tells all.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import traceback
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from ..marks import untyped
+from .failure import GRACE, Failure, Report, is_alike, judge, lost
+from .group import TensorParallelGroup, bind_thread, is_agreed
+from .poller import BEAT, POLLER
+from .sockets import between, connections, shut
+
+LIMIT = 10.0
+"""Seconds without a sign of life after which a rank counts as lost, unless a load says otherwise."""
+TRACE = 6000
+"""Characters of a traceback that other ranks are told."""
+LEFT = -(1 << 40)
+"""What a rank adds to its signs of life when its model is gone."""
+
+
+class Watch:
+    """The ranks of one model, each of which hears when another one fails or is lost.
+
+    `with watch:` surrounds a call that all ranks make; it may be nested. If the call fails on some ranks and not on
+    others, all raise, and every later call raises RemoteRankError at once.
+    """
+
+    failure: Failure | None
+    """What ended the process group; None while it lives."""
+
+    def __init__(self, group: TensorParallelGroup, limit: float = LIMIT) -> None:
+        """Begin to watch; all ranks of `group`, of two or more, have to call it."""
+        self.group, self.limit = group, limit
+        self.owes_backward = False
+        """True from a forward that autograd recorded until a backward has ended."""
+        self._depth, self._entered, self._entered_at = 0, 0, 0.0
+        self.join()
+
+    def join(self) -> None:
+        """Begin with a process group, the model's first one or a new one; all ranks have to call it."""
+        store, rank = _get_default_store(), self.group.rank
+        own = connections(store)
+        number = store.add("tp_transformers/watches", 1) if rank == 0 else 0
+        ranks = self.group.gather((number, list(own.values())))
+        self._links = between(own, [ends for each, (_, found) in enumerate(ranks) if each != rank for ends in found])
+        self._store = PrefixStore(f"tp_transformers/watch {ranks[0][0]}", untyped(store).clone())
+        self.failure = None
+        self._error: Exception | None = None
+        self._began: tuple[float, list[int]] | None = None
+        self._round, self._settled = 0, threading.Event()
+        self._heard, self._heard_at, self._polled_at = 0, monotonic(), monotonic()
+        self._unreachable_at: float | None = None
+        POLLER.add(self, partial(_leave, self._store, rank))
+
+    @property
+    def meeting(self) -> Store:
+        """A store in which the ranks can meet once more."""
+        return PrefixStore("a new process group", self._store)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        return self
+
+    # In the thread that calls the model.
+
+    def __enter__(self) -> Watch:
+        if not self._depth:
+            self.check()
+            self._entered, self._entered_at = self._collectives(), monotonic()
+        self._depth += 1
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        if error is None:
+            self.check()  # collectives of NCCL return when they are aborted
+        elif isinstance(error, Exception):
+            self.tell(error)
+
+    def check(self) -> None:
+        """Raise RemoteRankError if the process group has ended."""
+        if self.failure is not None:
+            raise self.failure.to_error()
+
+    def tell(self, error: Exception) -> None:
+        """Make `error` known to all ranks, and wait until it is known whether all have failed alike.
+
+        Raises RemoteRankError from `error` where another rank failed first.
+        """
+        if is_agreed(error) and not _follows(error):
+            return
+        if self.failure is None:
+            self._settled.clear()
+            self._error = error
+            POLLER.soon()
+            self._settled.wait(max(self.limit, 3 * GRACE))
+        if self.failure is not None:
+            if self.failure.rank != self.group.rank:
+                raise self.failure.to_error() from error
+            error.add_note("All ranks have been told; their process group has ended.")
+
+    def _collectives(self) -> int:
+        """How many collectives this rank has begun."""
+        backend = untyped(self.group.process_group)._get_backend(self.group.device)
+        return int(backend._get_sequence_number_for_group())
+
+    # In the thread that polls.
+
+    @property
+    def is_urgent(self) -> bool:
+        """True while ranks find out which of them have failed."""
+        return self._error is not None or self._began is not None
+
+    def poll(self) -> None:
+        """Give a sign of life, publish an error, and look for those of others."""
+        if self.failure is not None:
+            return
+        now = monotonic()
+        try:
+            self._store.add(_beat(self.group.rank), 1)
+            if self._error is not None:
+                self._publish(self._error)
+                self._error = None
+            if self._store.add(f"reports {self._round}", 0):
+                self._settle(now)
+            else:
+                self._hear(now)
+            self._unreachable_at = None
+        except RuntimeError as error:
+            self._unreachable_at = self._unreachable_at or now
+            waits = self._depth and now - max(self._entered_at, self._unreachable_at) > self.limit
+            if self._error is not None or waits:
+                text = f"or the launcher has ended: the store at which the ranks met cannot be reached ({error})"
+                self._conclude(Failure(0, text, is_lost=True))
+        self._polled_at = now
+
+    def _publish(self, error: Exception) -> None:
+        report = Report(
+            order=self._store.add(f"order {self._round}", 1),
+            collectives=self._collectives() - self._entered,
+            error=f"{type(error).__name__}: {error}",
+            trace="".join(traceback.format_exception(error))[-TRACE:],
+            follows=_follows(error),
+        )
+        self._store.set(f"report {self._round} {self.group.rank}", json.dumps(asdict(report)))
+        self._store.add(f"reports {self._round}", 1)
+
+    def _settle(self, now: float) -> None:
+        """Find the verdict of the ranks, or give it."""
+        verdict = f"verdict {self._round}"
+        if not self._store.check([verdict]):
+            if self._began is None:
+                self._began = now, self._beats()
+            reports = self._reports()
+            failure = None
+            if not is_alike(reports, self.group.size):
+                failure = judge(reports, self._began[1], self._beats(), now - self._began[0])
+                if failure is None:
+                    return
+            self._rule(failure)
+        found = json.loads(self._store.get(verdict))
+        self._conclude(Failure(**found) if found is not None else None)
+
+    def _rule(self, failure: Failure | None) -> None:
+        """Give the verdict, unless another rank has; None where all failed alike."""
+        self._store.compare_set(f"verdict {self._round}", "", json.dumps(failure and asdict(failure)))
+
+    def _hear(self, now: float) -> None:
+        """Hear the next rank; tell all if it has been silent for too long."""
+        other = (self.group.rank + 1) % self.group.size
+        beat = self._store.add(_beat(other), 0)
+        if beat != self._heard or now - self._polled_at > 4 * BEAT:  # this process may have been stopped itself
+            self._heard, self._heard_at = beat, now
+        has_left = beat < 0  # others may finish later: it is missed where one waits for it
+        since = max(self._heard_at, self._entered_at) if has_left else self._heard_at
+        if now - since > self.limit and (self._depth or not has_left):
+            self._rule(lost(other, now - since))
+            self._store.add(f"reports {self._round}", 1)
+
+    def _beats(self) -> list[int]:
+        return [self._store.add(_beat(rank), 0) for rank in range(self.group.size)]
+
+    def _reports(self) -> dict[int, Report]:
+        keys = {rank: f"report {self._round} {rank}" for rank in range(self.group.size)}
+        return {
+            rank: Report(**json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])
+        }
+
+    def _conclude(self, failure: Failure | None) -> None:
+        """Go on where all failed alike; else end the process group, for all models of these ranks."""
+        self._round, self._began = self._round + 1, None
+        if failure is not None:
+            bind_thread(self.group.device)
+            group = self.group.process_group
+            for other in POLLER.all():
+                if isinstance(other, Watch) and other.group.process_group == group:
+                    other.failure = failure
+                    other._settled.set()
+            shut(self._links)
+            with suppress(RuntimeError):
+                if group is not None:
+                    group.abort()
+        self._settled.set()
+
+
+def _beat(rank: int) -> str:
+    return f"beat {rank}"
+
+
+def _leave(store: Store, rank: int) -> None:
+    with suppress(RuntimeError):  # the store may have ended with the rank that keeps it
+        store.add(_beat(rank), LEFT)
+
+
+def _follows(error: BaseException) -> bool:
+    """True if `error` is of a collective, or of a vote, in which another rank was missing."""
+    if is_agreed(error):
+        return error.__cause__ is not None and _follows(error.__cause__)
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+    )
