@@ -45,7 +45,7 @@ class Pool:
         while len(self._workers) < size:
             self._workers.append(_Worker())
         workers = self._workers[:size]
-        port = _free_port()
+        port = free_port()
         for rank, worker in enumerate(workers):
             worker.connection.send((rank, size, port, function, args))
         results: dict[int, Any] = {}
@@ -150,7 +150,8 @@ def _serve(connection: Connection, stderr: str) -> None:
             gc.collect()  # models are cycles, which keep their process groups, and those their threads
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

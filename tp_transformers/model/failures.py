@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..errors import MeshError, RemoteRankError, UnsupportedError
 from ..marks import Mark
 from ..patches import Patch, replace
-from ..ranks.group import GROUP
+from ..ranks.group import GROUP, TensorParallelGroup
 from ..ranks.mesh import restart
 from ..ranks.poller import POLLER
 from ..ranks.watch import LIMIT, Watch
@@ -45,6 +45,13 @@ def watch(model: nn.Module, limit: bool | float | None) -> None:
             WATCH.put(module, watching)
     for patch in WATCHED_CALLS:
         patch.hold_for(watching)
+
+
+def watch_copies(model: nn.Module, copies: TensorParallelGroup) -> None:
+    """Let the ranks that hold the same part of each copy of `model` hear of one another, too."""
+    own = WATCH.find(model)
+    if own is not None and copies.size > 1:
+        own.beyond = Watch(copies, own.limit)
 
 
 def fail_together(model: Any) -> AbstractContextManager[Any]:

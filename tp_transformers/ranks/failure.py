@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import RemoteRankError
+from ..marks import Mark
 
 GRACE = 3.0
 """Seconds that the ranks have to fail alike, once one has failed."""
@@ -32,7 +33,7 @@ class Failure:
     """Why a model's process group has ended."""
 
     rank: int
-    """The rank that failed first."""
+    """The rank that failed first, of all that were started."""
     text: str
     """A clause about it: "failed with ValueError: ..."."""
     trace: str = ""
@@ -44,10 +45,16 @@ class Failure:
         """What all other ranks raise, with the same message."""
         advice = "Call tp_transformers.renew_process_group(model) on all ranks to go on, or end them."
         trace = f"\n\nTraceback of rank {self.rank}:\n{self.trace}" if self.trace else ""
-        return RemoteRankError(
+        error = RemoteRankError(
             f"rank {self.rank} {self.text.rstrip('.')}. The ranks' process group has been ended, since the others "
             f"would have waited for it. {'Start all ranks again.' if self.is_lost else advice}{trace}"
         )
+        FAILURE.put(error, self)
+        return error
+
+
+FAILURE: Mark[Failure] = Mark("_failure")
+"""Why the error was raised, on an error that others than the rank that failed raise."""
 
 
 def lost(rank: int, seconds: float) -> Failure:
@@ -61,14 +68,17 @@ def is_alike(reports: Mapping[int, Report], size: int) -> bool:
     return len(reports) == size and len({report.collectives for report in reports.values()}) == 1
 
 
-def judge(reports: Mapping[int, Report], before: Sequence[int], now: Sequence[int], seconds: float) -> Failure | None:
+def judge(
+    reports: Mapping[int, Report], before: Sequence[int], now: Sequence[int], seconds: float, ranks: Sequence[int]
+) -> Failure | None:
     """The failure that all ranks raise; None as long as it is not known.
 
     Args:
-        reports: what each rank that failed says; at least one.
+        reports: what each rank that failed says, by its place in the group; at least one.
         before: each rank's signs of life when the first report was seen, a number that grows.
         now: the same `seconds` later.
         seconds: those that have passed.
+        ranks: of the group, as they are numbered among all that were started.
     """
     if seconds < GRACE and len(reports) < len(now):
         return None
@@ -76,7 +86,7 @@ def judge(reports: Mapping[int, Report], before: Sequence[int], now: Sequence[in
     if reports[first].follows:
         silent = [rank for rank, beat in enumerate(now) if beat == before[rank] and rank not in reports]
         if silent and seconds >= GRACE:
-            return lost(silent[0], seconds)
+            return lost(ranks[silent[0]], seconds)
         if seconds < 1.5 * GRACE:
             return None
-    return Failure(first, f"failed with {reports[first].error}", reports[first].trace)
+    return Failure(ranks[first], f"failed with {reports[first].error}", reports[first].trace)

@@ -22,8 +22,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from ..errors import RemoteRankError
 from ..marks import untyped
-from .failure import GRACE, Failure, Report, is_alike, judge, lost
+from .failure import FAILURE, GRACE, Failure, Report, is_alike, judge, lost
 from .group import TensorParallelGroup, bind_thread, is_agreed
 from .poller import BEAT, POLLER
 from .sockets import between, connections, shut
@@ -46,9 +47,14 @@ class Watch:
     failure: Failure | None
     """What ended the process group; None while it lives."""
 
-    def __init__(self, group: TensorParallelGroup, limit: float = LIMIT) -> None:
-        """Begin to watch; all ranks of `group`, of two or more, have to call it."""
-        self.group, self.limit = group, limit
+    def __init__(self, group: TensorParallelGroup, limit: float = LIMIT, beyond: Watch | None = None) -> None:
+        """Begin to watch; all ranks of `group`, of two or more, have to call it.
+
+        Args:
+            limit: seconds until a silent rank counts as lost.
+            beyond: another watch of this process, of other ranks, that surrounds every call of this one.
+        """
+        self.group, self.limit, self.beyond = group, limit, beyond
         self.owes_backward = False
         """True from a forward that autograd recorded until a backward has ended."""
         self._depth, self._entered, self._entered_at = 0, 0, 0.0
@@ -83,6 +89,8 @@ class Watch:
     def __enter__(self) -> Watch:
         if not self._depth:
             self.check()
+            if self.beyond is not None:
+                self.beyond.__enter__()
             self._entered, self._entered_at = self._collectives(), monotonic()
         self._depth += 1
         return self
@@ -91,10 +99,17 @@ class Watch:
         self._depth -= 1
         if self._depth:
             return
-        if error is None:
-            self.check()  # collectives of NCCL return when they are aborted
-        elif isinstance(error, Exception):
-            self.tell(error)
+        try:
+            if error is None:
+                self.check()  # collectives of NCCL return when they are aborted
+            elif isinstance(error, Exception):
+                self.tell(error)
+        except RemoteRankError as remote:
+            error = remote
+            raise
+        finally:
+            if self.beyond is not None:
+                self.beyond.__exit__(kind, error, trace)
 
     def check(self) -> None:
         """Raise RemoteRankError if the process group has ended."""
@@ -114,9 +129,11 @@ class Watch:
             POLLER.soon()
             self._settled.wait(max(self.limit, 3 * GRACE))
         if self.failure is not None:
-            if self.failure.rank != self.group.rank:
+            if self.failure.rank != self.group.global_ranks[self.group.rank]:
                 raise self.failure.to_error() from error
-            error.add_note("All ranks have been told; their process group has ended.")
+            if FAILURE.find(error) is None:
+                FAILURE.put(error, self.failure)
+                error.add_note("All ranks have been told; their process group has ended.")
 
     def _collectives(self) -> int:
         """How many collectives this rank has begun."""
@@ -154,6 +171,9 @@ class Watch:
         self._polled_at = now
 
     def _publish(self, error: Exception) -> None:
+        known = FAILURE.find(error)
+        if known is not None:  # of the ranks of another watch
+            self._rule(known)
         report = Report(
             order=self._store.add(f"order {self._round}", 1),
             collectives=self._collectives() - self._entered,
@@ -173,7 +193,7 @@ class Watch:
             reports = self._reports()
             failure = None
             if not is_alike(reports, self.group.size):
-                failure = judge(reports, self._began[1], self._beats(), now - self._began[0])
+                failure = judge(reports, self._began[1], self._beats(), now - self._began[0], self.group.global_ranks)
                 if failure is None:
                     return
             self._rule(failure)
@@ -193,7 +213,7 @@ class Watch:
         has_left = beat < 0  # others may finish later: it is missed where one waits for it
         since = max(self._heard_at, self._entered_at) if has_left else self._heard_at
         if now - since > self.limit and (self._depth or not has_left):
-            self._rule(lost(other, now - since))
+            self._rule(lost(self.group.global_ranks[other], now - since))
             self._store.add(f"reports {self._round}", 1)
 
     def _beats(self) -> list[int]:

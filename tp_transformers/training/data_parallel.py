@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..errors import MeshError, UnsupportedError, describe
 from ..marks import untyped
+from ..model.failures import watch_copies
 from ..ranks.group import GROUP, TP_AXIS, TensorParallelGroup
 from ..ranks.mesh import check_ranks
 from ..strategies import batch_sharded, local_tensor
@@ -87,6 +88,7 @@ def data_parallel(
     for module in model.modules():
         if "tp_group" in module.__dict__:
             GROUP.put(module, copy)
+    watch_copies(model, copies)
     if mode == "shard":
         shard_copies(model, copy, mesh, axis, options)
     else:

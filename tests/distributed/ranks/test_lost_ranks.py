@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.test_torchrun import torchrun
+from tests.support.pool import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -49,7 +53,6 @@ except tp_transformers.RemoteRankError as error:
     ("how", "bad", "says", "bound"),
     [
         ("raise", 1, "rank 1 failed with ValueError: on this rank", 5),
-        ("SIGKILL", 2, "rank 2 gave no sign of life", 5),
         ("SIGSTOP", 1, "rank 1 gave no sign of life", 15),
         ("SIGSTOP", 0, "rank 0 gave no sign of life", 15),
     ],
@@ -58,12 +61,35 @@ def test_all_ranks_name_the_one_that_is_lost(
     cases: Any, tmp_path: Path, how: str, bad: int, says: str, bound: int
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = torchrun(3, str(tmp_path / "script.py"), cases(9, 3).folder, how, str(bad), TORCHELASTIC_ERROR_FILE="")
+    done = torchrun(3, str(tmp_path / "script.py"), cases(9, 3).folder, how, str(bad))
     raised = re.findall(r"raised after ([\d.]+) s: (.*)", done.stdout)
     print(raised)
     assert done.returncode != 0
-    # Torchrun may end the others first, where it sees that one has ended.
-    assert len(raised) == 2 or (how != "SIGSTOP" and raised), done.stdout + done.stderr[-3000:]
+    # Torchrun may end the others, once it sees that one has ended.
+    assert len(raised) == 2 or (how == "raise" and raised), done.stdout + done.stderr[-3000:]
     for seconds, message in raised:
         assert message.startswith(says), message
         assert float(seconds) < 4 * bound  # on a machine that is not overloaded, below the bound itself
+
+
+def test_a_rank_that_is_killed_is_named_where_no_launcher_ends_the_others(cases: Any, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), cases(9, 3).folder, "SIGKILL", "2"],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    print(printed)
+    for output in printed[:2]:
+        assert re.fullmatch(r"raised after [\d.]+ s: rank 2 gave no sign of life .*\n", output)
+    assert [rank.returncode for rank in ranks] == [1, 1, -9]

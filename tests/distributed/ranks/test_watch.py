@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.support.models import PROMPTS, load, relative
 from tests.support.tiers import wide
-from tp_transformers import RemoteRankError, fail_together, renew_process_group
+from tp_transformers import RemoteRankError, data_parallel, fail_together, renew_process_group
 from tp_transformers.ranks import failure
 from tp_transformers.ranks.poller import POLLER
 
@@ -138,6 +140,28 @@ def check(results: list[dict[str, Any]], bad: int) -> None:
 @pytest.mark.parametrize(("size", "bad"), wide([(2, 1), (3, 0), (4, 2)], 1))
 def test_all_ranks_raise_what_one_does(pool: Any, cases: Any, name: str, size: int, bad: int) -> None:
     check(pool.run(size, fail, cases(9, 3).folder, name, bad), bad)
+
+
+def fail_in_a_copy(folder: str) -> str:
+    """Run on 4 ranks, two copies of a model on two ranks each: what a rank raises where one of them fails alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with grace(GRACE):
+        model = load(folder, device_mesh=mesh)
+        data_parallel(model, mesh)
+        try:
+            for _ in range(2):
+                backward(model, dist.get_rank() == 3)
+        except (BoomError, RemoteRankError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.slow
+def test_ranks_of_other_copies_raise_it_too(pool: Any, cases: Any) -> None:
+    *others, bad = pool.run(4, fail_in_a_copy, cases(9, 3).folder)
+    assert bad == "BoomError: on this rank"
+    assert len(set(others)) == 1
+    assert others[0].startswith("RemoteRankError: rank 3 failed with BoomError: on this rank. ")
 
 
 def fail_alike(folder: str) -> list[Any]:

@@ -48,7 +48,7 @@ ALIVE, BEFORE = [5, 5, 5], [1, 1, 1]
 def test_the_rank_that_failed_first(
     reports: dict[int, Report], now: list[int], seconds: float, rank: int | None
 ) -> None:
-    failure = judge(reports, BEFORE, now, seconds)
+    failure = judge(reports, BEFORE, now, seconds, [0, 1, 2])
     assert (failure.rank if failure is not None else None) == rank
     if failure is not None:
         assert failure.is_lost == (rank not in reports)
@@ -56,7 +56,7 @@ def test_the_rank_that_failed_first(
 
 
 def test_the_message_names_the_rank_and_has_its_traceback() -> None:
-    failure = judge({1: report(1)}, BEFORE, ALIVE, GRACE)
+    failure = judge({1: report(1)}, BEFORE, ALIVE, GRACE, [0, 1, 2])
     assert failure is not None
     message = str(failure.to_error())
     assert message.startswith("rank 1 failed with ValueError: 1. ")
