@@ -16,7 +16,7 @@ from huggingface_hub.utils import build_hf_headers, get_session
 from ...errors import CheckpointError
 from ...slices.source import Source
 from .tries import TRANSIENT, Pace, StalledError, Tries, TryAgainError, asked_wait, refused, resolve, within
-from .urls import BAD_URL, HTTPError, followed, origin, shown
+from .urls import BAD_URL, HTTPError, followed, origin, printable, shown
 
 PROGRESS_BYTES = 1 << 20
 """Bytes of one answer that start the count of tries anew; or a quarter of what was lacking, where that is less."""
@@ -151,14 +151,14 @@ class RemoteFile(Source):
         given = headers.get("Content-Range", "")
         found = re.fullmatch(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", given)
         if not found or not int(found[1]) == target.position <= int(found[2]) < target.stop:
-            got = f"Content-Range {headers.get('Content-Range')!a:.200}"
+            got = f"Content-Range {headers.get('Content-Range')!r}"
             raise self._misserved(got, f"bytes {target.position}-{target.stop - 1} of {self.size}", location)
         if found[3] not in (str(self.size), "*"):
             raise self._changed(f"{found[3]} bytes", f"{self.size} bytes", location)
         self._compare(location, headers.get("ETag"))
         encoding = headers.get("Content-Encoding", "identity")
         if encoding.strip().lower() != "identity":
-            raise self._misserved(f"Content-Encoding {encoding:.200}", "the bytes as they are", location)
+            raise self._misserved(f"Content-Encoding {encoding}", "the bytes as they are", location)
         expected = int(found[2]) + 1 - target.position
         if (length := headers.get("Content-Length", str(expected))) != str(expected):
             raise self._misserved(f"a body of {length} bytes", str(expected), location)
@@ -188,7 +188,7 @@ class RemoteFile(Source):
         with self._answers:
             known = self.etags.setdefault(origin(location), self.etag if location == self.url else etag)
         if etag != known:
-            raise self._changed(f"ETag {etag:.200}", f"ETag {known}", location)
+            raise self._changed(f"ETag {etag}", f"ETag {known}", location)
 
     def _resolve_anew(self, location: str) -> None:
         """Ask the Hub where the bytes are now, unless another thread has since `location` was refused."""
@@ -206,10 +206,12 @@ class RemoteFile(Source):
 
     def _misserved(self, got: str, expected: str, location: str) -> CheckpointError:
         fix = "The server, or a proxy before it, does not serve ranges rightly; load without tp_stream."
-        return self.fault(got, expected, f"{fix} URL: {shown(location)}")
+        return self.fault(printable(got), expected, f"{fix} URL: {shown(location)}")
 
     def _changed(self, got: str, expected: str, location: str) -> CheckpointError:
-        return self.fault(got, expected, f"The file changed while it was read; load again. URL: {shown(location)}")
+        return self.fault(
+            printable(got), expected, f"The file changed while it was read; load again. URL: {shown(location)}"
+        )
 
 
 class _Target:

@@ -33,7 +33,7 @@ from huggingface_hub.utils import parse_ratelimit_headers
 from ...errors import CheckpointError
 from ...logs import get_logger
 from ...text import size
-from .urls import BAD_URL, HTTPError, followed, shown
+from .urls import BAD_URL, HTTPError, followed, printable, shown
 
 logger = get_logger(__name__)
 
@@ -53,9 +53,6 @@ SLOWEST_RATE, PACE_SECONDS = 1 << 10, 30.0
 ANSWER_SECONDS = 60.0
 """Seconds that the headers of an answer may take."""
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-_MESSAGE = 300
-"""Most characters of another library's message."""
 
 T = TypeVar("T")
 
@@ -93,7 +90,7 @@ class Tries:
         """Wait before the next try. Raises CheckpointError where `error`, of a request to `url`, is final."""
         self.count += 1
         kind = "" if isinstance(error, TryAgainError) else f"{type(error).__name__}: "
-        what, where = f"{kind}{error}"[:_MESSAGE].rstrip("."), f" URL: {shown(url)}" if url else ""
+        what, where = printable(f"{kind}{error}").rstrip("."), f" URL: {shown(url)}" if url else ""
         asked = getattr(error, "wait", None)
         if asked and (asked > LONGEST_RETRY_AFTER or self.waited + asked > LONGEST_WAITED):
             raise CheckpointError(
@@ -187,11 +184,11 @@ def resolve(url: str, token: str | bool | None = None, closed: threading.Event |
     try:
         metadata: HfFileMetadata = ask_hub(url, question, closed)
     except BAD_URL as error:
-        raise _no_hub(url, f"an answer that cannot be read: {str(error)[:_MESSAGE]}") from error
+        raise _no_hub(url, f"an answer that cannot be read: {error}") from error
     if not metadata.commit_hash or not metadata.etag or metadata.size is None:
         raise _no_hub(url, "an answer without commit, ETag or size")
     if not 0 <= metadata.size < 1 << 63:
-        raise _no_hub(url, f"a size of {str(metadata.size)[:_MESSAGE]} bytes")
+        raise _no_hub(url, f"a size of {metadata.size} bytes")
     try:
         return replace(metadata, location=followed(url, metadata.location))
     except ValueError as error:
@@ -200,7 +197,7 @@ def resolve(url: str, token: str | bool | None = None, closed: threading.Event |
 
 def _no_hub(url: str, got: str) -> CheckpointError:
     expected, fix = "what the Hugging Face Hub answers", "Check HF_ENDPOINT, proxies and firewalls."
-    return CheckpointError(shown(url), got=got, expected=expected, fix=fix)
+    return CheckpointError(shown(url), got=printable(got), expected=expected, fix=fix)
 
 
 def ask_hub(url: str, question: Callable[[], T], closed: threading.Event | None = None) -> T:

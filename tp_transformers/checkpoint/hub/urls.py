@@ -16,7 +16,7 @@ BAD_URL: tuple[type[Exception], ...] = (ValueError, _httpx.InvalidURL)
 """What urllib, the socket module and httpx raise for text that is no URL or no host name."""
 
 _SHOWN = 200
-"""Most characters of a URL in a message."""
+"""Most characters of a server's or a library's text in a message."""
 
 
 def origin(url: str) -> str:
@@ -32,6 +32,11 @@ def shown(url: str) -> str:
     scheme, mark, rest = url.partition("//")
     host, slash, path = rest.partition("/")
     text = scheme + mark + host.rpartition("@")[2] + slash + path
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """The first characters of what a server or a library says, in ASCII and on one line."""
     return "".join(c if " " <= c <= "~" else ascii(c)[1:-1] for c in text[:_SHOWN])
 
 
@@ -44,11 +49,11 @@ def followed(url: str, location: str) -> str:
         target = urljoin(url, location)
         parts = urlsplit(target)
         if parts.scheme not in ("http", "https"):
-            raise ValueError(f"the scheme {ascii(parts.scheme)[:_SHOWN]}")
+            raise ValueError(f"the scheme {parts.scheme!r}")
         if not parts.hostname:
             raise ValueError("no host")
         origin(target)
         _httpx.URL(target)
     except BAD_URL as error:
-        raise ValueError(str(error)[:_SHOWN]) from None
+        raise ValueError(printable(str(error))) from None
     return target
