@@ -15,6 +15,7 @@ from tests.support.hub_server import HubServer
 from tests.support.remote_file import CONTENT, read, remote
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.hub import tries
+from tp_transformers.checkpoint.hub.hub import Weights, _inquire_all
 from tp_transformers.checkpoint.hub.tries import resolve, within
 from tp_transformers.checkpoint.hub.urls import followed, shown
 
@@ -240,3 +241,22 @@ def test_a_hub_that_asks_to_wait_too_long(server: HubServer) -> None:
     server.faults.error_every, server.faults.error_status, server.faults.retry_after = 1, 429, "100000"
     with pytest.raises(CheckpointError, match=r"got status 429 and the server's wish to wait 100000 s"):
         resolve(f"{server.endpoint}/org/model/resolve/main/model.safetensors")
+
+
+def test_one_of_several_files_that_is_found_stops_no_other(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share what stops their waits; the last one is answered after all others are done."""
+    url = f"{server.endpoint}/org/model/resolve/main/model.safetensors"
+    slow = threading.Event()
+
+    def place(self: Weights, file: str) -> str:
+        if file == "last" and not slow.is_set():
+            slow.set()
+            time.sleep(0.5)
+        return url
+
+    monkeypatch.setattr(Weights, "url", place)
+    weights = Weights(
+        {"pretrained_model_name_or_path": "org/model", "variant": None, "use_safetensors": None}, {"revision": "main"}
+    )
+    found = _inquire_all(weights, ["first", "second", "last"])
+    assert [entry["head"][:100] for entry in found.values()] == [CONTENT[:100]] * 3

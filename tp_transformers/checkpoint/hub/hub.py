@@ -11,7 +11,7 @@ import posixpath
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -204,12 +204,12 @@ def _inquire(weights: Weights, file: str, *, closed: threading.Event | None = No
         raise refused(weights.url(file), error) from error
     assert metadata.size is not None
     remote = {"size": metadata.size, "etag": metadata.etag, "location": metadata.location}
-    with closing(weights.open(file, **remote, closed=closed)) as source:
-        head = source.read_bytes(0, min(metadata.size, max(8, min(metadata.size // HEAD_SHARE, HEAD_BYTES))))
-        stop = 8 + int.from_bytes(head[:8], "little")
-        if len(head) < stop <= min(metadata.size, 8 + HEADER_LIMIT):  # else read_header says what is wrong
-            head += source.read_bytes(len(head), stop - len(head))
-        return remote | {"location": source.location, "etags": source.etags, "head": head}
+    source = weights.open(file, **remote, closed=closed)  # not to be closed: the others read until `closed` is set
+    head = source.read_bytes(0, min(metadata.size, max(8, min(metadata.size // HEAD_SHARE, HEAD_BYTES))))
+    stop = 8 + int.from_bytes(head[:8], "little")
+    if len(head) < stop <= min(metadata.size, 8 + HEADER_LIMIT):  # else read_header says what is wrong
+        head += source.read_bytes(len(head), stop - len(head))
+    return remote | {"location": source.location, "etags": source.etags, "head": head}
 
 
 def _dtype(file: str | RemoteFile) -> torch.dtype:

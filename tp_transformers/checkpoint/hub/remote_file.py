@@ -56,7 +56,7 @@ class RemoteFile(Source):
         """A file at `url` on the Hub, whose bytes are at `location`.
 
         `head` is the file's first bytes where they are known; `etags` what hosts have called the file in answers.
-        `closed`, once it is set, stops reads as `close` does.
+        `closed` stops reads once it is set, by `close` or by whoever reads several files with it.
         """
         super().__init__()
         self.url, self.name, self.size, self.etag, self.location, self.head = url, name, size, etag, location, head
