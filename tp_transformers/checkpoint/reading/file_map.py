@@ -82,8 +82,19 @@ def survive_truncation(maps: Sequence[FileMap]) -> Iterator[None]:
     """
 
     signals = unexplained = 0
+    handling = False
 
     def handle(number: int, frame: Any) -> None:
+        nonlocal signals, unexplained, handling
+        if handling:  # the thread is signalled on until the map is replaced, and handlers interrupt one another
+            return
+        handling = True
+        try:
+            mend()
+        finally:
+            handling = False
+
+    def mend() -> None:
         nonlocal signals, unexplained
         signals += 1
         if signals > _SIGNALS:
