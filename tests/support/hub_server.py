@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import re
@@ -18,7 +19,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,6 +54,14 @@ class Faults:
     """Bytes that bodies are longer than their range, without a header of their length; negative for shorter."""
     ignore_range: bool = False
     """Answer 200 and the whole file to Range requests."""
+    headers: dict[str, str | None] = field(default_factory=dict)
+    """Headers of answers about bytes of weights that are others, or None for those that are lacking."""
+    hub_headers: dict[str, str | None] = field(default_factory=dict)
+    """The same for answers that say where weights are."""
+    trickle: float = 0.0
+    """Seconds before each byte of a body, or of all that `mangle` gives."""
+    mangle: Callable[[bytes], bytes] | None = None
+    """What becomes of all bytes of an answer about weights; the connection ends with it."""
     expire_after: int = 0
     """A signature is good for so many requests."""
     change_after: int = 0
@@ -142,10 +152,29 @@ class _Handler(BaseHTTPRequestHandler):
     seen: Seen
 
     def do_HEAD(self) -> None:
-        self._answer()
+        self._answer_all()
 
     def do_GET(self) -> None:
-        self._answer()
+        self._answer_all()
+
+    def _answer_all(self) -> None:
+        """Answer, with what the faults make of it."""
+        if self.hub.faults.mangle is None or ".safetensors" not in self.path:
+            return self._answer()
+        stream, self.wfile = self.wfile, io.BytesIO()
+        try:
+            self._answer()
+        finally:
+            content, self.wfile = self.wfile.getvalue(), stream
+        self.close_connection = True
+        content = self.hub.faults.mangle(content)
+        with suppress(OSError):  # the other side has gone
+            while content and self.hub.faults.trickle:
+                stream.write(content[:1])
+                content = content[1:]
+                time.sleep(self.hub.faults.trickle)
+            stream.write(content)
+        return None
 
     def log_message(self, *args: object) -> None:
         pass
@@ -277,6 +306,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, stream: Any, start: int, stop: int) -> None:
         self.wfile.flush()
+        if isinstance(self.wfile, io.BytesIO):
+            stream.seek(start)
+            start += self.wfile.write(stream.read(stop - start))
+        while start < stop and self.hub.faults.trickle:
+            stream.seek(start)
+            time.sleep(self.hub.faults.trickle)
+            start += self.wfile.write(stream.read(1))
         while start < stop:
             count = self.connection.sendfile(stream, start, min(stop - start, 1 << 20))
             start += count
@@ -286,8 +322,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _head(self, status: int, headers: Mapping[str, str]) -> None:
         self.seen.status = status
         self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
+        faults, changes = self.hub.faults, {}
+        if re.search(r"\.safetensors", self.path):
+            changes = faults.headers if self.path.startswith("/cdn/") else faults.hub_headers
+        for name, value in {**headers, **changes}.items():
+            if value is not None:
+                self.send_header(name, value)
         self.end_headers()
 
     def _say(self, status: int, headers: Mapping[str, str] | None = None, body: bytes = b"") -> None:

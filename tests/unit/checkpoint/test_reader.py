@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import faulthandler
 import os
 import re
-import signal
 import tempfile
 import threading
 from pathlib import Path
@@ -19,7 +17,7 @@ from safetensors.torch import save_file
 
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading import costs, jobs, memory, reader
-from tp_transformers.checkpoint.reading.file_map import FileMap, may_map, survive_truncation
+from tp_transformers.checkpoint.reading.file_map import may_map
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.local_file import LocalFile
@@ -42,59 +40,6 @@ def columns(checkpoint: Checkpoint) -> Request:
     """The right half of every row."""
     tensor = checkpoint.tensors["x"].select(1, [(2048, 4096)])
     return Request(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
-
-
-@pytest.mark.parametrize("keep", [0, 1 << 20])
-@pytest.mark.parametrize("dumps", [True, False])
-def test_a_file_that_is_truncated_while_it_is_mapped(big, keep: int, dumps: bool, monkeypatch) -> None:
-    """A real SIGBUS in a copying thread, under faulthandler's handler and under none."""
-    checkpoint, path, _ = big
-    view = FileMap.view
-
-    def truncating(self: FileMap, *args: Any) -> torch.Tensor:
-        os.truncate(path, keep)
-        return view(self, *args)
-
-    monkeypatch.setattr(FileMap, "view", truncating)
-    was_enabled = faulthandler.is_enabled()
-    (faulthandler.enable if dumps else faulthandler.disable)()
-    try:
-        before = signal.getsignal(signal.SIGBUS)
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated while it was read"):
-            read([columns(checkpoint)], threads=2)
-        if not dumps:
-            assert signal.getsignal(signal.SIGBUS) == before == signal.SIG_DFL
-    finally:
-        (faulthandler.enable if was_enabled else faulthandler.disable)()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
-
-
-def test_the_signal_is_always_seen(tmp_path: Path, monkeypatch) -> None:
-    """Also by a main thread that the copying one keeps from being told."""
-    view = FileMap.view
-    monkeypatch.setattr(FileMap, "view", lambda *arguments: (os.truncate(path, 0), view(*arguments))[1])
-    for index in range(100):
-        path = tmp_path / f"{index}.safetensors"
-        save_file({"x": torch.zeros(8, 4096)}, path)
-        with Checkpoint([path]) as checkpoint:
-            tensor = checkpoint.tensors["x"].select(1, [(0, 1024)])
-            with pytest.raises(CheckpointError, match="truncated while it was read"):
-                read([Request(tensor, torch.empty(tensor.shape))])
-
-
-def test_handlers_are_put_back(big) -> None:
-    checkpoint, _, _ = big
-
-    def own(number: int, frame: Any) -> None:
-        raise AssertionError
-
-    before = signal.signal(signal.SIGBUS, own)
-    try:
-        with survive_truncation([checkpoint.sources[0].map()]):
-            assert signal.getsignal(signal.SIGBUS) is not own
-        assert signal.getsignal(signal.SIGBUS) is own
-    finally:
-        signal.signal(signal.SIGBUS, before)
 
 
 def test_other_threads_read_without_maps(big) -> None:

@@ -2,61 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
-from huggingface_hub.utils import close_session
 
 from tests.support import hub_server
 from tests.support.hub_server import HubServer, commit_of
+from tests.support.remote_file import CONTENT, read, remote
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.hub import tries
-from tp_transformers.checkpoint.hub.remote_file import RemoteFile
 from tp_transformers.checkpoint.hub.tries import resolve
-
-CONTENT = bytes(os.urandom(300_000))
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    folder = tmp_path_factory.mktemp("repository")
-    (folder / "model.safetensors").write_bytes(CONTENT)
-    (folder / "config.json").write_text("{}")
-    with HubServer() as server:
-        server.add("org/model", folder)
-        yield server
-
-
-@pytest.fixture
-def server(served: HubServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setattr(tries, "FIRST_WAIT", 0.01)
-    served.forget()
-    yield served
-    served.forget()
-    close_session()
-
-
-def remote(server: HubServer, **changes: Any) -> RemoteFile:
-    url = f"{server.endpoint}/org/model/resolve/main/model.safetensors"
-    found = resolve(url)
-    assert found.etag is not None
-    assert found.size is not None
-    return RemoteFile(
-        url, **{"name": "it", "size": found.size, "etag": found.etag, "location": found.location, **changes}
-    )
-
-
-def read(file: RemoteFile, offset: int, *lengths: int) -> list[bytes]:
-    buffers = [bytearray(length) for length in lengths]
-    file.read(offset, [memoryview(buffer) for buffer in buffers])
-    return [bytes(buffer) for buffer in buffers]
 
 
 def test_what_a_hub_says(server: HubServer) -> None:

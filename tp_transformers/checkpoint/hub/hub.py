@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import posixpath
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -186,24 +187,29 @@ def _exists(weights: Weights, file: str) -> bool:
 
 
 def _inquire_all(weights: Weights, files: list[str]) -> dict[str, dict[str, Any]]:
+    closed = threading.Event()
     with ThreadPoolExecutor(CONNECTIONS) as executor:
-        return dict(zip(files, executor.map(partial(_inquire, weights), files), strict=True))
+        try:
+            return dict(zip(files, executor.map(partial(_inquire, weights, closed=closed), files), strict=True))
+        except BaseException:
+            closed.set()  # what still waits, for a server that is asked again later, stops
+            raise
 
 
-def _inquire(weights: Weights, file: str) -> dict[str, Any]:
+def _inquire(weights: Weights, file: str, *, closed: threading.Event | None = None) -> dict[str, Any]:
     """Ask the Hub for one file, and fetch its header; all that the other ranks need to open it too."""
     try:
-        metadata = resolve(weights.url(file), weights.token)
+        metadata = resolve(weights.url(file), weights.token, closed)
     except EntryNotFoundError as error:
         raise refused(weights.url(file), error) from error
     assert metadata.size is not None
     remote = {"size": metadata.size, "etag": metadata.etag, "location": metadata.location}
-    with closing(weights.open(file, **remote)) as source:
-        head = source.read_bytes(0, min(metadata.size, max(8, min(metadata.size // HEAD_SHARE, HEAD_BYTES))))
-        stop = 8 + int.from_bytes(head[:8], "little")
-        if len(head) < stop <= min(metadata.size, 8 + HEADER_LIMIT):  # else read_header says what is wrong
-            head += source.read_bytes(len(head), stop - len(head))
-        return remote | {"location": source.location, "etags": source.etags, "head": head}
+    source = weights.open(file, **remote, closed=closed)  # not to be closed: the others read until `closed` is set
+    head = source.read_bytes(0, min(metadata.size, max(8, min(metadata.size // HEAD_SHARE, HEAD_BYTES))))
+    stop = 8 + int.from_bytes(head[:8], "little")
+    if len(head) < stop <= min(metadata.size, 8 + HEADER_LIMIT):  # else read_header says what is wrong
+        head += source.read_bytes(len(head), stop - len(head))
+    return remote | {"location": source.location, "etags": source.etags, "head": head}
 
 
 def _dtype(file: str | RemoteFile) -> torch.dtype:

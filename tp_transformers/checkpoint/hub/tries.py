@@ -1,7 +1,8 @@
 """Requests to the Hub that are made again after faults that pass: at once, after a wait, or when a server asks for it.
 
 huggingface_hub's own `http_stream_backoff` neither resumes a body that breaks off, nor stops waiting when a file is
-closed, nor limits the wait that a server may ask for.
+closed, nor limits the wait that a server may ask for. Its timeouts are those of one call of `recv`, so that a server
+which sends a byte now and then never meets them: `Pace` limits how slowly a body comes, `within` how late an answer.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import random
 import re
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from huggingface_hub import get_hf_file_metadata
+from huggingface_hub import constants, get_hf_file_metadata
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -26,17 +31,28 @@ from huggingface_hub.file_download import HfFileMetadata
 from huggingface_hub.utils import parse_ratelimit_headers
 
 from ...errors import CheckpointError
+from ...logs import get_logger
+from ...text import size
+from .urls import BAD_URL, HTTPError, followed, printable, shown
+
+logger = get_logger(__name__)
 
 TRIES = 6
 """Number of times that a request is made before its error is final; bytes that came in between start it anew."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 """Seconds before the second try, doubled for each one after it, up to the longest."""
 LONGEST_RETRY_AFTER = 300.0
-"""The most seconds that a server may make us wait by Retry-After or its rate limit headers."""
+"""The most seconds that a server may ask to wait at once, by Retry-After or its rate limit headers. The Hub counts
+requests over 300 s."""
+LONGEST_WAITED = 600.0
+"""The most seconds that a server may make one request wait, over all its tries."""
+LOGGED_WAIT = 5.0
+"""Seconds of a wait from which on it is logged as a warning."""
+SLOWEST_RATE, PACE_SECONDS = 1 << 10, 30.0
+"""Bytes a second, on average over so many seconds, below which a body counts as stalled."""
+ANSWER_SECONDS = 60.0
+"""Seconds that the headers of an answer may take."""
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-# httpx or httpx2, as the installed huggingface_hub has it.
-HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 T = TypeVar("T")
 
@@ -44,9 +60,22 @@ T = TypeVar("T")
 class TryAgainError(Exception):
     """A fault that another request may mend, `wait` seconds later: 0 for at once, None for when it seems best."""
 
+    expected = "an answer"
+    fix = "Check the network and HF_ENDPOINT, and load again."
+
     def __init__(self, message: str, wait: float | None = None) -> None:
         super().__init__(message)
         self.wait = wait
+
+
+class StalledError(TryAgainError):
+    """An answer that comes too slowly; what came of it does not start the count of tries anew."""
+
+    fix = "Check the network and HF_ENDPOINT, or download the files first and load them from disk."
+
+    def __init__(self, message: str, expected: str) -> None:
+        super().__init__(message, 0)
+        self.expected = expected
 
 
 class Tries:
@@ -54,22 +83,94 @@ class Tries:
 
     def __init__(self, subject: str, closed: threading.Event) -> None:
         self.subject, self.closed, self.count = subject, closed, 0
+        self.waited = 0.0
+        """Seconds that servers have asked for and got."""
 
-    def again(self, error: Exception) -> None:
-        """Wait before the next try. Raises CheckpointError where `error` was that of the last one."""
+    def again(self, error: Exception, url: str = "") -> None:
+        """Wait before the next try. Raises CheckpointError where `error`, of a request to `url`, is final."""
         self.count += 1
+        kind = "" if isinstance(error, TryAgainError) else f"{type(error).__name__}: "
+        what, where = printable(f"{kind}{error}").rstrip("."), f" URL: {shown(url)}" if url else ""
+        asked = getattr(error, "wait", None)
+        if asked and (asked > LONGEST_RETRY_AFTER or self.waited + asked > LONGEST_WAITED):
+            raise CheckpointError(
+                self.subject,
+                got=f"{what} and the server's wish to wait {asked:.0f} s, after {self.waited:.0f} s",
+                expected=f"waits of at most {LONGEST_RETRY_AFTER:.0f} s, and {LONGEST_WAITED:.0f} s in all",
+                fix=f"Load again later, with a token where you had none, or load from disk.{where}",
+            ) from error
         if self.count < TRIES:
             wait = min(FIRST_WAIT * 2 ** (self.count - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
-            asked = getattr(error, "wait", None)
-            if not self.closed.wait(asked and asked + wait if asked is not None else wait):
+            if asked is not None:
+                self.waited += asked
+                wait = asked and asked + wait
+            if isinstance(error, StalledError) or wait >= LOGGED_WAIT:
+                text = "%s: %s; try %d of %d in %.0f s. Interrupt the process (Ctrl-C) to stop.%s"
+                logger.warning(text, self.subject, what, self.count + 1, TRIES, wait, where)
+            if not self.closed.wait(wait):
                 return
-        kind = "" if isinstance(error, TryAgainError) else f"{type(error).__name__}: "
         raise CheckpointError(
             self.subject,
-            got=f"{kind}{error} in {self.count} tries",
-            expected="an answer",
-            fix="Check the network and HF_ENDPOINT, and load again.",
+            got=f"{what} in {self.count} tries",
+            expected=getattr(error, "expected", TryAgainError.expected),
+            fix=getattr(error, "fix", TryAgainError.fix) + where,
         ) from error
+
+
+class Pace:
+    """The rate at which bytes of a request come; `restart` it when the request is made again."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self._began, self._nbytes = monotonic(), 0
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that came. Raises StalledError where they are too few for the time that they took.
+
+        Whoever lets a server be silent for longer, by HF_HUB_DOWNLOAD_TIMEOUT, gives the bytes as long to come.
+        """
+        self._nbytes += nbytes
+        seconds = monotonic() - self._began
+        if seconds < max(PACE_SECONDS, constants.HF_HUB_DOWNLOAD_TIMEOUT):
+            return
+        if self._nbytes < SLOWEST_RATE * PACE_SECONDS:
+            raise StalledError(f"{self._nbytes} bytes in {seconds:.0f} s", f"at least {size(SLOWEST_RATE)} a second")
+        self.restart()
+
+
+def within(function: Callable[[], T], *, late: Callable[[T], object] = lambda value: None) -> T:
+    """The value of `function`, which asks a server and runs in a thread of its own; `late` gets one that is too late.
+
+    Raises StalledError after ANSWER_SECONDS, or after huggingface_hub's timeouts where they are longer; the thread then
+    ends when the server lets it.
+    """
+    seconds = max(ANSWER_SECONDS, constants.HF_HUB_ETAG_TIMEOUT + constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(function())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    def discard(answer: Future[T]) -> None:
+        if answer.exception() is None:
+            late(answer.result())
+
+    threading.Thread(target=ask, name="ask", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except FutureTimeoutError:
+        if answer.done() and answer.exception() is not None:
+            raise
+        answer.add_done_callback(discard)
+        raise StalledError(f"no answer in {seconds:.0f} s", TryAgainError.expected) from None
+    except BaseException:  # an interrupt while it waits
+        answer.add_done_callback(discard)
+        raise
 
 
 def resolve(url: str, token: str | bool | None = None, closed: threading.Event | None = None) -> HfFileMetadata:
@@ -79,25 +180,36 @@ def resolve(url: str, token: str | bool | None = None, closed: threading.Event |
         EntryNotFoundError: where the repository has no such file.
         CheckpointError: where the Hub cannot be reached, refuses, or does not say what a Hub says.
     """
-    metadata = ask_hub(url, partial(get_hf_file_metadata, url, token=token), closed)
-    if metadata.commit_hash and metadata.etag and metadata.size is not None:
-        return metadata
-    raise CheckpointError(
-        url,
-        got="an answer without commit, ETag or size",
-        expected="what the Hugging Face Hub answers",
-        fix="Check HF_ENDPOINT, proxies and firewalls.",
-    )
+    question = partial(within, partial(get_hf_file_metadata, url, token=token))
+    try:
+        metadata: HfFileMetadata = ask_hub(url, question, closed)
+    except BAD_URL as error:
+        raise _no_hub(url, f"an answer that cannot be read: {error}") from error
+    if not metadata.commit_hash or not metadata.etag or metadata.size is None:
+        raise _no_hub(url, "an answer without commit, ETag or size")
+    if not 0 <= metadata.size < 1 << 63:
+        raise _no_hub(url, f"a size of {metadata.size} bytes")
+    try:
+        return replace(metadata, location=followed(url, metadata.location))
+    except ValueError as error:
+        raise _no_hub(url, f"a redirect to {shown(metadata.location)}: {error}") from None
+
+
+def _no_hub(url: str, got: str) -> CheckpointError:
+    expected, fix = "what the Hugging Face Hub answers", "Check HF_ENDPOINT, proxies and firewalls."
+    return CheckpointError(shown(url), got=printable(got), expected=expected, fix=fix)
 
 
 def ask_hub(url: str, question: Callable[[], T], closed: threading.Event | None = None) -> T:
     """The answer to a `question` that huggingface_hub asks, in as many tries as it takes; raises as `resolve`."""
-    tries = Tries(url, closed or threading.Event())
+    tries = Tries(shown(url), closed or threading.Event())
     while True:
         try:
             return question()
         except EntryNotFoundError:
             raise
+        except TryAgainError as error:
+            tries.again(error)
         except (HTTPError, OSError) as error:
             # transformers wraps what huggingface_hub raises.
             cause = error if isinstance(error, HTTPError) else error.__cause__
@@ -112,10 +224,13 @@ def ask_hub(url: str, question: Callable[[], T], closed: threading.Event | None 
 
 def asked_wait(headers: Mapping[str, str]) -> float | None:
     """Seconds that a server asks to wait, by its rate limit or Retry-After header."""
-    limit = parse_ratelimit_headers(headers)
-    asked = re.fullmatch(r"\s*(\d{1,9})\s*", headers.get("Retry-After", ""))
+    try:
+        limit = parse_ratelimit_headers(headers)
+    except ValueError:  # numbers of more digits than Python reads
+        limit = None
+    asked = re.fullmatch(r"\s*([0-9]{1,9})\s*", headers.get("Retry-After", ""))
     seconds = limit.reset_in_seconds if limit and not limit.remaining else int(asked[1]) if asked else None
-    return None if seconds is None else min(float(seconds), LONGEST_RETRY_AFTER)
+    return None if seconds is None else float(min(seconds, 1 << 62))
 
 
 def refused(url: str, error: Exception) -> CheckpointError:
@@ -130,4 +245,5 @@ def refused(url: str, error: Exception) -> CheckpointError:
         (EntryNotFoundError, "no such file"),
     ]
     got = next((text for kind, text in kinds if isinstance(error, kind)), f"status {status}")
-    return CheckpointError(f"{name} on the Hub", got=got, expected="a file that can be read", fix=access)
+    fix = access if status in (None, 401, 403, 404) else "Check HF_ENDPOINT, proxies and firewalls."
+    return CheckpointError(f"{name} on the Hub", got=got, expected="a file that can be read", fix=fix)

@@ -2,13 +2,15 @@
 
 A map has one danger: a read beyond the end of a truncated file raises SIGBUS, which ends the process without a message.
 `survive_truncation` turns that into an error: copies run in worker threads, and the main thread, in its handler of the
-signal, maps zero pages over the file, so that the copy runs to its end and can be discarded.
+signal, maps zero pages over the file, so that the copy runs to its end and can be discarded. Python does not tell the
+handler the address, so that it asks the file system which of the mapped files has changed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import signal
 import threading
 import warnings
@@ -23,6 +25,8 @@ _SIGACTION_BYTES = 512
 """Room for a `struct sigaction`, with some to spare."""
 _SIGNALS = 100
 """Number of signals after which their cause is no map, and they may end the process."""
+_UNEXPLAINED = 20
+"""Number of signals in a row that no file explains, after one was found, and after which another one is to blame."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -32,6 +36,7 @@ class FileMap:
     def __init__(self, fd: int, size: int, *, own: bool = False) -> None:
         """Map the `size` bytes of the open file `fd`; with `own`, copy-on-write instead of read-only."""
         self.size = size
+        self._fd, self._changed = fd, os.fstat(fd).st_mtime_ns
         self.lost = False
         """True once mapped bytes have vanished, which makes all copies from the map worthless."""
         flags = mmap.MAP_PRIVATE if own else mmap.MAP_SHARED
@@ -50,6 +55,11 @@ class FileMap:
         """Drop the map; a second call does nothing."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
+    def has_changed(self) -> bool:
+        """True if the file has become shorter, or was written to, since it was mapped; it has to be open still."""
+        status = os.fstat(self._fd)
+        return status.st_size < self.size or status.st_mtime_ns != self._changed
+
     def replace(self) -> None:
         """Map zero pages over the file, at the same addresses."""
         self.lost = True
@@ -65,18 +75,37 @@ class FileMap:
 def survive_truncation(maps: Sequence[FileMap]) -> Iterator[None]:
     """While the block runs, losing bytes of `maps` marks them as `lost` instead of ending the process.
 
+    Maps of files that did not change keep their bytes, unless none did: then all are lost.
+
     The main thread has to wait for the threads that read the maps with a timeout, and then `handle_signals()`, over and
     over; `may_map()` first.
     """
 
-    signals = 0
+    signals = unexplained = 0
+    handling = False
 
     def handle(number: int, frame: Any) -> None:
-        nonlocal signals
+        nonlocal signals, unexplained, handling
+        if handling:  # the thread is signalled on until the map is replaced, and handlers interrupt one another
+            return
+        handling = True
+        try:
+            mend()
+        finally:
+            handling = False
+
+    def mend() -> None:
+        nonlocal signals, unexplained
         signals += 1
         if signals > _SIGNALS:
             signal.signal(signal.SIGBUS, signal.SIG_DFL)
-        for each in maps:
+        intact = [each for each in maps if not each.lost]
+        culprits = [each for each in intact if each.has_changed()]
+        unexplained = 0 if culprits else unexplained + 1
+        # Signals of a fault that is mended by now come late. Without a change, a disk may have failed to give bytes.
+        if not culprits and (len(intact) == len(maps) or unexplained > _UNEXPLAINED):
+            culprits = intact
+        for each in culprits:
             each.replace()
 
     # Handlers that were not set from Python (faulthandler's) can only be put back as the C library gives them.

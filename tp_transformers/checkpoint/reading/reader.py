@@ -58,9 +58,7 @@ def read(
         if any(job.method == "blocks" for job in jobs):
             statistics.peak_buffer += threads * BLOCK_BYTES
         _run(jobs, Context(staging, statistics), threads, progress)
-        for source in mapped:
-            if source.map().lost:
-                raise CheckpointError(f"checkpoint file {source.name}: truncated while it was read")
+        _check_maps(mapped)
     statistics.seconds = perf_counter() - began
     return statistics
 
@@ -74,6 +72,21 @@ def _mapped(pieces: Sequence[Request]) -> list[LocalFile]:
                 source.map()
                 found.append(source)
     return found
+
+
+def _check_maps(mapped: Sequence[LocalFile]) -> None:
+    """Raise CheckpointError where bytes of a map were lost, with the names of the files that may be to blame."""
+    lost = [source for source in mapped if source.map().lost]
+    changed = [source for source in lost if source.map().has_changed()]
+    if changed:
+        raise CheckpointError(f"checkpoint file {changed[0].name}: truncated while it was read")
+    if lost:
+        raise CheckpointError(
+            f"checkpoint file {', '.join(source.name for source in lost)}",
+            got="bytes of a memory map that could not be read (SIGBUS)",
+            expected="files whose bytes can all be read",
+            fix="Check the disk or the mount that they are on, and load again.",
+        )
 
 
 def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[int], object]) -> None:

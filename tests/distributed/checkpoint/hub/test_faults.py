@@ -96,6 +96,14 @@ def test_the_token_stays_with_the_hub(hub_pool: Any, served: HubServer, cases: A
         ({"refuse": {"model-00003-of-00007.safetensors": 418}}, "status 418"),
         ({"gzip": "gzip"}, "got Content-Encoding gzip, expected the bytes as they are"),
         ({"gzip": ""}, " bytes, expected "),
+        (
+            {"refuse": {"model-00003-of-00007.safetensors": 302}, "headers": {"Location": "file:///etc/passwd"}},
+            "got a redirect to file:///etc/passwd (the scheme 'file'), expected one to a URL of http or https",
+        ),
+        (
+            {"refuse": {"model-00003-of-00007.safetensors": 429}, "headers": {"Retry-After": "100000"}},
+            "got status 429 and the server's wish to wait 100000 s",
+        ),
     ],
 )
 @pytest.mark.parametrize("size", wide([2, 3], 1))

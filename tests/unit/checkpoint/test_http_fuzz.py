@@ -1,0 +1,136 @@
+"""Mutated HTTP answers: what is read is the file as it is on the server's disk, or reading is one error of ours."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from tests.support.hub_server import HubServer
+from tests.support.remote_file import CONTENT
+from tp_transformers.checkpoint.hub import tries
+from tp_transformers.checkpoint.hub.hub import Weights, _inquire
+from tp_transformers.errors import TensorParallelError
+
+COUNT = 60 * int(os.environ.get("FUZZ") or 1)
+"""Loads of the file, each with a seed of its own."""
+LONGEST = 10.0
+"""Seconds that one load may take; it takes a tenth of one on a machine that does nothing else."""
+
+STATUSES = [*range(200, 209), *range(300, 309), 400, 401, 403, 404, 408, 410, 412, 416, 418, 425, 429, 500, 503, 599]
+VALUES = [
+    *("", " ", "0", "-1", "1e3", "0x10", "1_0", "\u0663", "9" * 19, "9" * 5000, "1, 1", "NaN", "*", "\x00", "\x80\xff"),
+    *("gzip", "identity", "br, gzip", "chunked", "gzip, chunked", "close", "keep-alive", "100-continue"),
+    *("bytes", "bytes 0-0/1", "bytes 5-4/9", "bytes */9", "bytes 0-999999/*", 'W/"a"', '"b"', "//", "/", "?", "#", "x"),
+    *(
+        "file:///etc/passwd",
+        "ftp://a/b",
+        "http://",
+        "http://[",
+        "http://a:b/",
+        "http://a:99999/",
+        "http://\u00e9.\u00e9/",
+    ),
+    *(
+        "http://" + "a" * 300,
+        "http://127.0.0.1:9/",
+        "javascript:x",
+        "data:,x",
+        "http://a@b:c@d/",
+        '"api";r=0;t=99999999',
+    ),
+]
+NAMES = [
+    *("Content-Length", "Content-Range", "Content-Encoding", "Transfer-Encoding", "Content-Type", "Connection", "ETag"),
+    *(
+        "Location",
+        "Retry-After",
+        "ratelimit",
+        "X-Linked-Size",
+        "X-Linked-ETag",
+        "X-Repo-Commit",
+        "X-Error-Code",
+        "X-Xet",
+    ),
+]
+
+
+def mutated(answer: bytes, rng: random.Random) -> bytes:
+    """The answer with another status, other headers, or a body of another length."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    way = rng.randrange(9)
+    if way == 0:  # another status
+        lines[0] = b"HTTP/1.1 %d So" % rng.choice(STATUSES)
+    if way == 1:  # no status line
+        lines[0] = rng.choice([b"", b"HTTP/9 200", b"HTTP/1.1 -1 x", b"HTTP/1.0 206 x", b"HTTP/1.1 206", b"\xff" * 9])
+    if way in (2, 3):  # a header's value
+        index = rng.randrange(1, len(lines))
+        value = rng.choice(VALUES).encode("utf-8" if rng.random() < 0.5 else "latin-1", "replace")
+        lines[index] = lines[index].partition(b":")[0] + b": " + value
+    if way == 4:  # a header more, or twice
+        value = rng.choice(VALUES).encode("utf-8")
+        lines.append(rng.choice(NAMES).encode() + b": " + value)
+    if way == 5 and len(lines) > 1:  # a header less, or broken
+        index = rng.randrange(1, len(lines))
+        lines[index : index + 1] = rng.choice([[], [b"no colon"], [b": no name"], [lines[index], b" folded"]])
+    if way == 6:  # a number of the headers
+        index = rng.randrange(1, len(lines))
+        lines[index] = re.sub(
+            rb"\d+", lambda found: b"%d" % (int(found[0]) + rng.choice([-1, 1, 10])), lines[index], count=1
+        )
+    if way == 7:  # another length
+        body = body[: rng.randrange(len(body) + 1)] if rng.random() < 0.5 else body + rng.randbytes(rng.randint(1, 99))
+    whole = b"\r\n".join(lines) + b"\r\n\r\n" + body
+    if way == 8:  # another end of it all, or another start
+        whole = rng.choice(
+            [whole[: rng.randrange(len(head) + 4)], b"HTTP/1.1 100 Go on\r\n\r\n" * 3 + whole, b"\r\n" + whole]
+        )
+    return whole
+
+
+def test_mutated_answers(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TRIES": 3, "FIRST_WAIT": 0.001, "LONGEST_RETRY_AFTER": 0.05, "ANSWER_SECONDS": 1.0}.items():
+        monkeypatch.setattr(tries, name, value)
+    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+        monkeypatch.setattr(constants, name, 2.0)
+    url = f"{server.endpoint}/org/model/resolve/main/model.safetensors"
+    monkeypatch.setattr(Weights, "url", lambda self, file: url)
+    weights = Weights(
+        {"pretrained_model_name_or_path": "org/model", "variant": None, "use_safetensors": None}, {"revision": "main"}
+    )
+    read = failed = 0
+    for index in range(COUNT):
+        rng, lock = random.Random(index), threading.Lock()
+        faulty, seen = rng.randint(1, 3), 0
+        where = rng.choice([0, 1, 2, 3])
+
+        def mangle(answer: bytes, rng: Any = rng, lock: Any = lock, faulty: int = faulty, where: int = where) -> bytes:
+            nonlocal seen
+            with lock:
+                seen += 1
+                return mutated(answer, rng) if where < seen <= where + faulty else answer
+
+        server.forget()
+        server.faults.mangle = mangle
+        began, says = time.monotonic(), ""
+        try:
+            found = _inquire(weights, "model.safetensors")
+            content = weights.open("model.safetensors", **found).read_bytes(0, len(CONTENT))
+        except TensorParallelError as error:
+            says = str(error)
+        except Exception as error:
+            raise AssertionError(f"case {index}: {type(error).__name__}") from error
+        else:
+            assert content == CONTENT, f"case {index}: wrong bytes"
+        read, failed = read + (not says), failed + bool(says)
+        assert says.isprintable(), f"case {index}: {says!r}"
+        assert len(says) < 1500, f"case {index}: {says}"
+        assert time.monotonic() - began < LONGEST, f"case {index}"
+    assert min(read, failed) >= COUNT // 10, (read, failed)
