@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from tests.support.saving import KINDS, Saved, config_is, leftovers, loaded, mad
 from tp_transformers import CheckpointError
 
 TRIALS = 20
+LIMIT = 120
+"""Seconds after which a fork ends, also where the test has ended before."""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +34,7 @@ def together(jobs: Sequence[Callable[[], object]]) -> list[str]:
     for job in jobs:
         child = os.fork()
         if not child:
+            signal.alarm(LIMIT)
             time.sleep(max(0.0, begin - time.monotonic()))
             try:
                 job()
@@ -93,6 +97,7 @@ def test_loads_beside_saves(models: Any, tmp_path: Path, kind: str) -> None:
     KINDS[kind](models[0], tmp_path)
     child = os.fork()
     if not child:
+        signal.alarm(LIMIT)
         draw = random.Random(1)
         while True:
             for saved in models:
@@ -112,7 +117,7 @@ def test_loads_beside_saves(models: Any, tmp_path: Path, kind: str) -> None:
             counts["whole"] += 1
             counts["config of another"] += model.config.max_position_embeddings != models[found[0]].mark
     finally:
-        os.kill(child, 9)
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     print(f"{kind}: {dict(counts)}")
     assert counts["whole"] > 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,38 @@ def test_a_fault_leaves_the_old_checkpoint(models: Any, tmp_path: Path, kind: st
         at += 1
     assert at > 20
     assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("kind", ["one file", "some files", "a file a rank"])
+def test_all_is_on_the_disk_before_it_counts(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Each file before it gets its name, all names before the last, and that of a new folder."""
+    synced: set[int] = set()
+    moved: list[str] = []
+    folder, fsync, replace = tmp_path / "folder", os.fsync, Path.replace
+
+    def record(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        moved.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def move(self: Path, target: Path) -> Path:
+        assert self.stat().st_ino in synced, self
+        moved.append(str(target))
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(Path, "replace", move)
+    KINDS[kind](models[1], folder)
+    steps = [path.removeprefix(f"{tmp_path}/") for path in moved if "/." not in path and "partial" not in path]
+    assert steps[0] == str(tmp_path)
+    last = {
+        "one file": "model.safetensors",
+        "some files": "model.safetensors.index.json",
+        "a file a rank": "model.safetensors.index.sharded.json",
+    }[kind]
+    assert steps[-4:] == ["folder", "folder/config.json", f"folder/{last}", "folder"]
 
 
 @pytest.mark.slow

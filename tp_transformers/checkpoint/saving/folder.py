@@ -119,7 +119,7 @@ class SaveFolder:
                     sync_folder(self.path)
                 with named(self.path / name):
                     if name == instead_of:
-                        (self.path / name).unlink()
+                        (self.path / name).unlink(missing_ok=True)
                     else:
                         (self.staging / name).replace(self.path / name)
                 done.append(name)
