@@ -8,7 +8,8 @@ A folder that is a symbolic link is the folder that it leads to. Links in it are
 What remains: `config.json` and the file that makes the folder the new checkpoint are moved one directly after the
 other, since no file system moves two at once. A kill between the two leaves the new config beside the old weights,
 which is no harm where a model is saved again, whose config stays the same. Where it differs, a load meets other shapes
-or computes with other constants; the next save mends it. An error between the two puts the old config back.
+or computes with other constants; the next save mends it. An error between the two puts the old config back. A load
+reads the config first too: one that runs while a save ends may take the old config and the new weights.
 """
 
 from __future__ import annotations
