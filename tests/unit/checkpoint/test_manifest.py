@@ -38,7 +38,7 @@ def write(folder: Path, tensors: dict[str, tuple[torch.Tensor, Layout | None]], 
         for key, tensor in load_file(folder / name).items():
             assert torch.equal(tensor, local[key])
     whole = {name: WholeTensor(t.dtype, tuple(t.shape), layout) for name, (t, layout) in tensors.items()}
-    Manifest(folder, SAVE, tuple(files), whole, (), "float32", {}, {}).write()
+    Manifest(folder, SAVE, tuple(files), whole, (), "float32", {}, {}).write(folder)
     found = Manifest.find(folder)
     assert found is not None
     return found

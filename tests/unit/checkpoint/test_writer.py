@@ -82,5 +82,5 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_no_part_of_a_manifest(tmp_path: Path) -> None:
     manifest = Manifest(tmp_path, "0123abcd", (), {}, (), "float32", {}, {"model": "colwise"})
     with full_disk(), pytest.raises(CheckpointError, match=r"sharded\.json: got File too large"):
-        manifest.write()
+        manifest.write(tmp_path)
     assert [*tmp_path.iterdir()] == []

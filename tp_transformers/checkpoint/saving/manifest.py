@@ -105,8 +105,8 @@ class Manifest:
             )
         return _Parser(path).manifest()
 
-    def write(self) -> None:
-        """Put the manifest into its folder, in place of another one."""
+    def write(self, folder: Path) -> None:
+        """Write the manifest into `folder`, in place of another one: its own, or one that it is moved out of."""
         layouts: dict[Layout, int] = {}
         for tensor in self.tensors.values():
             if tensor.layout is not None:
@@ -126,16 +126,7 @@ class Manifest:
             },
             "files": [vars(file) for file in self.files],
         }
-        write_text(self.folder / MANIFEST_NAME, json.dumps(content))
-
-
-def read_names(folder: Path) -> set[str]:
-    """Names of the rank files of the manifest in `folder`, also of one that is not well-formed otherwise."""
-    try:
-        weight_map = json.loads((folder / MANIFEST_NAME).read_bytes())["weight_map"]
-        return {name for name in weight_map.values() if isinstance(name, str)}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return set()
+        write_text(folder / MANIFEST_NAME, json.dumps(content))
 
 
 def ordinary_weights(folder: Path) -> list[str]:

@@ -68,4 +68,5 @@ def _upload(
 
 
 def _times(folder: Path) -> dict[Path, int]:
-    return {file: file.stat().st_mtime_ns for file in folder.iterdir()} if folder.is_dir() else {}
+    """When every file in the folder was written, or a link in it made."""
+    return {file: file.lstat().st_mtime_ns for file in folder.iterdir()} if folder.is_dir() else {}

@@ -21,17 +21,18 @@ from typing import TYPE_CHECKING, Any, cast
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...anatomy.names import tied_parameters
-from ...errors import UnsupportedError
+from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import local_tensor, shard_of, whole_like
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import WholeModel
 from .folder import SaveFolder
-from .writer import Writer, write_text
+from .manifest import MANIFEST_NAME, VARIANT
+from .writer import Writer, named, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +56,8 @@ def save_pretrained(
     """Write config, generation config and weights of a tensor-parallel model from rank 0; all ranks have to call it.
 
     The arguments are those of transformers' `save_pretrained`, but `is_main_process` counts on rank 0 alone; the others
-    never write. Raises UnsupportedError on any other argument that is set.
+    never write. Raises UnsupportedError on any other argument that is set, CheckpointError
+    where the folder cannot be written to, another save goes on in it, or it holds a pre-sharded checkpoint.
     """
     unsupported.pop("safe_serialization", None)  # there is no other kind
     if unsupported.get("distributed_checkpoint"):
@@ -68,6 +70,13 @@ def save_pretrained(
         raise UnsupportedError(
             f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; a "
             "plain model that is loaded from it takes them all."
+        )
+    if variant == VARIANT:
+        raise UnsupportedError(
+            "save_pretrained",
+            got=f"variant={variant!r}, by which pre-sharded checkpoints are found",
+            expected="another",
+            fix="Choose another; or call tp_transformers.save_sharded(model, folder).",
         )
     group = GROUP.of(model)
     writes = group.writes and is_main_process
@@ -92,7 +101,10 @@ def save_pretrained(
         with group.agree():
             if writes:
                 save = stack.enter_context(SaveFolder(folder))
-                names = _names(folder, cut.filename_to_tensors)
+                with named(folder, "folder"):
+                    _refuse_sharded(folder)
+                    names = _names(save, cut.filename_to_tensors)
+                    before = names_in(folder / index_name)
                 for file, contents in cut.filename_to_tensors.items():
                     writer = Writer(save.staging / names[file], {name: state[name] for name in contents})
                     writers[file] = stack.enter_context(closing(writer))
@@ -112,19 +124,34 @@ def save_pretrained(
             for writer in writers.values():
                 writer.finish()
             write_configs(model, save.staging)
-            configs = {path.name for path in save.staging.iterdir()} - set(names.values())
+            with named(folder, "folder"):
+                configs = config_last({path.name for path in save.staging.iterdir()} - set(names.values()))
+                earlier = weights_name if cut.is_sharded and os.path.lexists(folder / weights_name) else None
             if cut.is_sharded:
                 total = sum(whole_like(param).numel() for param in model.parameters())
                 weight_map = {name: names[file] for name, file in cut.tensor_to_filename.items()}
                 index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": weight_map}
                 write_text(save.staging / index_name, json.dumps(index, indent=2, sort_keys=True) + "\n")
-                written = [*names.values(), *sorted(configs), index_name]
+                written = [*names.values(), *configs]
+                # Readers look at the index once there is no single file; the config is the last step but one.
+                written.insert(len(written) if earlier is None else -1, index_name)
             else:
-                written = [*sorted(configs), *names.values()]
-            save.put(written)
-            _remove_old_weights(folder, weights_name, index_name, keep=written)
+                written = [*configs, *names.values()]
+            save.put(written, instead_of=earlier)
+            save.remove(_old_weights(save, weights_name, index_name, before=before, keep=written))
 
         group.together(lambda: finish() if writes else None)
+
+
+def _refuse_sharded(folder: Path) -> None:
+    """Raise CheckpointError where the folder holds a pre-sharded checkpoint, beside which no load takes weights."""
+    if os.path.lexists(folder / MANIFEST_NAME):
+        raise CheckpointError(
+            f"save_pretrained to {folder}",
+            got=f"a folder that holds {MANIFEST_NAME}",
+            expected="a folder without a pre-sharded checkpoint",
+            fix="Choose another folder; one inside this one will do.",
+        )
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -166,33 +193,56 @@ def _convertible_groups(
 
 def write_configs(model: PreTrainedModel, folder: Path) -> None:
     """Everything of a checkpoint but its weights, as transformers writes it."""
-    if model._auto_class is not None:
-        custom_object_save(model, folder, config=model.config)
-    config = copy.deepcopy(model.config)
-    config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    with named(folder, "folder"):
+        if model._auto_class is not None:
+            custom_object_save(model, folder, config=model.config)
+        config = copy.deepcopy(model.config)
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
 
 
-def _names(folder: Path, files: Iterable[str]) -> dict[str, str]:
+def config_last(names: Iterable[str]) -> list[str]:
+    """The names in order, the model's config at the end."""
+    return sorted(names, key=lambda name: (name == CONFIG_NAME, name))
+
+
+def _names(place: SaveFolder, files: Iterable[str]) -> dict[str, str]:
     """File -> the name that it gets: its own, or another where an earlier checkpoint has a file of that name.
 
     Several files do not take the place of others in one step, so a reader would find some of each. One file does.
+    Where other saves are not kept out, one of them may be about to use the names.
     """
     files = list(files)
-    if len(files) == 1 or not any((folder / file).exists() for file in files):
+    is_free = place.is_locked and not any(os.path.lexists(place.path / file) for file in files)
+    if len(files) == 1 or is_free:
         return {file: file for file in files}
     save = secrets.token_hex(4)
     return {file: re.sub(r"(-\d{5}-of-\d{5}\.safetensors)$", rf"-{save}\1", file) for file in files}
 
 
-def _remove_old_weights(folder: Path, weights_name: str, index_name: str, *, keep: Container[str]) -> None:
-    """Remove the weights of an earlier save into the folder: first those that a reader would take for the model."""
+def names_in(index: Path) -> set[str]:
+    """Names of the files in the `weight_map` of an index or a manifest; none where it cannot be read."""
+    try:
+        return {name for name in json.loads(index.read_bytes())["weight_map"].values() if isinstance(name, str)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set()
+
+
+def _old_weights(
+    place: SaveFolder, weights_name: str, index_name: str, *, before: Container[str], keep: Container[str]
+) -> list[str]:
+    """The weights of an earlier save into the folder: first those that a reader would take for the model.
+
+    `before` is what the index named when this save began. Where other saves are not kept out, all else may be theirs.
+    """
     stem = re.escape(weights_name.removesuffix(".safetensors"))
     pieces = re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}\.safetensors")
-    found = sorted(path.name for path in folder.iterdir() if pieces.fullmatch(path.name))
-    for name in (weights_name, index_name, *found):
-        if name not in keep:
-            (folder / name).unlink(missing_ok=True)
+    try:
+        found = sorted(path.name for path in place.path.iterdir() if pieces.fullmatch(path.name))
+    except OSError:  # the next save removes them
+        found = []
+    old = [name for name in found if place.is_locked or name in before]
+    return [name for name in (weights_name, index_name, *old) if name not in keep]

@@ -24,10 +24,10 @@ from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ...strategies import layout_of, local_tensor, whole_like
 from ..conversion.convert import identity
 from .folder import SaveFolder
-from .manifest import RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights, read_names
-from .save import saved_state, write_configs
+from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
+from .save import config_last, names_in, saved_state, write_configs
 from .sharded_checkpoint import ShardedCheckpoint
-from .writer import SummedWriter, make_folder
+from .writer import SummedWriter, make_folder, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -151,22 +151,29 @@ def check_save(model: PreTrainedModel, folder: Path, save: str, files: Sequence[
 def complete_save(model: PreTrainedModel, manifest: Manifest, place: SaveFolder) -> None:
     """Put configs and manifest in place, and remove the rank files of earlier saves.
 
-    Where other saves are kept out, those that were broken off are removed too.
+    Where other saves are kept out, those that were broken off are removed too. Raises CheckpointError; unless the
+    folder is this save by then, the files of the manifest are removed.
     """
-    before = read_names(manifest.folder)
-    write_configs(model, place.staging)
-    place.put(sorted(path.name for path in place.staging.iterdir()))
-    manifest.write()
-    keep = {file.name for file in manifest.files}
-    for path in manifest.folder.iterdir():
-        is_old = place.is_locked or path.name in before
-        if is_old and RANK_FILE.match(path.name) and path.name not in keep:
-            path.unlink(missing_ok=True)
+    before, keep = names_in(manifest.folder / MANIFEST_NAME), [file.name for file in manifest.files]
+    try:
+        write_configs(model, place.staging)
+        with named(place.path, "folder"):
+            configs = config_last(path.name for path in place.staging.iterdir())
+        manifest.write(place.staging)
+        place.put([*configs, MANIFEST_NAME])
+    except BaseException:
+        if not place.is_complete:
+            place.remove(keep)
+        raise
+    with suppress(OSError):  # the next save removes them
+        found = [path.name for path in manifest.folder.iterdir() if RANK_FILE.match(path.name)]
+        place.remove(name for name in found if name not in keep and (place.is_locked or name in before))
 
 
 def refuse_ordinary_weights(folder: Path) -> None:
     """Raise CheckpointError where the folder holds weights that could be taken for those that are saved."""
-    found = ordinary_weights(folder)
+    with named(folder, "folder"):
+        found = ordinary_weights(folder)
     if found:
         raise CheckpointError(
             f"save_sharded to {folder}",

@@ -17,57 +17,101 @@ from ...errors import CheckpointError
 from ...slices.stored import byte_view
 from ..reading.header import DTYPE_NAMES
 
+STAGING = ".saving-"
+"""How the name of a hidden folder begins that files are written to before they have their places."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
 
 def make_folder(folder: Path) -> None:
-    """Make a folder to write to, unless it is there. Raises CheckpointError where it cannot be made."""
+    """Make a folder to write to, unless it is there; its name is on the disk then.
+
+    Raises CheckpointError where it cannot be made.
+    """
     try:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        got = "a file of that name" if isinstance(error, FileExistsError) else (error.strerror or str(error)).lower()
+    except FileExistsError as error:
+        got = "a symbolic link that leads nowhere" if folder.is_symlink() else "a file of that name"
         raise CheckpointError(
             f"folder {folder}", got=got, expected="a folder, or room for one", fix="Choose another."
         ) from error
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        raise CheckpointError(
+            f"folder {folder}", got=got, expected="a folder, or room for one", fix=_remedy(error)
+        ) from error
+    for path in made:
+        sync_folder(path.parent)
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Raise CheckpointError, with the file, in place of errors of the system, such as a full disk."""
+def named(path: Path, kind: str = "file") -> Iterator[None]:
+    """Raise CheckpointError, with the path, in place of errors of the system, such as a full disk."""
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        got, fix = error.strerror or str(error), "Make room, or choose another folder."
-        raise CheckpointError(f"file {path}", got=got, expected="that it can be written", fix=fix) from error
+        parts = [part for part in path.parts if not part.startswith(STAGING)]  # where it was to be
+        got = error.strerror or str(error)
+        raise CheckpointError(
+            f"{kind} {Path(*parts)}", got=got, expected="that it can be written", fix=_remedy(error)
+        ) from error
+
+
+def _remedy(error: OSError) -> str:
+    if error.errno in _FULL:
+        return "Make room, or choose another folder."
+    if error.errno in _FORBIDDEN:
+        return "Give this user the right to write there, or choose another folder."
+    return "Choose another folder, or see in the system's log what is wrong with its disk."
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file in place of another one: it is whole and on the disk when it has its name."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with named(path), partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
+        with named(path):
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Bring the content of a file that another library has written to the disk."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(file)
     finally:
-        partial.unlink(missing_ok=True)
+        os.close(file)
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names of the files in a folder to the disk.
+    """Bring the names of the files in a folder to the disk. Raises CheckpointError where that fails.
 
     A crash after a rename leaves the file of before or the new one; without this, POSIX promises neither.
     """
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know no fsync of a folder
-            raise
-    finally:
-        os.close(folder)
+    with named(path, "folder"):
+        try:
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except PermissionError:  # files may be written to a folder that may not be listed
+            return
+        try:
+            os.fsync(folder)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know no fsync of a folder
+                raise
+        finally:
+            os.close(folder)
 
 
 class Writer:
@@ -123,7 +167,7 @@ class Writer:
         with named(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
-        self._partial.replace(self.path)
+            self._partial.replace(self.path)
         sync_folder(self.path.parent)
         self._file.close()
 
@@ -132,7 +176,8 @@ class Writer:
         if not self._file.closed:
             with suppress(OSError):  # a full disk has no room for what is buffered
                 self._file.close()
-            self._partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._partial.unlink(missing_ok=True)
 
     def _put(self, position: int, data: bytes | memoryview) -> None:
         self._file.seek(position)

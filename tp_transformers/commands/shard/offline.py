@@ -32,6 +32,7 @@ from ...checkpoint.reading.report import LoadReport
 from ...checkpoint.saving.folder import SaveFolder
 from ...checkpoint.saving.manifest import Manifest, RankFile
 from ...checkpoint.saving.sharded import check_save, complete_save, open_writer, rank_path, refuse_ordinary_weights
+from ...checkpoint.saving.writer import named
 from ...errors import CheckpointError, TensorParallelError, UsageError, list_faults
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
@@ -96,10 +97,10 @@ def shard_checkpoint(
         raise UsageError("number of ranks", got=str(size), expected="1 or more", fix="Give another.")
     folder = Path(folder)
     work = _Work(folder, size, show_progress)
-    refuse_ordinary_weights(folder)
     where = {key: arguments[key] for key in _WHERE if key in arguments}
     kind: Any = known_class(read_config(name, **where)) or AutoModelForCausalLM  # of a repository's own code
     with SaveFolder(folder) as place:
+        refuse_ordinary_weights(folder)
         try:
             # 1. Every rank's file.
             with enable():
@@ -265,4 +266,5 @@ def _copy_companions(name: str, folder: Path, where: dict[str, Any], commit: str
             name, file, **where, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=False
         )
         if found is not None and not (folder / file).exists():
-            shutil.copyfile(found, folder / file)
+            with named(folder / file):
+                shutil.copyfile(found, folder / file)

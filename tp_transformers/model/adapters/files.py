@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...checkpoint.saving.folder import SaveFolder
 from ...checkpoint.saving.push import push
 from ...checkpoint.saving.save import gather
+from ...checkpoint.saving.writer import Writer, named
 from ...errors import CheckpointError, UnsupportedError
 from ...ranks.group import GROUP
 from ...transformers_api import LoadStateDictInfo
@@ -53,13 +56,18 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     whole = {f"base_model.model.{key}": gather(value, group) for key, value in adapter.items()}
     with group.agree():
         if group.writes:
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {key: value.detach().contiguous() for key, value in whole.items() if value is not None}
-            save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
-            config = model.peft_config[name]
-            inference, config.inference_mode = config.inference_mode, True
-            config.save_pretrained(str(folder))
-            config.inference_mode = inference
+            tensors = {key: value.detach() for key, value in whole.items() if value is not None}
+            config = copy.copy(model.peft_config[name])
+            config.inference_mode = True
+            with SaveFolder(folder) as place:
+                with closing(Writer(place.staging / ADAPTER_FILE, tensors)) as writer:
+                    for key, value in tensors.items():
+                        writer.write(key, value)
+                    writer.finish()
+                with named(folder, "folder"):
+                    config.save_pretrained(str(place.staging))
+                    others = sorted({path.name for path in place.staging.iterdir()} - {ADAPTER_FILE})
+                place.put([*others, ADAPTER_FILE])
 
 
 def load_adapter(
