@@ -1,6 +1,6 @@
 """Mutated inputs with fixed seeds, and files of those that fail: `python -m tests.support.fuzz FILE` replays one.
 
-`FUZZ=20` makes 20 times as many cases of every fuzz test. A case depends on the test, the seed and its number alone, so
+`FUZZ=10` makes 10 times as many cases of every fuzz test. A case depends on the test, the seed and its number alone, so
 that more cases begin with the same ones. `FUZZ_FINDINGS` is the folder of the findings, build/fuzz-findings unless set.
 """
 
