@@ -2,12 +2,14 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 RANKS ?= 2
+FUZZ ?= 10
 VENV := .venv
 RELEASE_TESTS := tests/unit/plans tests/unit/commands tests/unit/test_anatomy.py tests/unit/test_package.py \
   tests/distributed/test_architectures.py tests/distributed/loading tests/distributed/model
+FUZZ_TESTS := $(wildcard tests/unit/*/test_*_fuzz.py tests/distributed/*/test_*_fuzz.py)
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all matrix bench lint versions clean
+.PHONY: demo test test-all matrix fuzz bench lint versions clean
 
 demo: $(VENV)/ready
 	$(PY) -m benchmarks.demo --ranks $(RANKS)
@@ -23,6 +25,10 @@ test-all: lint
 # Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors: about 20 minutes.
 matrix: $(VENV)/ready
 	MATRIX=1 $(PY) -m pytest -n 2 tests/distributed/test_architectures.py
+
+# 10 times as many cases of every fuzz test, about half an hour; FUZZ=100 makes more. Findings: build/fuzz-findings.
+fuzz: $(VENV)/ready
+	FUZZ=$(FUZZ) $(PY) -m pytest $(FUZZ_TESTS)
 
 # Loading against transformers' own tensor parallelism; BENCH="--cold --models phi3,gpt_oss" passes options.
 bench: $(VENV)/ready

@@ -6,7 +6,11 @@ A message says what it is about, what was found, what was expected, and what to 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Sized
+
+MOST_FAULTS = 20
+"""Faults that one message lists."""
 
 
 class TensorParallelError(Exception):
@@ -52,8 +56,41 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f" (nearest: {', '.join(matches)})" if matches else ""
 
 
-def list_faults(title: str, faults: Iterable[str]) -> str:
-    """Return one message of all `faults`, each told once."""
+def hint_for(faults: Sized, name: str, valid: Iterable[str]) -> str:
+    """As `nearest`, and "" where there are more faults than a message lists: to look for names takes time."""
+    return nearest(name, valid) if len(faults) < MOST_FAULTS else ""
+
+
+def list_faults(title: str, faults: Iterable[str], *, most: int = MOST_FAULTS) -> str:
+    """Return one message of all `faults`, each told once; of the first `most`, where there are more."""
     lines = sorted(set(faults))
     count = f"{len(lines)} fault" + "s" * (len(lines) > 1)
-    return f"{title}, {count}:" + "".join(f"\n  - {line}" for line in lines)
+    more = [f"... and {len(lines) - most} more"] if len(lines) > most else []
+    return f"{title}, {count}:" + "".join(f"\n  - {line}" for line in lines[:most] + more)
+
+
+def shorten(text: str, length: int) -> str:
+    """Return `text`, with its middle left out where it is longer than `length` characters."""
+    return text if len(text) <= length else f"{text[: length - length // 2 - 3]}...{text[len(text) - length // 2 :]}"
+
+
+def shown(value: object) -> str:
+    """Return the `repr` of a value of any size and depth, in at most 80 characters and bounded time."""
+    return shorten(_REPR.repr(value), 80)
+
+
+class _Repr(reprlib.Repr):
+    """Few entries of few levels; a list of aliases of lists of aliases has billions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 4
+        self.maxstring = self.maxother = 70
+
+    def repr_int(self, value: int, level: int) -> str:
+        """As `repr`, except where Python refuses numbers of that length."""
+        return super().repr_int(value, level) if value.bit_length() < 1000 else f"a number of {value.bit_length()} bits"
+
+
+_REPR = _Repr()

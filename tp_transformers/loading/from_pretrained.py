@@ -22,7 +22,7 @@ from ..checkpoint.conversion.quantization import Float8, take_quantization
 from ..checkpoint.hub.hub import Weights, check_index, is_on_hub, open_weights, pin
 from ..checkpoint.hub.remote_file import RemoteFile
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
-from ..errors import CheckpointError, PlanError, UnsupportedError
+from ..errors import CheckpointError, PlanError, UnsupportedError, shown
 from ..logs import get_logger
 from ..marks import untyped
 from ..model.failures import watch
@@ -266,7 +266,7 @@ def read_plan(tp_plan: Any) -> Plan | str:
         return Plan.from_yaml(os.fspath(tp_plan))
     raise PlanError(
         "tp_plan",
-        got=repr(tp_plan),
+        got=shown(tp_plan),
         expected='"auto", a dict of names and strategies, a Plan, or the path of a YAML file',
         fix='Most models need tp_plan="auto".',
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, PlanError, UnsupportedError, nearest
+from ..errors import CheckpointError, PlanError, UnsupportedError, nearest, shown
 from ..plans.parse import is_names
 from ..plans.rules import Plan
 
@@ -82,7 +82,7 @@ class Options:
                 fits, expected = fits or is_names(value), f"{expected}, or a list of modules"
             if not fits:
                 fix = f"Pass {option}={example}, or leave it out."
-                raise PlanError(option, got=repr(value), expected=expected, fix=fix)
+                raise PlanError(option, got=shown(value), expected=expected, fix=fix)
         for other in others:
             if other.startswith("tp_"):
                 fix = f"There are tp_plan, tp_size, {', '.join(OPTIONS)}."

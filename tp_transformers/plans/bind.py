@@ -11,7 +11,7 @@ from torch import nn
 
 from ..anatomy.attention import config_around
 from ..anatomy.names import base_prefix, fold_layers, tied_parameters
-from ..errors import PlanError, list_faults, nearest
+from ..errors import PlanError, hint_for, list_faults
 from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Layout
 from ..strategies import (
@@ -155,7 +155,7 @@ class _Resolver:
         for rule in self.plan.rules:
             if rule.instance is None:
                 name = rule.strategy_name
-                hint = style_hint(name) or nearest(name, STRATEGIES)
+                hint = style_hint(name) or hint_for(self.faults, name, STRATEGIES)
                 self.faults.append(f"{rule.full(self.prefix)}: unknown strategy {name!r}{hint}")
         return [rule for rule in self.plan.rules if rule.instance is not None]
 
@@ -174,7 +174,7 @@ class _Resolver:
         for rule in self.plan.rules:
             if id(rule) not in used and not rule.optional and rule.instance is not None:
                 pattern = rule.full(self.prefix)
-                self.faults.append(f"{pattern}: matches no module or parameter{nearest(pattern, known)}")
+                self.faults.append(f"{pattern}: matches no module or parameter{hint_for(self.faults, pattern, known)}")
 
     def _follow_tied(self, module_rules: dict[str, Rule]) -> None:
         """A declared plan may cut the head but not the embedding that is tied to it: cut both."""

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from .parse import model_types_of
+from .yaml_file import model_types_of
 
 PROVEN_WITH = ("5.6.2", "5.17.0", "5.23.0")
 """The releases of transformers with which CI holds every plan against one process, from the oldest to the newest.

@@ -20,7 +20,7 @@ from ..anatomy.attention import (
 )
 from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers
-from ..errors import nearest
+from ..errors import hint_for
 from ..slices.layout import Split, heads, interleaved, packed
 from .rules import UNRULED, Plan, Rule
 
@@ -228,7 +228,9 @@ def _groups(
         names = list(group.match(modules, prefix))
         if not names and not group.optional:
             pattern = group.full(prefix)
-            faults.append(f"attention {pattern}: matches no module{nearest(pattern, map(fold_layers, modules))}")
+            faults.append(
+                f"attention {pattern}: matches no module{hint_for(faults, pattern, map(fold_layers, modules))}"
+            )
         for name in names:
             children = dict(_present(modules[name], group.children))
             absent = [role for role in group.children if role not in children and not role.startswith("with_")]

@@ -1,17 +1,15 @@
-"""Plans as data: YAML -> what rules are made of, and every fault of the form.
+"""Plans as data: data of a YAML file or a dict -> what rules are made of, and every fault of the form.
 
 `model_plans/README.md` describes the format; `model_plans/llama.yaml` is an example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
-from ..errors import PlanError, describe, nearest
+from ..errors import PlanError, describe, nearest, shorten, shown
 from ..strategies import TensorParallelLayer, as_strategy
 
 BATCH_SHARDED_INPUT = "batch-sharded"
@@ -22,49 +20,52 @@ ATTENTION_ROLES = ("query", "key", "value", "key_value", "fused", "interleaved",
 
 OPTIONS = ("sequence_parallel", "loss_parallel")
 IN_BASE_MODEL = ("base_model", "optional")
+RULE_OPTIONS = ("strategy", "parts", "unit", "widths", "input")
 SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "batch_sharded", *OPTIONS)
 
-
-def read_plan_file(path: Path) -> Any:
-    """The data of a plan's YAML file. Raises PlanError where it cannot be read, or is not YAML."""
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except OSError as error:
-        got, fix = (error.strerror or str(error)).lower(), 'Correct the path, or pass tp_plan="auto".'
-        raise PlanError(describe(f"plan {path}", got=got, expected="a YAML file", fix=fix)) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PlanError(f"plan {path} is not YAML: {error}") from error
-
-
-def model_types_of(path: Path) -> tuple[str, ...]:
-    """The model types that a plan's YAML file is for."""
-    found = yaml.load(path.read_text(encoding="utf-8"), Loader=_SafeLoader)["model_type"]
-    return (found,) if isinstance(found, str) else tuple(found)
+MAX_NAME = 500
+"""Characters of the longest name."""
 
 
 def check_sections(data: Any, source: str) -> list[str]:
     """Faults of the sections of a plan. Raises PlanError where it has none, not being a mapping."""
     if not isinstance(data, Mapping):
-        got, expected = f"a {type(data).__name__}", f"a mapping of {', '.join(SECTIONS)}"
-        fix = "See model_plans/llama.yaml for one."
-        raise PlanError(describe(f"plan {source}", got=got, expected=expected, fix=fix))
-    return [
-        f"unknown section {key!r}{nearest(str(key), SECTIONS)}; sections are {', '.join(SECTIONS)}"
-        for key in data
-        if key not in SECTIONS
-    ]
+        got = "nothing" if data is None else f"a {type(data).__name__}"
+        expected, fix = f"a mapping of {', '.join(SECTIONS)}", "See model_plans/llama.yaml for one."
+        raise PlanError(describe(f"plan {shorten(source, 200)}", got=got, expected=expected, fix=fix))
+    unknown = [key for key in data if not (isinstance(key, str) and key in SECTIONS)]
+    hint = nearest(unknown[0], SECTIONS) if unknown and is_name(unknown[0]) else ""
+    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    return [f"unknown section {shown(key)}{hint}{more}; sections are {', '.join(SECTIONS)}" for key in unknown[:1]]
 
 
-def mapping_of(data: Mapping[str, Any], section: str, faults: list[str]) -> Mapping[Any, Any]:
-    value = data.get(section) or {}
-    if isinstance(value, Mapping):
-        return value
-    faults.append(f"section {section} is a {type(value).__name__}, not a mapping of names")
-    return {}
+def entries(data: Mapping[str, Any], section: str, faults: list[str]) -> Iterator[tuple[str, Any]]:
+    """The lines of a section: a name and its value. Those of faulty names become faults."""
+    value = data.get(section)
+    if value is not None and not isinstance(value, Mapping):
+        faults.append(f"section {section} is a {type(value).__name__}, not a mapping of names")
+        return
+    for name, entry in (value or {}).items():
+        if is_name(name):
+            yield name, entry
+        else:
+            kind = "is no text; put it in quotes" if not isinstance(name, str) else "is no name of a module"
+            faults.append(f"section {section}: the name {shown(name)} {kind}")
+
+
+def is_name(value: Any) -> bool:
+    """True for what can name a module: printable text of at most MAX_NAME characters."""
+    return isinstance(value, str) and len(value) <= MAX_NAME and value.isprintable()
 
 
 def is_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return isinstance(value, list | tuple) and all(map(is_name, value))
+
+
+def names_of(value: Any) -> tuple[str, ...] | None:
+    """The names of a list of names, or of a single one; None for anything else."""
+    found = (value,) if isinstance(value, str) else value
+    return tuple(found) if is_names(found) else None
 
 
 def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) -> dict[str, Any] | None:
@@ -73,61 +74,67 @@ def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) ->
     layout = options.pop("input", None)
     if layout is not None:
         options.setdefault("strategy", "replicate")  # its inner rules cut
-    if layout not in (None, BATCH_SHARDED_INPUT):
-        faults.append(f"{pattern}: unknown layout {layout!r} of the input; the only one is {BATCH_SHARDED_INPUT}")
-    if "strategy" not in options or set(options) - {"strategy", "parts", "unit", "widths"}:
-        given = sorted(map(str, options))
+    if layout is not None and not (isinstance(layout, str) and layout == BATCH_SHARDED_INPUT):
+        faults.append(f"{pattern}: unknown layout {shown(layout)} of the input; the only one is {BATCH_SHARDED_INPUT}")
+    if "strategy" not in options or options.keys() - set(RULE_OPTIONS):
         faults.append(
-            f"{pattern}: a rule has `strategy` and perhaps `parts`, `unit`, `widths` and `input`, not {given}"
+            f"{pattern}: a rule has `strategy` and perhaps `parts`, `unit`, `widths` and `input`, not "
+            f"[{', '.join(sorted(map(shown, options))[:6])}]"
         )
         return None
     strategy, parts, unit = (options.get(name) for name in ("strategy", "parts", "unit"))
-    widths = options.get("widths") or ()
+    widths = names_of(options.get("widths") or ())
     if isinstance(parts, list | tuple):
         parts = tuple(parts)
-    elif parts is not None and not isinstance(parts, int):
-        faults.append(f"{pattern}: parts is {parts!r}, neither a number nor a list")
-    if unit is not None and not (isinstance(unit, int) and unit > 0):
-        faults.append(f"{pattern}: unit is {unit!r}, not a positive number")
-    if not isinstance(as_strategy(strategy), str | TensorParallelLayer):
+    if not (parts is None or is_count(parts) or is_parts(parts)):
+        faults.append(f"{pattern}: parts is {shown(parts)}, neither a number nor a list of lengths or roles")
+    if unit is not None and not is_count(unit):
+        faults.append(f"{pattern}: unit is {shown(unit)}, not a positive number")
+    if widths is None:
+        faults.append(f"{pattern}: widths is {shown(options['widths'])}, neither a name nor a list of names")
+    strategy = as_strategy(strategy)
+    if not (is_name(strategy) or isinstance(strategy, TensorParallelLayer)):
         name = getattr(strategy, "__name__", None)
-        found = f"the class {name} (an object is {name}())" if isinstance(strategy, type) else repr(strategy)
+        found = f"the class {name} (an object is {name}())" if isinstance(strategy, type) else shown(strategy)
         faults.append(
             f"{pattern}: the strategy is {found}, neither a name nor a TensorParallelLayer or ParallelStyle object"
         )
         return None
     return {
         "pattern": pattern,
-        "strategy": as_strategy(strategy),
+        "strategy": strategy,
         "parts": parts,
         "unit": unit,
-        "widths": (widths,) if isinstance(widths, str) else tuple(map(str, widths)),
+        "widths": widths or (),
         "batch_sharded": layout is not None,
         "optional": section in ("optional", "heads"),
         "in_base_model": section in IN_BASE_MODEL,
     }
 
 
+def is_number(value: Any) -> bool:
+    """True for an integer that torch can take for a length, and for negative ones."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.maxsize
+
+
+def is_count(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+def is_parts(value: Any) -> bool:
+    """True for a tuple of numbers and names; what they mean depends on the module."""
+    return isinstance(value, tuple) and all(is_name(part) or is_number(part) for part in value)
+
+
 def attention_arguments(pattern: str, children: Any, faults: list[str]) -> dict[str, Any]:
     """The arguments of `Attention` for a line of the section `attention`."""
     options = dict(children) if isinstance(children, Mapping) else {}
     optional = options.pop("optional", False)
-    roles = {role: (names,) if isinstance(names, str) else tuple(names or ()) for role, names in options.items()}
-    if not roles or not set(roles) <= set(ATTENTION_ROLES):
-        faults.append(f"attention {pattern}: {children!r} does not map {', '.join(ATTENTION_ROLES)} to child names")
+    if not isinstance(optional, bool):
+        faults.append(f"attention {pattern}: optional is {shown(optional)}, not true or false")
+    roles = {role: names_of(names or ()) for role, names in options.items()}
+    if not roles or None in roles.values() or roles.keys() - set(ATTENTION_ROLES):
+        faults.append(
+            f"attention {pattern}: {shown(children)} does not map {', '.join(ATTENTION_ROLES)} to child names"
+        )
     return {"pattern": pattern, "children": roles, "optional": bool(optional), "in_base_model": True}
-
-
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where PyYAML was built with it
-
-
-class _UniqueKeyLoader(_SafeLoader):
-    """A loader that refuses two rules of one name, of which YAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        self.flatten_mapping(node)
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} stands there twice", node.start_mark)
-        return dict(super().construct_mapping(node, deep))

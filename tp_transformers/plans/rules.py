@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..errors import PlanError, list_faults, nearest
+from ..errors import PlanError, list_faults, nearest, shorten, shown
 from ..strategies import STRATEGIES, ReplicateParallel, TensorParallelLayer, as_strategy
 from .catalogue import available_plans
 from .parse import (
@@ -18,15 +19,20 @@ from .parse import (
     OPTIONS,
     attention_arguments,
     check_sections,
+    entries,
+    is_name,
     is_names,
-    mapping_of,
-    read_plan_file,
+    names_of,
     rule_arguments,
 )
+from .yaml_file import read_plan_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+MOST_EXTENDED = 20
+"""Plans that extend each other, one after the other."""
 
 UNRULED: TensorParallelLayer = ReplicateParallel()
 """Strategy of a module that no rule covers."""
@@ -128,34 +134,40 @@ class Plan:
         `extending` are the files whose `extends:` led here.
         """
         faults = check_sections(data, source)
-        base = _extended(str(data["extends"]), source, extending) if data.get("extends") else cls(source, ())
+        base = cls(source, ())
+        if is_name(data.get("extends")):
+            base = _extended(data["extends"], source, extending)
+        elif data.get("extends") is not None:
+            faults.append(f"extends is {shown(data['extends'])}, not the name of a plan")
         rules: dict[tuple[bool, str], Rule | None] = {(rule.in_base_model, rule.pattern): rule for rule in base.rules}
         for section in ("base_model", "optional", "heads", "rules"):
-            for pattern, value in mapping_of(data, section, faults).items():
+            for pattern, value in entries(data, section, faults):
                 # A rule of null takes the extended plan's rule away.
-                found = None if value is None else rule_arguments(str(pattern), value, section, faults)
-                rules[section in IN_BASE_MODEL, str(pattern)] = None if found is None else Rule(**found)
+                found = None if value is None else rule_arguments(pattern, value, section, faults)
+                rules[section in IN_BASE_MODEL, pattern] = None if found is None else Rule(**found)
         attention: dict[str, Attention | None] = {entry.pattern: entry for entry in base.attention}
-        for pattern, children in mapping_of(data, "attention", faults).items():
-            entry = None if children is None else Attention(**attention_arguments(str(pattern), children, faults))
-            attention[str(pattern)] = entry
+        for pattern, children in entries(data, "attention", faults):
+            entry = None if children is None else Attention(**attention_arguments(pattern, children, faults))
+            attention[pattern] = entry
         options = {option: data.get(option, getattr(base, option)) for option in OPTIONS}
         faults.extend(
-            f"{name} is {value!r}, not true or false" for name, value in options.items() if not isinstance(value, bool)
+            f"{name} is {shown(value)}, not true or false"
+            for name, value in options.items()
+            if not isinstance(value, bool)
         )
         batch = data.get("batch_sharded", base.batch_sharded)
         if not (batch is None or isinstance(batch, bool) or is_names(batch)):
-            faults.append(f"batch_sharded is {batch!r}, not true, false, or a list of modules")
-        model_types = data.get("model_type") or ()
-        if not isinstance(model_types, str | list | tuple):
-            faults.append(f"model_type is {model_types!r}, neither a name nor a list of names")
+            faults.append(f"batch_sharded is {shown(batch)}, not true, false, or a list of modules")
+        model_types = names_of(data.get("model_type") or ())
+        if model_types is None:
+            faults.append(f"model_type is {shown(data['model_type'])}, neither a name nor a list of names")
         if faults:
-            raise PlanError(list_faults(f"plan {source} is malformed", faults))
+            raise PlanError(list_faults(f"plan {shorten(source, 200)} is malformed", faults, most=5))
         return cls(
             source,
             tuple(rule for rule in rules.values() if rule is not None),
             tuple(entry for entry in attention.values() if entry is not None),
-            (model_types,) if isinstance(model_types, str) else tuple(map(str, model_types)),
+            model_types or (),
             **options,
             batch_sharded=tuple(batch) if isinstance(batch, list | tuple) else batch,
         )
@@ -185,11 +197,15 @@ def _extended(name: str, source: str, extending: tuple[Path, ...]) -> Plan:
     """The plan that `extends: name` starts from: a file beside the plan, or a model type with a plan."""
     own = Path(source).resolve()
     path: Path | None = own.parent / (name if name.endswith(".yaml") else f"{name}.yaml")
-    if path is None or not path.is_file():
+    if not os.path.isfile(str(path)):  # False, too, for names that no file can have
         path = available_plans().get(name)
+    subject = f"plan {shorten(source, 200)}"
     if path is None:
-        raise PlanError(f"plan {source} extends {name!r}, which is no plan{nearest(name, available_plans())}")
+        raise PlanError(f"{subject} extends {shown(name)}, which is no plan{nearest(name, available_plans())}")
     chain = (*extending, own)
     if path.resolve() in chain:
-        raise PlanError(f"plan {source} extends itself: {' -> '.join(step.name for step in (*chain, path))}")
+        steps = shorten(" -> ".join(step.name for step in (*chain, path)), 200)
+        raise PlanError(f"{subject} extends itself: {steps}")
+    if len(chain) > MOST_EXTENDED:
+        raise PlanError(f"{subject} is the last of more than {MOST_EXTENDED} plans that extend each other")
     return replace(Plan.parse(read_plan_file(path), source=str(path), extending=chain), source=source)

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from tests.support.fuzz import fuzz_cases, kept
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading.header import Checkpoint
 
@@ -86,21 +87,22 @@ def by_reference(path: Path) -> dict[str, torch.Tensor] | None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_files_that_safetensors_refuses_are_refused(tmp_path: Path, seed: int) -> None:
-    rng, content = random.Random(seed), save(TENSORS, {"format": "pt", "more": "1"})
-    read = 0
-    for number in range(COUNT):
-        path = tmp_path / f"{number}.safetensors"
-        path.write_bytes(mutated(content, rng))
-        expected = by_reference(path)
-        try:
-            with Checkpoint([path]) as checkpoint:
-                found = {name: tensor.materialize() for name, tensor in checkpoint.tensors.items()}
-        except CheckpointError:
-            continue  # it may refuse more: keys that occur twice, dtypes that torch lacks
-        assert expected is not None, path.read_bytes()[:400]
-        assert found.keys() == expected.keys()
-        assert all(
-            torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)) for name, value in expected.items()
-        )
-        read += 1
-    assert read > COUNT / 20, "some mutations change nothing"
+    content, path = save(TENSORS, {"format": "pt", "more": "1"}), tmp_path / "x.safetensors"
+    read = total = 0
+    for case in fuzz_cases(seed, COUNT, lambda rng: mutated(content, rng)):
+        total += 1
+        with kept(case):
+            path.write_bytes(case.content)
+            expected = by_reference(path)
+            try:
+                with Checkpoint([path]) as checkpoint:
+                    found = {name: tensor.materialize() for name, tensor in checkpoint.tensors.items()}
+            except CheckpointError:
+                continue  # it may refuse more: keys that occur twice, dtypes that torch lacks
+            assert expected is not None, case.content[:400]
+            assert found.keys() == expected.keys()
+            assert all(
+                torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)) for name, value in expected.items()
+            )
+            read += 1
+    assert read >= total // 20, "some mutations change nothing"

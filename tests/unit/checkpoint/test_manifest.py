@@ -126,6 +126,7 @@ def twice(content: dict[str, Any]) -> None:
         (lambda c: c["tensors"].update(a=["F32", [3, 2], 1]), "layout 1 for a"),
         (lambda c: c["tensors"].update(a=["F32", [3, 2], True]), "layout True for a"),
         (lambda c: c.update(conversions="all"), "for conversions"),
+        (lambda c: c.update(save="x" * 5000), "expected 8 hexadecimal digits"),
     ],
 )
 def test_manifests_that_lie_are_refused(folder: Path, change: Callable[[dict[str, Any]], object], says: str) -> None:

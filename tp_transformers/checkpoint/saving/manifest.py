@@ -42,6 +42,7 @@ MANIFEST_NAME = f"model.safetensors.index.{VARIANT}.json"
 RANK_FILE = re.compile(r"rank-\d{5}-of-\d{5}-[0-9a-f]{8}\.safetensors")
 """Names of rank files: no name of another form is opened or removed."""
 
+_SAVE = re.compile(r"[0-9a-f]{8}")
 _VERSION = 1
 _ORDINARY = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
@@ -184,6 +185,8 @@ class _Parser:
             raise self.fault(f"the weight_map {weight_map}", f"one of the files {names}")
         if not self.entry("tensors", dict):
             raise self.fault("no tensors", "those of a model")
+        if not _SAVE.fullmatch(self.entry("save", str)):
+            raise self.fault(f"{self.content['save']!r} for save", "8 hexadecimal digits")
         layouts = [self.layout(layout, len(files)) for layout in self.entry("layouts", list)]
         return Manifest(
             folder=self.path.parent,

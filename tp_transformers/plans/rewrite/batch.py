@@ -18,7 +18,7 @@ from torch import nn
 
 from ...anatomy.linears import holds_experts
 from ...anatomy.names import fold_layers
-from ...errors import PlanError, describe, nearest
+from ...errors import PlanError, describe, hint_for
 from ...strategies import BATCH_SHARDED, BatchGather, BatchStates, BatchWhole
 from ..rules import Pattern, Plan, Rule
 from .engine import Rewriter, is_inside
@@ -82,7 +82,7 @@ class _BatchRewriter(Rewriter):
             if not names and not (isinstance(pattern, Rule) and pattern.optional):
                 full = pattern.full(self.prefix)
                 known = {fold_layers(name) for name in self.modules if name}
-                self.faults.append(f"{full}: matches no module{nearest(full, known)}")
+                self.faults.append(f"{full}: matches no module{hint_for(self.faults, full, known)}")
             yield from names
 
     def _all(self, stack: str) -> Iterator[str]:

@@ -1,0 +1,128 @@
+"""The YAML file of a plan, read with bounds on its size, depth and aliases. Trusts nothing that it reads."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import PlanError, shorten, shown
+
+MAX_BYTES = 1 << 20
+"""Size of the largest file; the plans that ship with the package have 5 kB at most."""
+MAX_NODES = 100_000
+"""Values, names and collections of a file, an alias counted as all that it stands for."""
+MAX_DEPTH = 16
+"""Collections inside each other; a plan needs five. libyaml ends the process at some 20,000."""
+MAX_SCALAR = 1000
+"""Characters of a name or value. Numbers such as 1:2:3, to the base 60, take PyYAML quadratic time."""
+
+
+def read_plan_file(path: Path) -> Any:
+    """The data of a plan's YAML file. Raises PlanError where it cannot be read, or is not YAML within the bounds."""
+    try:
+        text = _read(path)
+        _check_bounds(text)
+        return yaml.load(text, Loader=_PlanLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        told = shorten(" ".join(str(problem or error).split()), 200)
+        fix = "Correct it there; model_plans/README.md describes the format." if where else "Write it anew, as UTF-8."
+        raise PlanError(f"plan {shorten(str(path), 200)} is not YAML for a plan: {where}{told}. {fix}") from None
+
+
+def model_types_of(path: Path) -> tuple[str, ...]:
+    """The model types that one of the package's own plans is for."""
+    found = yaml.load(path.read_text(encoding="utf-8"), Loader=_SafeLoader)["model_type"]
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def _read(path: Path) -> str:
+    """The text of a regular file of at most MAX_BYTES. Raises PlanError on any other, without reading from it."""
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise _unreadable(path, "a pipe, socket or device")
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with a null character
+        raise _unreadable(path, (getattr(error, "strerror", None) or str(error)).lower()) from None
+    if len(content) > MAX_BYTES:
+        raise _unreadable(path, f"more than {MAX_BYTES} bytes")
+    return content.decode()
+
+
+def _unreadable(path: Path, got: str) -> PlanError:
+    subject, fix = f"plan {shorten(str(path), 200)}", 'Correct the path, or pass tp_plan="auto".'
+    return PlanError(subject, got=got, expected="a YAML file", fix=fix)
+
+
+def _check_bounds(text: str) -> None:
+    """Raise YAMLError at the first value that exceeds a bound. Builds nothing, and takes linear time."""
+    nodes = 0
+    sizes: dict[str, int] = {}  # nodes of what an anchor names; "" is no anchor
+    opened: list[tuple[str, int]] = []  # each with the nodes before it
+    for event in yaml.parse(text, Loader=_SafeLoader):
+        anchor: str = getattr(event, "anchor", None) or ""
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            sizes[anchor] = nodes - before
+        elif isinstance(event, yaml.AliasEvent):
+            if any(anchor == name for name, _ in opened):
+                raise _beyond(event, f"*{shorten(anchor, 50)} stands inside what it means")
+            nodes += sizes.get(anchor, 0)  # without an anchor, the loader says so
+        elif isinstance(event, yaml.CollectionStartEvent):
+            opened.append((anchor, nodes))
+            nodes += 1
+        elif isinstance(event, yaml.ScalarEvent):
+            nodes += 1
+            sizes[anchor] = 1
+            if len(event.value) > MAX_SCALAR:
+                raise _beyond(event, f"a text of {len(event.value)} characters, which are more than {MAX_SCALAR}")
+        if len(opened) > MAX_DEPTH:
+            raise _beyond(event, f"more than {MAX_DEPTH} levels inside each other")
+        if nodes > MAX_NODES:
+            raise _beyond(event, f"more than {MAX_NODES} values, those of aliases counted")
+
+
+def _beyond(event: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where PyYAML was built with it
+
+
+class _PlanLoader(_SafeLoader):
+    """A loader that refuses two rules of one name, of which YAML would silently keep the last.
+
+    It raises YAMLError for all that cannot be built.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception:  # PyYAML's constructors raise anything for text that is not of its tag, as in `!!int x`
+            kind, value = node.tag.rpartition(":")[2], node.value
+            told = shown(value) if isinstance(value, str) else "a collection"
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{told} cannot be read as {shorten(kind, 50)}", node.start_mark
+            ) from None
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                    name = self.construct_object(key, deep=True)
+                    if name in seen:
+                        raise yaml.constructor.ConstructorError(
+                            None, None, f"{shown(name)} stands there twice", key.start_mark
+                        )
+                    seen.add(name)
+        return dict(super().construct_mapping(node, deep))
