@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from tests.support.models import PROMPTS, load, relative
 from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, data_parallel, fail_together, renew_process_group
+from tp_transformers.model.failures import WATCHED_CALLS
 from tp_transformers.ranks import failure
 from tp_transformers.ranks.poller import POLLER
 
@@ -180,18 +181,18 @@ def test_errors_of_all_ranks_end_nothing(pool: Any, cases: Any) -> None:
     assert pool.run(2, fail_alike, cases(9, 3).folder) == [[0.0] * 5] * 2
 
 
-def threads(folder: str) -> tuple[bool, bool]:
-    """Run on every rank: whether the model is watched, and whether the thread that polls still knows a model."""
-    model = load(folder)
-    is_watched = hasattr(model, "tp_watch")
-    del model
-    gc.collect()
-    return is_watched, bool(POLLER.all())
+def held(folder: str) -> list[tuple[bool, bool]]:
+    """Run on every rank: whether patches are in place, and the thread knows a model, while one lives and afterwards."""
+    found, models = [], [load(folder)]
+    for _ in range(2):
+        found.append((all(patch.is_on for patch in WATCHED_CALLS), bool(POLLER.all())))
+        models.clear()
+        gc.collect()
+    return found
 
 
 def test_models_are_watched_while_they_live(pool: Any, cases: Any) -> None:
-    folder = cases(9, 3).folder
-    assert pool.run(2, threads, folder) == [(True, False)] * 2
+    assert pool.run(2, held, cases(9, 3).folder) == [[(True, True), (False, False)]] * 2
 
 
 def off(folder: str) -> bool:
