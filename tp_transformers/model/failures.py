@@ -24,7 +24,7 @@ from ..patches import Patch, replace
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..ranks.mesh import restart
 from ..ranks.poller import POLLER
-from ..ranks.watch import LIMIT, Watch
+from ..ranks.watch import LIMIT, Watch, store_of_ranks
 from ..strategies.shards.shard import SHARD
 
 WATCH: Mark[Watch] = Mark("tp_watch")
@@ -37,7 +37,7 @@ def watch(model: nn.Module, limit: bool | float | None) -> None:
     `limit`: seconds until a silent rank counts as lost; None and True for `LIMIT`, False for no watch at all.
     """
     group = GROUP.of(model)
-    if group.size == 1 or limit is False:
+    if group.size == 1 or limit is False or store_of_ranks() is None:
         return
     watching = Watch(group, LIMIT if limit is None or limit is True else limit)
     for module in model.modules():
@@ -169,4 +169,4 @@ def renew_process_group(model: nn.Module) -> None:
     ended = [each for each in POLLER.all() if isinstance(each, Watch) and each.failure == failure]
     restart(group, watching.meeting)
     for each in ended:
-        each.join()
+        each.begin()

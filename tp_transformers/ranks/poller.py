@@ -8,9 +8,13 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from ..logs import get_logger
+
+logger = get_logger(__name__)
+
 BEAT = 0.5
 """Seconds between two polls."""
-SOON = 0.02
+SOON = 0.005
 """Seconds between two polls while somebody waits for what they bring."""
 
 
@@ -34,8 +38,12 @@ class Poller:
         self._thread: threading.Thread | None = None
 
     def add(self, polled: Polled, farewell: Callable[[], None]) -> None:
-        """Poll `polled` until it is collected, or the process ends; then call `farewell`, which must not hold it."""
+        """Poll `polled` until it is collected, or the process ends; then call `farewell`, which must not hold it.
+
+        If it is polled already, this `farewell` takes the place of the other.
+        """
         with self._lock:
+            self._polled = [entry for entry in self._polled if entry[0]() is not polled]
             self._polled.append((weakref.ref(polled), farewell))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tp_transformers poller", daemon=True)
@@ -62,7 +70,10 @@ class Poller:
         """Poll all once; true if one of them is urgent. The thread holds none of them while it sleeps."""
         found = self.all()
         for polled in found:
-            polled.poll()
+            try:
+                polled.poll()
+            except Exception:  # the thread is there for others, too
+                logger.exception("%s cannot be polled", type(polled).__name__)
         return any(polled.is_urgent for polled in found)
 
     def _bid_farewell(self, is_gone: Callable[[weakref.ref[Polled]], bool]) -> None:

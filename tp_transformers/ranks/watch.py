@@ -58,16 +58,18 @@ class Watch:
         self.owes_backward = False
         """True from a forward that autograd recorded until a backward has ended."""
         self._depth, self._entered, self._entered_at = 0, 0, 0.0
-        self.join()
+        self.begin()
 
-    def join(self) -> None:
+    def begin(self) -> None:
         """Begin with a process group, the model's first one or a new one; all ranks have to call it."""
-        store, rank = _get_default_store(), self.group.rank
+        store, rank = store_of_ranks(), self.group.rank
+        assert store is not None
         own = connections(store)
         number = store.add("tp_transformers/watches", 1) if rank == 0 else 0
         ranks = self.group.gather((number, list(own.values())))
         self._links = between(own, [ends for each, (_, found) in enumerate(ranks) if each != rank for ends in found])
-        self._store = PrefixStore(f"tp_transformers/watch {ranks[0][0]}", untyped(store).clone())
+        self._store = PrefixStore(f"tp_transformers/watch {ranks[0][0]}", store)
+        self._process_group = untyped(self.group.process_group)
         self.failure = None
         self._error: Exception | None = None
         self._began: tuple[float, list[int]] | None = None
@@ -137,8 +139,7 @@ class Watch:
 
     def _collectives(self) -> int:
         """How many collectives this rank has begun."""
-        backend = untyped(self.group.process_group)._get_backend(self.group.device)
-        return int(backend._get_sequence_number_for_group())
+        return int(self._process_group._get_backend(self.group.device)._get_sequence_number_for_group())
 
     # In the thread that polls.
 
@@ -230,16 +231,23 @@ class Watch:
         self._round, self._began = self._round + 1, None
         if failure is not None:
             bind_thread(self.group.device)
-            group = self.group.process_group
             for other in POLLER.all():
-                if isinstance(other, Watch) and other.group.process_group == group:
+                if isinstance(other, Watch) and other._process_group == self._process_group:
                     other.failure = failure
                     other._settled.set()
             shut(self._links)
             with suppress(RuntimeError):
-                if group is not None:
-                    group.abort()
+                self._process_group.abort()
         self._settled.set()
+
+
+def store_of_ranks() -> Store | None:
+    """A connection of its own to the store at which the ranks met; None where that is a user's own, in Python."""
+    try:
+        found: Store = untyped(_get_default_store()).clone()
+    except RuntimeError:
+        return None
+    return found
 
 
 def _beat(rank: int) -> str:
