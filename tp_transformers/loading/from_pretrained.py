@@ -132,8 +132,9 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     # 5. Cut what transformers has initialised, because the checkpoint lacked it.
     partition_initialized(model, current.resolution, group)
     guard_if_asked(model)
-    # 6. From now on, ranks hear when another one fails.
-    watch(model, options.tp_watch)
+    # 6. From now on, ranks hear when another one fails; those that something stands in for do not exist.
+    if instead is None:
+        watch(model, options.tp_watch)
     return result
 
 
