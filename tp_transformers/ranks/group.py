@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import get_backend_config
 
 from ..errors import MeshError, RemoteRankError, TensorParallelError
 from ..marks import Mark
@@ -213,7 +214,7 @@ def _exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) ->
     `dist.all_gather_object` first gathers the lengths; here they come with the first LETTER bytes, which hold most
     messages.
     """
-    on = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+    on = torch.device("cpu") if "cpu:" in get_backend_config(group) else device
 
     def gather(part: bytes, nbytes: int) -> list[bytes]:
         own = torch.frombuffer(bytearray(part.ljust(nbytes, b"\0")), dtype=torch.uint8).to(on)

@@ -23,11 +23,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from ..errors import RemoteRankError
+from ..logs import get_logger
 from ..marks import untyped
 from .failure import FAILURE, GRACE, Failure, Report, is_alike, judge, lost
 from .group import TensorParallelGroup, bind_thread, is_agreed
 from .poller import BEAT, POLLER
 from .sockets import between, connections, shut
+
+logger = get_logger(__name__)
 
 LIMIT = 10.0
 """Seconds without a sign of life after which a rank counts as lost, unless a load says otherwise."""
@@ -153,23 +156,28 @@ class Watch:
         if self.failure is not None:
             return
         now = monotonic()
-        try:
-            self._store.add(_beat(self.group.rank), 1)
-            if self._error is not None:
-                self._publish(self._error)
-                self._error = None
-            if self._store.add(f"reports {self._round}", 0):
-                self._settle(now)
-            else:
-                self._hear(now)
-            self._unreachable_at = None
-        except RuntimeError as error:
-            self._unreachable_at = self._unreachable_at or now
+        if self._unreachable_at is None:
+            try:
+                self._ask(now)
+            except RuntimeError as error:
+                logger.debug("the store at which the ranks met is gone: %s", error)
+                self._unreachable_at = now
+        if self._unreachable_at is not None:  # torch warns of each try
             waits = self._depth and now - max(self._entered_at, self._unreachable_at) > self.limit
             if self._error is not None or waits:
-                text = f"or the launcher has ended: the store at which the ranks met cannot be reached ({error})"
+                text = "or the launcher has ended: the store at which the ranks met cannot be reached"
                 self._conclude(Failure(0, text, is_lost=True))
         self._polled_at = now
+
+    def _ask(self, now: float) -> None:
+        self._store.add(_beat(self.group.rank), 1)
+        if self._error is not None:
+            self._publish(self._error)
+            self._error = None
+        if self._store.add(f"reports {self._round}", 0):
+            self._settle(now)
+        else:
+            self._hear(now)
 
     def _publish(self, error: Exception) -> None:
         known = FAILURE.find(error)
