@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from ..errors import MeshError, RemoteRankError, UnsupportedError
 from ..marks import Mark
 from ..patches import Patch, replace
+from ..ranks.failure import FAILURE
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..ranks.mesh import restart
 from ..ranks.poller import POLLER
@@ -83,11 +84,11 @@ class WatchedModel:
 
 def _watched(groups: Callable[[Watch], bool]) -> ExitStack:
     """The watches for which `groups` holds, entered."""
-    stack = ExitStack()
-    for each in POLLER.all():
-        if isinstance(each, Watch) and groups(each):
-            stack.enter_context(each)
-    return stack
+    with ExitStack() as stack:  # which leaves the first again, if the second raises
+        for each in POLLER.all():
+            if isinstance(each, Watch) and groups(each):
+                stack.enter_context(each)
+        return stack.pop_all()
 
 
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +120,7 @@ def _compiled(original: Callable[..., Any], module: Any, *args: Any, **kwargs: A
 
 
 def _exit(original: Callable[..., Any], kind: Any, error: BaseException | None, trace: Any) -> Any:
-    if isinstance(error, Exception):
+    if isinstance(error, Exception) and FAILURE.find(error) is None:
         for each in POLLER.all():
             if isinstance(each, Watch):
                 with suppress(RemoteRankError):
