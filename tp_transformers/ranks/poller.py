@@ -34,8 +34,12 @@ class Poller:
         self._thread: threading.Thread | None = None
 
     def add(self, polled: Polled, farewell: Callable[[], None]) -> None:
-        """Poll `polled` until it is collected, or the process ends; then call `farewell`, which must not hold it."""
+        """Poll `polled` until it is collected, or the process ends; then call `farewell`, which must not hold it.
+
+        What is polled already has the new farewell alone.
+        """
         with self._lock:
+            self._polled = [entry for entry in self._polled if entry[0]() is not polled]
             self._polled.append((weakref.ref(polled), farewell))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tp_transformers poller", daemon=True)

@@ -27,7 +27,7 @@ from ..marks import untyped
 from .failure import FAILURE, GRACE, Failure, Report, is_alike, judge, lost
 from .group import TensorParallelGroup, bind_thread, is_agreed
 from .poller import BEAT, POLLER
-from .sockets import between, connections, shut
+from .sockets import between, connections, innermost, shut
 
 LIMIT = 10.0
 """Seconds without a sign of life after which a rank counts as lost, unless a load says otherwise."""
@@ -46,6 +46,8 @@ class Watch:
 
     failure: Failure | None
     """What ended the process group; None while it lives."""
+    number: int
+    """The same on all ranks, and another one for each watch and each process group."""
 
     def __init__(self, group: TensorParallelGroup, limit: float = LIMIT, beyond: Watch | None = None) -> None:
         """Begin to watch; all ranks of `group`, of two or more, have to call it.
@@ -62,18 +64,19 @@ class Watch:
 
     def join(self) -> None:
         """Begin with a process group, the model's first one or a new one; all ranks have to call it."""
-        store, rank = _get_default_store(), self.group.rank
+        store, rank = innermost(_get_default_store()), self.group.rank
         own = connections(store)
         number = store.add("tp_transformers/watches", 1) if rank == 0 else 0
         ranks = self.group.gather((number, list(own.values())))
         self._links = between(own, [ends for each, (_, found) in enumerate(ranks) if each != rank for ends in found])
-        self._store = PrefixStore(f"tp_transformers/watch {ranks[0][0]}", untyped(store).clone())
-        self.failure = None
+        self.number = ranks[0][0]
+        self._store = PrefixStore(f"tp_transformers/watch {self.number}", untyped(store).clone())
         self._error: Exception | None = None
         self._began: tuple[float, list[int]] | None = None
         self._round, self._settled = 0, threading.Event()
         self._heard, self._heard_at, self._polled_at = 0, monotonic(), monotonic()
         self._unreachable_at: float | None = None
+        self.failure = None  # from here on it is polled
         POLLER.add(self, partial(_leave, self._store, rank))
 
     @property
