@@ -169,5 +169,8 @@ def renew_process_group(model: nn.Module) -> None:
         )
     ended = [each for each in POLLER.all() if isinstance(each, Watch) and each.failure == failure]
     restart(group, watching.meeting)
-    for each in ended:
+    # Each rank collects a model that is dropped in its own time: only those join that all ranks still have.
+    numbers = [set(found) for found in group.gather([each.number for each in ended])]
+    common = set.intersection(*numbers)
+    for each in sorted((each for each in ended if each.number in common), key=lambda each: each.number):
         each.begin()

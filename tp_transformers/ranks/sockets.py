@@ -16,11 +16,16 @@ Ends = tuple[Any, Any]
 """(own address, the other end's) of a connection."""
 
 
-def connections(store: Store) -> dict[int, Ends]:
-    """The ends of every TCP connection of this process by file descriptor, without those of `store`."""
+def innermost(store: Store) -> Store:
+    """The store without prefixes that `store` lies in; those of a renewed process group would add up."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    port, found = getattr(store, "port", None), {}
+    return store
+
+
+def connections(store: Store) -> dict[int, Ends]:
+    """The ends of every TCP connection of this process by file descriptor, without those of `store`."""
+    port, found = getattr(innermost(store), "port", None), {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         ends = _ends(int(name))
         if ends is not None and port not in (ends[0][1], ends[1][1]):

@@ -28,7 +28,7 @@ from ..marks import untyped
 from .failure import FAILURE, GRACE, Failure, Report, is_alike, judge, lost
 from .group import TensorParallelGroup, bind_thread, is_agreed
 from .poller import BEAT, POLLER
-from .sockets import between, connections, shut
+from .sockets import between, connections, innermost, shut
 
 logger = get_logger(__name__)
 
@@ -49,6 +49,8 @@ class Watch:
 
     failure: Failure | None
     """What ended the process group; None while it lives."""
+    number: int
+    """The same on all ranks, and another one for each watch and each process group."""
 
     def __init__(self, group: TensorParallelGroup, limit: float = LIMIT, beyond: Watch | None = None) -> None:
         """Begin to watch; all ranks of `group`, of two or more, have to call it.
@@ -71,14 +73,15 @@ class Watch:
         number = store.add("tp_transformers/watches", 1) if rank == 0 else 0
         ranks = self.group.gather((number, list(own.values())))
         self._links = between(own, [ends for each, (_, found) in enumerate(ranks) if each != rank for ends in found])
-        self._store = PrefixStore(f"tp_transformers/watch {ranks[0][0]}", store)
+        self.number = ranks[0][0]
+        self._store = PrefixStore(f"tp_transformers/watch {self.number}", store)
         self._process_group = untyped(self.group.process_group)
-        self.failure = None
         self._error: Exception | None = None
         self._began: tuple[float, list[int]] | None = None
         self._round, self._settled = 0, threading.Event()
         self._heard, self._heard_at, self._polled_at = 0, monotonic(), monotonic()
         self._unreachable_at: float | None = None
+        self.failure = None  # from here on it is polled
         POLLER.add(self, partial(_leave, self._store, rank))
 
     @property
@@ -252,7 +255,7 @@ class Watch:
 def store_of_ranks() -> Store | None:
     """A connection of its own to the store at which the ranks met; None where that is a user's own, in Python."""
     try:
-        found: Store = untyped(_get_default_store()).clone()
+        found: Store = untyped(innermost(_get_default_store())).clone()
     except RuntimeError:
         return None
     return found
