@@ -25,20 +25,13 @@ from tests.support.saving import (
     made,
     weights_are,
 )
+from tests.support.tiers import wide
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.saving.folder import SaveFolder
 
-QUICK = [
-    ("one file", None),
-    ("one file", "some files"),
-    ("some files", "one file"),
-    ("some files", "some files"),
-    ("a file a rank", "shard, 2"),
-    ("shard, 2", None),
-]
-"""Kind of a save, and that of the earlier one in the folder."""
-
+QUICK = [("one file", "some files"), ("some files", "one file"), ("a file a rank", "a file a rank")]
 ALL = [(kind, before) for family in (ORDINARY, SHARDED) for kind in family for before in (None, *family)]
+"""Kind of a save, and that of the earlier one in the folder."""
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
     return made(tmp_path_factory.mktemp("old"), 1), made(tmp_path_factory.mktemp("new"), 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "before"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)]
-)
+@pytest.mark.parametrize(("kind", "before"), wide(dict.fromkeys([*QUICK, *ALL]), quick=len(QUICK)))
 def test_a_killed_save_leaves_the_old_model_or_the_new_one(
     models: Any, tmp_path: Path, kind: str, before: str | None
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.support.saving import KINDS, Saved, config_is, leftovers, loaded, made, weights_are
 from tp_transformers import CheckpointError
 
-TRIALS = 20
+TRIALS = int(os.environ.get("RACES", "20"))
 LIMIT = 120
 """Seconds after which a fork ends, also where the test has ended before."""
 

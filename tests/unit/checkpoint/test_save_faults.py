@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from tests.support.saving import KINDS, Saved, config_is, faults, leftovers, made, weights_are
+from tests.support.tiers import wide
 from tp_transformers import CheckpointError
 
 ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO]
 
-QUICK = [("one file", "one file"), ("some files", "one file"), ("shard, 2", None)]
-MORE = [
-    *(("one file", None), ("one file", "some files"), ("some files", None), ("some files", "nine files")),
-    *(("nine files", "some files"), ("a file a rank", "shard, 2"), ("shard, 2", "shard, 3")),
+OVER = [
+    *(("some files", "one file"), ("a file a rank", "shard, 2")),
+    *(("one file", None), ("one file", "one file"), ("one file", "some files"), ("some files", None)),
+    *(("some files", "nine files"), ("nine files", "some files"), ("shard, 2", None), ("shard, 2", "shard, 3")),
 ]
-OVER = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 """Kind of a save, and that of the earlier one in the folder."""
 
 
@@ -39,7 +39,7 @@ def is_clear(message: str, folder: Path) -> bool:
     return str(folder) in message and ".saving" not in message and has_all
 
 
-@pytest.mark.parametrize(("kind", "before"), OVER)
+@pytest.mark.parametrize(("kind", "before"), wide(OVER, quick=2))
 def test_a_fault_leaves_the_old_checkpoint(models: Any, tmp_path: Path, kind: str, before: str | None) -> None:
     old, new = models
     start, at, bad = tmp_path / "start", 0, []
@@ -120,7 +120,7 @@ def test_all_is_on_the_disk_before_it_counts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
-@pytest.mark.parametrize(("kind", "before"), [*QUICK, *MORE])
+@pytest.mark.parametrize(("kind", "before"), OVER)
 def test_a_disk_that_fails_from_there_on(
     models: Any, tmp_path: Path, kind: str, before: str | None, error: int
 ) -> None:
