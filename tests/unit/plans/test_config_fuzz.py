@@ -1,4 +1,4 @@
-"""Mutated configs: transformers refuses the model by itself, or the shipped plan fits it, or one short error says why."""
+"""Mutated configs: transformers refuses the model, or the shipped plan fits it, or one short error says why not."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ GEMMA3 = {
     "vision_config": None,
 }
 CONFIGS = (LLAMA, {**LLAMA, "num_hidden_layers": 1, "head_dim": None}, GPT2, GEMMA3)
-NAMES = """
+_WORDS = """
 num_attention_heads num_key_value_heads head_dim hidden_size intermediate_size vocab_size num_hidden_layers n_head
 n_embd text_config tie_word_embeddings model_type sliding_window layer_types max_position_embeddings num_heads
 activation_sparsity_pattern kv_lora_rank qk_nope_head_dim num_kv_heads head_size pad_token_id
-""".split()
+"""
+NAMES = _WORDS.split()
 ODD = [None, 0, -1, -8, 1, 3, 7, 1.5, 8.0, "8", "", "x", True, False, [], [4], {}, {"a": 1}]
 
 
@@ -82,13 +83,12 @@ def test_a_config_has_a_plan_or_one_error(seed: int) -> None:
                 assert plan is not None
                 resolution = resolve(plan, model, 2)
                 list(cached_attention(model, resolution.attention, 2, batch=1, context=5))
-            except TensorParallelError as error:
-                assert len(str(error)) < LONGEST
-                continue
-            except Exception as error:  # transformers' own cache refuses windows that its models take
-                assert "/transformers/" in traceback.extract_tb(error.__traceback__)[-1].filename, error
-                continue
-            fit += 1
+                fit += 1
+            except Exception as error:
+                if isinstance(error, TensorParallelError) and len(str(error)) < LONGEST:
+                    continue
+                if "/transformers/" not in traceback.extract_tb(error.__traceback__)[-1].filename:
+                    raise  # transformers' own cache refuses windows that its models take
     assert fit >= total // 10
 
 
