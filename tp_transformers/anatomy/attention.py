@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..errors import PlanError
 from .linears import features
 
 if TYPE_CHECKING:
@@ -62,14 +63,27 @@ def head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
 
 
 def cached_widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
-    """(cached heads, features of a key, features of a value) of an attention module."""
+    """(cached heads, features of a key, features of a value) of an attention module.
+
+    Raises PlanError where the config has no usable counts.
+    """
     query, kv = head_counts(module, config)
     rank, nope, rope, value = (first_of((name,), module, config) or 0 for name in LATENT_WIDTHS)
     if rank and hasattr(module, "expand_kv"):  # it keeps the latent and the rotary key, which all heads share
         return 1, rank, rope
     if rank and nope:  # it keeps the key and value of every query head, made from the latent
         return query, nope + rope, value
-    width = first_of(HEAD_SIZES, module, config) or config.hidden_size // query
+    width = first_of(HEAD_SIZES, module, config)
+    if width is None:
+        hidden = first_of(("hidden_size",), config)
+        if not query or not hidden:
+            raise PlanError(
+                f"the config of {type(module).__name__}",
+                got=f"{query} query heads and a hidden size of {hidden or 0}",
+                expected="numbers above 0",
+                fix="Correct num_attention_heads and hidden_size in config.json.",
+            )
+        width = hidden // query
     projection = getattr(module, "k_proj", None)
     made = features(projection) if isinstance(projection, nn.Module) else None
     if made is not None and made[1] % width == 0:
@@ -80,9 +94,9 @@ def cached_widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
 
 
 def first_of(names: tuple[str, ...], *owners: Any) -> int | None:
-    """The first of `names` that is an integer in the first of `owners` that has one."""
+    """The first of `names` that is an integer above 0 in the first of `owners` that has one."""
     values = (_get(owner, name) for owner in owners for name in names)
-    return next((value for value in values if isinstance(value, int) and value), None)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _get(owner: Any, name: str) -> Any:

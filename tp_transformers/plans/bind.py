@@ -238,7 +238,8 @@ class _Resolver:
             ):
                 self.faults.append(f"{name}: each rank would return its own part of the output; use colwise_rep")
             # Gemma 3n keeps those features that stand out among all of a token's.
-            sparse = any(getattr(strategy.config, "activation_sparsity_pattern", None) or ())
+            pattern = getattr(strategy.config, "activation_sparsity_pattern", None)
+            sparse = any(pattern) if isinstance(pattern, list | tuple) else bool(pattern)
             if sparse and name.endswith("mlp.gate_proj") and strategy.leaves_sharded_output and self.size > 1:
                 self.faults.append(
                     f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with each "

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
@@ -27,7 +29,8 @@ def connections(store: Store) -> dict[int, Ends]:
     """The ends of every TCP connection of this process by file descriptor, without those of `store`."""
     port, found = getattr(innermost(store), "port", None), {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        ends = _ends(int(name))
+        with _opened(int(name)) as connection:
+            ends = _ends(connection) if connection is not None else None
         if ends is not None and port not in (ends[0][1], ends[1][1]):
             found[int(name)] = ends
     return found
@@ -42,22 +45,29 @@ def between(own: dict[int, Ends], others: list[Ends]) -> dict[int, Ends]:
 def shut(found: dict[int, Ends]) -> None:
     """Shut the connections that are still the same; what waits on either end of one raises."""
     for descriptor, ends in found.items():
-        if _ends(descriptor) == ends:
-            with _opened(descriptor) as connection:
+        with _opened(descriptor) as connection, suppress(OSError):
+            if connection is not None and _ends(connection) == ends:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _opened(descriptor: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(descriptor))
+@contextmanager
+def _opened(descriptor: int) -> Iterator[socket.socket | None]:
+    """A duplicate of a socket, which stays what it is when gloo closes it; None for other descriptors."""
+    connection = None
+    with suppress(OSError):
+        own = os.dup(descriptor)
+        try:
+            connection = socket.socket(fileno=own)
+        except OSError:
+            os.close(own)
+    with connection or nullcontext():
+        yield connection
 
 
-def _ends(descriptor: int) -> Ends | None:
-    """The ends of a TCP connection; None for other descriptors, closed ones, and sockets that only listen."""
+def _ends(connection: socket.socket) -> Ends | None:
+    """The ends of a TCP connection; None for other sockets, those that are shut, and those that only listen."""
+    is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
     try:
-        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
-            return None
-        with _opened(descriptor) as connection:
-            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-            return (connection.getsockname(), connection.getpeername()) if is_tcp else None
+        return (connection.getsockname(), connection.getpeername()) if is_tcp else None
     except OSError:
         return None
