@@ -31,15 +31,13 @@ def parallelize(
 ) -> Resolution:
     """Give every parameter of `model`, on the meta device, its local shape, and every module its communication.
 
-    `allow_replicated`: whether a plan that a transformers class declares may leave whole layers on every rank.
+    `allow_replicated`: whether a plan that a transformers class declares may leave most of the model on every rank.
     Raises PlanError if the plan does not fit; the model is then untouched.
     """
     # 1. Bind the plan to the modules. Nothing is changed before every fault is known.
     with group.agree():
         resolution = resolve(plan, model, group.size)
-        warning = None
-        if plan.declared and not allow_replicated:
-            warning = check_layers_are_cut(model, plan, resolution, group.size)
+        warning = check_layers_are_cut(model, plan, resolution, group.size, allow_replicated=allow_replicated)
     whole = {name: (tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()}
     plan = resolution.plan
     group.check_same("the plan", plan.as_dict())

@@ -18,25 +18,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def check_layers_are_cut(model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int) -> str | None:
-    """A warning if a plan leaves some layers of a stack on every rank, with the share that the largest one holds.
+MOST_REPLICATED = 0.75
+"""Part of a model, by bytes, that a declared plan may leave on every rank: a vision tower, say, but not all layers."""
 
-    Raises PlanError where it leaves all layers of a stack.
+
+def check_layers_are_cut(
+    model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int, *, allow_replicated: bool = False
+) -> str | None:
+    """A warning if a declared plan leaves layers on every rank, with their part of the model; None for other plans.
+
+    Raises PlanError where more than MOST_REPLICATED of the model would be on every rank, unless `allow_replicated`.
     """
-    whole = _whole_layers(model, resolution.layouts) if size > 1 else {}
+    whole = _whole_layers(model, resolution.layouts) if plan.declared and size > 1 else {}
     if not whole:
         return None
+    replicated = replicated_share(model, resolution.layouts)
     share = f"{largest_share(model, resolution.layouts, size):.0%} of the model"
-    stacks = [stack for stack, (uncut, layers) in whole.items() if uncut == layers]
-    if stacks:
+    if replicated > MOST_REPLICATED and not allow_replicated:
         raise PlanError(
             plan.source,
-            got=f"no rule that cuts a matrix of {', '.join(stacks)}, so that each of {size} ranks would hold {share}",
-            expected="a plan that cuts every layer",
-            fix="Pass allow_replicated=True to load it so, or a plan of your own: a dict or a YAML file.",
+            got=f"no rule that cuts a matrix of {', '.join(whole)}, so that each of {size} ranks would hold {share}",
+            expected=f"a plan that leaves at most {MOST_REPLICATED:.0%} on every rank",
+            fix="Pass allow_replicated=True (--allow-replicated) to load it so, or a plan of your own: "
+            "`tp-transformers suggest` writes one.",
         )
     counts = ", ".join(f"{uncut} of {layers} {stack}" for stack, (uncut, layers) in whole.items())
-    return f"{plan.source} leaves {counts} whole on every rank; the largest of {size} ranks holds {share}"
+    return (
+        f"{plan.source} leaves {counts} whole: {replicated:.0%} of the model is on every rank, and the largest of "
+        f"{size} ranks holds {share}"
+    )
 
 
 def _whole_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> dict[str, tuple[int, int]]:
@@ -66,3 +76,10 @@ def shares(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: i
         widths = (1,) * size if layout is None else layout.split.widths
         held += torch.tensor(widths) * (param.nbytes / (1 if layout is None else param.shape[layout.dim]))
     return (held / total).tolist() if total else [1.0] * size
+
+
+def replicated_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> float:
+    """The bytes of the parameters that every rank holds whole, as a fraction of the model."""
+    nbytes = {name: param.nbytes for name, param in model.named_parameters()}
+    whole = sum(count for name, count in nbytes.items() if layouts.get(name) is None)
+    return float(whole / max(1, sum(nbytes.values())))

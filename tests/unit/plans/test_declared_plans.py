@@ -172,13 +172,16 @@ def test_every_declared_plan_loads_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("name", ONLY_A_HEAD)
-def test_plans_that_cut_only_the_head_are_refused(name: str) -> None:
+def test_plans_that_cut_only_the_head_are_refused_or_told(name: str) -> None:
     cls = transformers.CONFIG_MAPPING[name]
     text = outcome(build(cls), 2)
     if text == "there is no plan":  # some releases of transformers declare nothing at all
         return
-    assert "so that each of 2 ranks would hold" in text
-    assert "allow_replicated=True" in text
+    if text.startswith("ok"):  # few layers are less than three quarters of the model
+        assert "leaves 4 of 4 model.layers.* whole: " in text
+    else:
+        assert "so that each of 2 ranks would hold" in text
+        assert "allow_replicated=True" in text
 
 
 def test_a_query_projection_that_makes_gates_as_well_is_cut_by_its_heads() -> None:

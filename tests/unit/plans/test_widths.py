@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from tests.support.models import llama_config
 from tp_transformers import Plan, PlanError
@@ -80,6 +80,33 @@ def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:
     )
     assert "allow_replicated=True" in str(caught.value)
     assert check_layers_are_cut(model, plan, resolve(plan, model, 1), 1) is None
+    note = check_layers_are_cut(model, plan, resolution, 2, allow_replicated=True)
+    assert note is not None
+    assert f"{1 - head / whole:.0%} of the model is on every rank, and the largest of 2 ranks holds {share:.0%}" in note
+    assert check_layers_are_cut(model, replace(plan, declared=False), resolution, 2) is None
+
+
+def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share() -> None:
+    config = LlavaConfig(
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        text_config=llama_config(8, 2),
+    )
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(config)
+    plan = Plan.for_model(model)
+    assert plan is not None
+    assert plan.declared
+    note = check_layers_are_cut(model, plan, resolve(plan, model, 2), 2)
+    assert note is not None
+    assert "leaves 2 of 2 model.vision_tower." in note
 
 
 def test_a_declared_plan_that_leaves_some_layers_is_told() -> None:
@@ -87,7 +114,7 @@ def test_a_declared_plan_that_leaves_some_layers_is_told() -> None:
     plan = replace(
         Plan.from_dict({**rules, "model.layers.0.mlp.down_proj": "rowwise"}, source="the plan"), declared=True
     )
-    model = meta_model()
+    model = meta_model(intermediate_size=1000)
     note = check_layers_are_cut(model, plan, resolve(plan, model, 2), 2)
     assert note is not None
-    assert "leaves 1 of 2 model.layers.* whole on every rank" in note
+    assert "leaves 1 of 2 model.layers.* whole: " in note

@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory", metavar="BYTES", help="memory of a rank: 24GB (10^9 bytes), 80GiB (2^30)")
     parser.add_argument("--revision", help="of a model on the Hub")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("--allow-replicated", action="store_true", help="as in from_pretrained")
     parser.add_argument("--png", metavar="FILE", help="draw how one layer is cut")
 
 
@@ -46,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     found = survey(arguments.model, tp_plan=arguments.plan, dtype=_dtype(arguments.dtype), revision=arguments.revision)
     longest = getattr(found.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or CONTEXT
     context = min(CONTEXT, longest) if arguments.context is None else arguments.context
-    planned = plan_memory(found, arguments.tp_size, batch=arguments.batch, context=context)
+    allowed = arguments.allow_replicated
+    planned = plan_memory(found, arguments.tp_size, batch=arguments.batch, context=context, allow_replicated=allowed)
     smallest = smallest_size(planned, memory) if memory is not None else None
     if arguments.png is not None:
         draw(planned, arguments.png)

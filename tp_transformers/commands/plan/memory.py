@@ -82,6 +82,8 @@ class MemoryPlan:
     cached: tuple[Cached, ...]
     notes: tuple[str, ...]
     """Warnings of a load."""
+    allow_replicated: bool = False
+    """As in `from_pretrained`."""
 
     @cached_property
     def parameter_bytes(self) -> tuple[int, ...]:
@@ -100,15 +102,21 @@ class MemoryPlan:
 
 
 def plan_memory(
-    survey: Survey, size: int, *, batch: int = 1, context: int = 0, encoder_context: int | None = None
+    survey: Survey,
+    size: int,
+    *,
+    batch: int = 1,
+    context: int = 0,
+    encoder_context: int | None = None,
+    allow_replicated: bool = False,
 ) -> MemoryPlan:
     """The memory of each of `size` ranks; `batch`, `context`, `encoder_context`: see `cached_attention`.
 
-    Raises PlanError if a load would: the plan does not fit, or shards no layer.
+    Raises PlanError if a load would: the plan does not fit, or leaves most of the model on every rank.
     """
     model, dtypes = survey.model, survey.dtypes
     resolution = resolve(survey.plan, model, size)
-    warning = check_layers_are_cut(model, survey.plan, resolution, size) if survey.plan.declared else None
+    warning = check_layers_are_cut(model, survey.plan, resolution, size, allow_replicated=allow_replicated)
     cached = cached_attention(
         model, resolution.attention, size, batch=batch, context=context, encoder_context=encoder_context
     )
@@ -122,6 +130,7 @@ def plan_memory(
         sum(each.numel() * dtypes.get(name, each.dtype).itemsize for name, each in model.named_buffers()),
         tuple(cached),
         tuple(note for note in (*resolution.notes, warning) if note is not None),
+        allow_replicated,
     )
 
 
@@ -136,9 +145,10 @@ def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
     if room <= 0:
         return None
     whole = sum(parameter.nbytes for parameter in planned.parameters)
+    batch, context, allowed = planned.batch, planned.context, planned.allow_replicated
     for size in range(max(1, -(-whole // room)), MOST_RANKS + 1):  # fewer ranks have no room for the parameters
         try:
-            tried = plan_memory(planned.survey, size, batch=planned.batch, context=planned.context)
+            tried = plan_memory(planned.survey, size, batch=batch, context=context, allow_replicated=allowed)
         except PlanError:  # some plans are for some numbers of ranks only
             continue
         if max(tried.total_bytes) <= memory:

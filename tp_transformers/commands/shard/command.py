@@ -20,9 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="what ranks hold weights in (default: auto, the checkpoint's own)",
     )
-    parser.add_argument(
-        "--allow-replicated", action="store_true", help="also where a declared plan leaves layers whole"
-    )
+    parser.add_argument("--allow-replicated", action="store_true", help="as in from_pretrained")
     parser.add_argument("--revision", help="a branch, tag or commit of a name on the Hub")
     parser.add_argument("--stream", action="store_true", help="read a name on the Hub without storing its files")
 

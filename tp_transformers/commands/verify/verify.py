@@ -64,6 +64,7 @@ def verify(
     sizes: Sequence[int] = (2,),
     grads: bool = False,
     timeout: float = 600,
+    allow_replicated: bool = False,
 ) -> list[Verdict]:
     """Compare tensor parallelism on `sizes` ranks with one process, in fp64 on CPUs; returns a verdict for each size.
 
@@ -73,6 +74,7 @@ def verify(
         sizes: numbers of ranks.
         grads: True to compare gradients too.
         timeout: seconds for the ranks of one size.
+        allow_replicated: as in `from_pretrained`.
 
     Raises:
         UsageError: if there is no such config, or a size is not positive.
@@ -91,7 +93,7 @@ def verify(
     for size in dict.fromkeys(sizes):
         try:
             resolution = resolve(chosen, true, size)
-            warning = check_layers_are_cut(true, chosen, resolution, size) if chosen.declared else None
+            warning = check_layers_are_cut(true, chosen, resolution, size, allow_replicated=allow_replicated)
         except PlanError as error:
             verdicts[size] = Verdict(size, (str(error),))
             continue
