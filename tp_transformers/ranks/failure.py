@@ -83,10 +83,12 @@ def judge(
     if seconds < GRACE and len(reports) < len(now):
         return None
     first = min(reports, key=lambda rank: (reports[rank].follows, reports[rank].order))
+    silent = [rank for rank, beat in enumerate(now) if beat == before[rank] and rank not in reports]
     if reports[first].follows:
-        silent = [rank for rank, beat in enumerate(now) if beat == before[rank] and rank not in reports]
         if silent and seconds >= GRACE:
             return lost(ranks[silent[0]], seconds)
         if seconds < 1.5 * GRACE:
             return None
+    elif silent and seconds < 2 * GRACE:  # a busy machine may not have run them; they may fail, too
+        return None
     return Failure(ranks[first], f"failed with {reports[first].error}", reports[first].trace)

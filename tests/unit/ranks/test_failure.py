@@ -34,6 +34,9 @@ ALIVE, BEFORE = [5, 5, 5], [1, 1, 1]
         ({0: report(2), 1: report(1)}, ALIVE, GRACE, 1),
         # An error of its own goes before one of a connection, whichever came first.
         ({0: report(1, follows=True), 2: report(2)}, ALIVE, GRACE, 2),
+        # A rank that is not run cannot fail as yet.
+        ({1: report(1)}, [5, 5, 1], GRACE, None),
+        ({1: report(1)}, [5, 5, 1], 2 * GRACE, 1),
         # All have failed, after different numbers of collectives: nothing to wait for.
         ({0: report(2), 1: report(1, collectives=4), 2: report(3)}, ALIVE, 0.1, 1),
         # Connections broke, and one rank is silent: that one.
