@@ -107,8 +107,12 @@ def _watched_step(original: Callable[..., Any], step: Callable[..., Any]) -> Any
     @wraps(hooked)
     def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         params = (param for group in optimizer.param_groups for param in group["params"])
-        found = {shard.group.process_group for param in params if (shard := SHARD.find(param)) is not None}
-        with _watched(lambda watching: watching.group.process_group in found):
+        groups = {id(shard.group): shard.group for param in params if (shard := SHARD.find(param)) is not None}
+        found = []
+        for group in groups.values():
+            with suppress(RuntimeError):  # the group has been destroyed
+                found.append(group.process_group)
+        with _watched(lambda watching: watching.process_group in found):
             return hooked(optimizer, *args, **kwargs)
 
     return watched

@@ -49,6 +49,8 @@ class Watch:
 
     failure: Failure | None
     """What ended the process group; None while it lives."""
+    process_group: Any
+    """The ranks' process group, which stays known where it has been destroyed."""
     number: int
     """The same on all ranks, and another one for each watch and each process group."""
 
@@ -75,7 +77,7 @@ class Watch:
         self._links = between(own, [ends for each, (_, found) in enumerate(ranks) if each != rank for ends in found])
         self.number = ranks[0][0]
         self._store = PrefixStore(f"tp_transformers/watch {self.number}", store)
-        self._process_group = untyped(self.group.process_group)
+        self.process_group = untyped(self.group.process_group)
         self._error: Exception | None = None
         self._began: tuple[float, list[int]] | None = None
         self._round, self._settled = 0, threading.Event()
@@ -145,7 +147,7 @@ class Watch:
 
     def _collectives(self) -> int:
         """How many collectives this rank has begun."""
-        return int(self._process_group._get_backend(self.group.device)._get_sequence_number_for_group())
+        return int(self.process_group._get_backend(self.group.device)._get_sequence_number_for_group())
 
     # In the thread that polls.
 
@@ -243,12 +245,12 @@ class Watch:
         if failure is not None:
             bind_thread(self.group.device)
             for other in POLLER.all():
-                if isinstance(other, Watch) and other._process_group == self._process_group:
+                if isinstance(other, Watch) and other.process_group == self.process_group:
                     other.failure = failure
                     other._settled.set()
             shut(self._links)
             with suppress(RuntimeError):
-                self._process_group.abort()
+                self.process_group.abort()
         self._settled.set()
 
 
