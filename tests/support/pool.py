@@ -20,9 +20,6 @@ from typing import Any
 
 TIMEOUT = 240.0
 """Seconds that one call may take before its workers are ended."""
-THREADS = 60
-"""Threads of a worker beyond which a new one takes its place. Torch keeps some meshes for ever, and with them process
-groups, whose threads wake 100 times a second each."""
 
 
 class WorkerError(AssertionError):
@@ -73,10 +70,6 @@ class Pool:
                     else:
                         errors[rank], traces[rank] = value, trace
         if len(results) == size:
-            for rank, worker in enumerate(workers):
-                if worker.threads > THREADS:
-                    worker.end()
-                    self._workers[rank] = _Worker()
             return [results[rank] for rank in range(size)]
         lines = [f"rank {rank} still running after {timeout} s" for rank in waiting]
         for rank in sorted(errors):
@@ -116,10 +109,6 @@ class _Worker:
         self.process = context.Process(target=_serve, args=(theirs, self.stderr.name), daemon=True)
         self.process.start()
         theirs.close()
-
-    @property
-    def threads(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     def stderr_tail(self, count: int = 4000) -> str:
         with open(self.stderr.name, errors="replace") as file:
