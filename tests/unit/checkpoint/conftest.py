@@ -1,15 +1,19 @@
-"""A Hub on this machine with one model."""
+"""A Hub on this machine with one model, and a file of several jobs of the reader."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub.utils import close_session
+from safetensors.torch import save_file
 
 from tests.support.hub_server import HubServer
 from tests.support.remote_file import CONTENT
 from tp_transformers.checkpoint.hub import tries
+from tp_transformers.checkpoint.reading.header import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -29,3 +33,14 @@ def server(served: HubServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubSe
     served.forget()
     yield served
     served.forget()
+
+
+@pytest.fixture
+def big(tmp_path: Path) -> Iterator[tuple[Checkpoint, Path, torch.Tensor]]:
+    """A file of several jobs, and the values in it."""
+    torch.manual_seed(0)
+    values = torch.randint(-99, 99, (1024, 4096), dtype=torch.int16)
+    path = tmp_path / "model.safetensors"
+    save_file({"x": values}, path)
+    with Checkpoint([path]) as checkpoint:
+        yield checkpoint, path, values

@@ -13,28 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.reading import columns
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading.file_map import FileMap, survive_truncation
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.reader import read
-
-
-@pytest.fixture
-def big(tmp_path: Path):
-    """A file of several jobs, and the values in it."""
-    torch.manual_seed(0)
-    values = torch.randint(-99, 99, (1024, 4096), dtype=torch.int16)
-    path = tmp_path / "model.safetensors"
-    save_file({"x": values}, path)
-    with Checkpoint([path]) as checkpoint:
-        yield checkpoint, path, values
-
-
-def columns(checkpoint: Checkpoint) -> Request:
-    """The right half of every row."""
-    tensor = checkpoint.tensors["x"].select(1, [(2048, 4096)])
-    return Request(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
 @pytest.mark.parametrize("keep", [0, 1 << 20])
