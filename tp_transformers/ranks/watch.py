@@ -154,7 +154,7 @@ class Watch:
     @property
     def is_urgent(self) -> bool:
         """True while ranks find out which of them have failed."""
-        return self._error is not None or self._began is not None
+        return self.failure is None and (self._error is not None or self._began is not None)
 
     def poll(self) -> None:
         """Give a sign of life, publish an error, and look for those of others."""
