@@ -6,9 +6,12 @@ process group of its own, which the library itself starts from torchrun's enviro
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import multiprocessing
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -147,11 +150,32 @@ def _serve(connection: Connection, stderr: str) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _forget_meshes()
             gc.collect()  # models are cycles, which keep their process groups, and those their threads
 
 
+def _forget_meshes() -> None:
+    """Empty torch's caches by mesh: each keeps process groups, whose threads wake 100 times a second."""
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed."):
+            for function in list(vars(module).values()):
+                if isinstance(function, functools._lru_cache_wrapper):
+                    function.cache_clear()
+
+
 def free_port() -> int:
-    """A TCP port of this machine that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port of this machine that nobody uses now.
+
+    It lies below those that the kernel gives to outgoing connections, one of which could take it before a rank does.
+    """
+    for _ in range(100):
+        port = 10_000 + secrets.randbelow(20_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    raise OSError("no free port in 100 tries")

@@ -138,6 +138,8 @@ class Watch:
             self._error = error
             POLLER.soon()
             self._settled.wait(max(self.limit, 3 * GRACE))
+        if self._unreachable_at is not None and not _follows(error):
+            return  # nobody can be told
         if self.failure is not None:
             if self.failure.rank != self.group.global_ranks[self.group.rank]:
                 raise self.failure.to_error() from error

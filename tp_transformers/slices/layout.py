@@ -200,6 +200,11 @@ def even(length: int, size: int, *, unit: int = 1) -> Split:
     )
 
 
+def even_widths(length: int, size: int) -> tuple[int, ...]:
+    """Number of indices of every rank in `even(length, size)`, in what torch.compile can trace."""
+    return tuple(length // size + (rank < length % size) for rank in range(size))
+
+
 @cache
 def chunked(length: int, size: int) -> Split:
     """Cut `length` as `torch.chunk` does: all ranks hold as many, rounded up, but the last ones what is left."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..marks import untyped
-from ..slices.layout import even
+from ..slices.layout import even_widths
 from .communication import Communication
 from .shards.shard import ParamShard
 
@@ -166,7 +166,7 @@ def _enter_local_view(
         hidden = name in strategy.hidden
         local = strategy.local_hidden(module, name) if hidden else views[name].view(param)
         parameters[name] = local  # type: ignore[assignment]
-    widths = {name: even(width, strategy.size).widths[rank] for name, width in strategy.widths.items()}
+    widths = {name: even_widths(width, strategy.size)[rank] for name, width in strategy.widths.items()}
     attributes = {**widths, **strategy.local_attributes(module, rank)}
     saved_attributes = {name: module.__dict__[name] for name in attributes}
     module.__dict__.update(attributes)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ..anatomy.linears import features, is_transposed
 from ..errors import PlanError
 from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
-from ..slices.layout import Layout, Split, even
+from ..slices.layout import Layout, Split, even_widths
 from .attach import forward_of
 from .base import TensorParallelLayer
 from .communication import as_sharded, only
@@ -118,7 +118,7 @@ class ColwiseParallel(_WeightParallel):
             x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         else:
             if isinstance(only(self.input_layouts), Shard):
-                widths = even(self.in_features, self.size).widths
+                widths = even_widths(self.in_features, self.size)
                 x = gather_from_region(x, widths, mesh.get_group())
             elif not self.is_embedding:
                 self.check_width(x, self.in_features)

@@ -43,11 +43,11 @@ def decode(folder: str) -> dict[str, Any]:
 
 
 def step(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Run on every rank: logits and gradients of a compiled model; without options, at two lengths."""
+    """Run on every rank: logits and gradients of a compiled model, at two lengths."""
     model, plain = load_to_compile(folder, **options)
     compiled = torch.compile(model, backend="inductor")
     result: dict[str, Any] = {"error": 0.0, "grads": 0.0, "missing": set()}
-    for batch in (PROMPTS, PROMPTS[:, :5].contiguous())[: 1 if options else 2]:  # many graphs, compiled anew
+    for batch in (PROMPTS, PROMPTS[:, :5].contiguous()):
         outputs, expected = compiled(batch, labels=batch), plain(batch, labels=batch)
         for each, out in ((model, outputs), (plain, expected)):
             each.zero_grad()
@@ -60,7 +60,7 @@ def step(folder: str, options: dict[str, Any]) -> dict[str, Any]:
             else:
                 whole = tp_transformers.full_tensor(own, own.grad)
                 result["grads"] = max(result["grads"], relative(whole, param.grad))
-    return {**result, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+    return {**result, "breaks": dict(torch._dynamo.utils.counters["graph_break"])}
 
 
 @pytest.mark.parametrize("heads", [(8, 4), (9, 3)])
@@ -74,7 +74,7 @@ def test_decoding_with_a_static_cache(pool: Pool, cases: Any, heads: tuple[int, 
 @pytest.mark.parametrize("options", [{}, {"tp_sequence_parallel": True}], ids=["plain", "sequence parallel"])
 def test_a_training_step(pool: Pool, cases: Any, options: dict[str, Any]) -> None:
     for result in pool.run(2, step, cases(8, 4, num_hidden_layers=1).folder, options):
-        assert result["graphs"] > 0
+        assert not result["breaks"]
         assert not result["missing"]
         assert result["error"] < TOLERANCE
         assert result["grads"] < GRADIENT_TOLERANCE

@@ -42,7 +42,7 @@ def vocab_parallel_cross_entropy(
         reduction: "mean" (over targets that count), "sum" or "none".
 
     Raises:
-        IndexError: on a CPU, if a target is no id of the vocabulary (a GPU stops at an assertion).
+        IndexError: on a CPU, if a target is no id of the vocabulary (a GPU and a compiled graph stop at an assertion).
         ValueError: on an unknown reduction, or shapes that do not fit.
     """
     if reduction not in REDUCTIONS:
@@ -58,7 +58,7 @@ def vocab_parallel_cross_entropy(
         widths = (own,) if group is None else all_gather_number(own, group, logits.device)
     counts = target != ignore_index
     known = (target >= 0) & (target < sum(widths)) | ~counts
-    if target.device.type != "cpu":
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(known.all())
     elif not known.all():
         raise IndexError(f"Target {target[~known][0].item()} is out of bounds.")

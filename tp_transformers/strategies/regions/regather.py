@@ -37,8 +37,9 @@ def saving_part(
     None where that is of no use: where autograd does not record, or where something else decides what it saves, as
     gradient checkpointing and offloading do. Only the innermost of several such contexts counts.
     """
-    is_free = _active_hooks is not None and _active_hooks(True) is None
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_free:
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if _active_hooks is None or _active_hooks(True) is not None:
         return None
     regathered = _Regathered(part, whole, widths, group, dim)
     return saved_tensors_hooks(regathered.pack, regathered.unpack)

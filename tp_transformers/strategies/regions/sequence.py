@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...ranks.collectives import Group, gather_from_region, scatter_to_region
-from ...slices.layout import chunked, even
+from ...slices.layout import chunked, even_widths
 from ..attach import Forward, forward_of
 from ..base import TensorParallelLayer
 from ..communication import as_sharded
@@ -137,7 +137,7 @@ class SequenceScatterParallel(TensorParallelLayer):
         length = x.shape[SEQUENCE]
         # Re-entrant checkpointing runs forwards that are trained without gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
-        widths = even(length, mesh.size()).widths if trains or length >= mesh.size() else None
+        widths = even_widths(length, mesh.size()) if trains or length >= mesh.size() else None
         _current[mesh.get_group()] = _Cut(widths, in_backward(), f"{self.name}.")
         return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE), *others)
 
@@ -165,7 +165,7 @@ class SequenceBlock(RegionBlock):
         is_under_way = task < 0 and cut is not None and cut.backward < 0
         if length is None or is_under_way or not torch.is_grad_enabled():
             return _widths(self.name, x, mesh)
-        widths = even(length, mesh.size()).widths
+        widths = even_widths(length, mesh.size())
         if task >= 0:
             _current[mesh.get_group()] = _Cut(widths, task, f"{self.name.rpartition('.')[0]}.")
         else:  # a layer that is trained by itself, whose norms sum up gradients of parts
