@@ -72,17 +72,17 @@ def test_all_ranks_name_the_one_that_is_lost(
         assert float(seconds) < 4 * bound  # on a machine that is not overloaded, below the bound itself
 
 
-def test_a_rank_that_is_killed_is_named_where_no_launcher_ends_the_others(cases: Any, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+def without_launcher(size: int, *command: str) -> tuple[list[str], list[int]]:
+    """What each of `size` ranks printed, and its exit code, where nobody ends them but themselves."""
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(tmp_path / "script.py"), cases(9, 3).folder, "SIGKILL", "2"],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, *command],
+            env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(3)
+        for rank in range(size)
     ]
     try:
         printed = [rank.communicate(timeout=120)[0] for rank in ranks]
@@ -90,6 +90,36 @@ def test_a_rank_that_is_killed_is_named_where_no_launcher_ends_the_others(cases:
         for rank in ranks:
             rank.kill()
     print(printed)
+    return printed, [rank.returncode for rank in ranks]
+
+
+def test_a_rank_that_is_killed_is_named_where_no_launcher_ends_the_others(cases: Any, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    printed, codes = without_launcher(3, str(tmp_path / "script.py"), cases(9, 3).folder, "SIGKILL", "2")
     for output in printed[:2]:
         assert re.fullmatch(r"raised after [\d.]+ s: rank 2 gave no sign of life .*\n", output)
-    assert [rank.returncode for rank in ranks] == [1, 1, -9]
+    assert codes == [1, 1, -9]
+
+
+AFTER_THE_OTHERS = """
+import sys, time
+import tp_transformers
+from transformers import AutoModelForCausalLM
+
+tp_transformers.enable()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+if model.tp_group.rank == 1:
+    time.sleep(3)  # rank 0, which keeps the store, ends
+    try:
+        with tp_transformers.fail_together(model):
+            raise ValueError("on this rank")
+    except Exception as error:
+        print(repr(error))
+"""
+
+
+def test_an_error_is_its_own_where_nobody_can_be_told(cases: Any, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(AFTER_THE_OTHERS)
+    printed, codes = without_launcher(2, str(tmp_path / "script.py"), cases(8, 4).folder)
+    assert printed == ["", "ValueError('on this rank')\n"]
+    assert codes == [0, 0]
