@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedError, UsageError, describe
@@ -93,3 +94,14 @@ def _found(config: PretrainedConfig, cls: type[PreTrainedModel] | None) -> type[
         fix = "Install a transformers that has it; code of a repository's own is not run."
         raise UnsupportedError(describe(f"model_type {config.model_type}", got=got, expected=expected, fix=fix))
     return cls
+
+
+def inner_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
+    """(name, model) of the models that `model` is made of: a language model, a vision tower, ..., from the outside in.
+
+    They are those with a type of their own; a base model has its model's.
+    """
+    own = getattr(getattr(model, "config", None), "model_type", None)
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and module.config.model_type != own:
+            yield name, module

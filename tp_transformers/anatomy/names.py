@@ -49,6 +49,11 @@ def names_around(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
 
 
+def is_inside(name: str, module: str) -> bool:
+    """True if the module, parameter or pattern `name` belongs to `module`, and is not that itself."""
+    return name.startswith(f"{module}.")
+
+
 def base_prefix(model: PreTrainedModel) -> str:
     """The base model's name in the full model; "" where they are one."""
     if model.base_model is not model:

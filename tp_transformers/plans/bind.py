@@ -163,6 +163,8 @@ class _Resolver:
         matched: dict[str, Rule] = {}
         for rule in rules:
             for name in rule.match(names, self.prefix):
+                if rule.optional and isinstance(names[name], nn.Identity):  # what a config leaves out
+                    continue
                 if name in matched:
                     self.faults.append(f"{name}: two rules match it, {matched[name].pattern} and {rule.pattern}")
                 matched[name] = rule

@@ -61,8 +61,8 @@ class AttentionHeads:
         counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
         counts["num_key_value_groups"] = query // kv
         if self.head_dim is not None:
-            # GPT-2's and DBRX's names for the width of all query heads, at which they split queries from keys.
-            counts["split_size"] = query * self.head_dim
+            # Names for the width of all query heads, at which GPT-2 and DBRX split queries from keys.
+            counts["split_size"] = counts["embed_dim"] = query * self.head_dim
             if self.is_fused:
                 counts["hidden_size"] = query * self.head_dim
         return counts
@@ -96,7 +96,8 @@ def cut_attention(
     """Cut every attention module whose projections stay sharded by whole heads.
 
     Args:
-        plan: names the attention modules; where it names none, they are recognised by PROJECTIONS.
+        plan: names the attention modules; where it names none, they are recognised by PROJECTIONS, but for those of
+            parts with plans of their own.
         module_rules: the rule of every module that has one; those that a declared plan left out are added.
         param_rules: the rule of every parameter that has one of its own.
         faults: list to which faults are added.
@@ -119,7 +120,7 @@ def cut_attention(
         if counts is None:
             continue
         query, kv, head_dim = counts
-        if plan.declared:
+        if plan.declared and not plan.has_part_around(name):
             _complete_declared(name, roles, modules, module_rules, param_rules, (query, head_dim))
         followers = [child for names in roles.values() for child in names]
         if size > query:
@@ -215,15 +216,14 @@ def _unrecognised(
 def _groups(
     plan: Plan, modules: Mapping[str, nn.Module], prefix: str, faults: list[str]
 ) -> dict[str, Mapping[str, tuple[str, ...]]]:
-    """Attention module -> its children by role, as the plan names them, or else as PROJECTIONS does."""
+    """Attention module -> its children by role, as the plan and those of parts name them, or else PROJECTIONS."""
     groups: dict[str, Mapping[str, tuple[str, ...]]] = {}
-    if not plan.attention:
+    if all(plan.has_part_around(entry.full(prefix)) for entry in plan.attention):
         for name, module in modules.items():
             for projections in (PROJECTIONS, LATENT_PROJECTIONS):
                 children = dict(_present(module, projections))
-                if projections.keys() - {"with_query"} <= children.keys():
+                if projections.keys() - {"with_query"} <= children.keys() and not plan.has_part_around(name):
                     groups[name] = children
-        return groups
     for group in plan.attention:
         names = list(group.match(modules, prefix))
         if not names and not group.optional:

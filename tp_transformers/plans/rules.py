@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..anatomy.classes import inner_models
+from ..anatomy.names import base_prefix, is_inside
 from ..errors import PlanError, list_faults, nearest, shorten, shown
 from ..strategies import STRATEGIES, ReplicateParallel, TensorParallelLayer, as_strategy
 from .catalogue import available_plans
@@ -30,6 +32,8 @@ from .yaml_file import read_plan_file
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+P = TypeVar("P", "Rule", "Attention")
 
 MOST_EXTENDED = 20
 """Plans that extend each other, one after the other."""
@@ -113,6 +117,8 @@ class Plan:
     batch_sharded: bool | tuple[str, ...] | None = None
     """The modules, named in the full model, that gather the samples of ranks which have batches of their own, beside
     those whose rules say so; True for all attention, MLPs and experts; False for none, whatever rules say."""
+    parts: tuple[str, ...] = ()
+    """Modules, named in the full model, that are models with plans of their own."""
     declared: bool = field(default=False, compare=False)
     """True for the plan that a transformers class declares, rather than one that was written for us."""
 
@@ -176,21 +182,69 @@ class Plan:
     def for_model(cls, model: PreTrainedModel) -> Plan | None:
         """The plan for `model.config.model_type`: ours from `model_plans/`, else what its transformers class declares.
 
-        None where there is neither.
+        Models inside it (a language model, a vision tower) are cut by our plans for their own types. None where there
+        is no rule at all.
         """
         path = available_plans().get(model.config.model_type)
         if path is not None:
-            return cls.from_yaml(path)
-        declared = getattr(model, "_tp_plan", None)
-        if not declared:
-            return None
-        source = f"the plan that {type(model).__name__} declares"
-        rules = tuple(Rule(pattern, strategy=strategy, optional=True) for pattern, strategy in declared.items())
-        return cls(source, rules, declared=True)
+            whole = cls.from_yaml(path)
+        else:
+            declared = getattr(model, "_tp_plan", None) or {}
+            rules = tuple(Rule(pattern, strategy=strategy, optional=True) for pattern, strategy in declared.items())
+            whole = cls(f"the plan that {type(model).__name__} declares", rules, declared=True)
+        plan = whole._with_parts(model)
+        return plan if plan.rules else None
+
+    def _with_parts(self, model: PreTrainedModel) -> Plan:
+        """This plan with our plans for the parts of `model`, at the names that they have in it.
+
+        A part in which this plan has rules keeps those, unless they are declared by transformers. The plan of the
+        language model cuts the output embedding, too.
+
+            llava ─┬─ vision_tower    clip_vision_model ── clip_vision_model.yaml, at model.vision_tower
+                   └─ language_model  llama             ── llama.yaml, at model.language_model, and its lm_head
+        """
+        prefix, parts = base_prefix(model), list[str]()
+        ruled = [rule.full(prefix) for rule in self.rules if not self.declared]
+        rules: list[Rule] = []
+        attention: list[Attention] = []
+        for name, part in inner_models(model):
+            is_ruled = any(is_inside(name, other) for other in parts) or any(is_inside(rule, name) for rule in ruled)
+            kind = part.config.model_type
+            is_planned = isinstance(kind, str) and kind in available_plans()
+            plan = Plan.for_model(part) if is_planned and not is_ruled else None
+            if plan is None:
+                continue
+            parts.append(name)
+            rules += [_at(name, rule, part) for rule in plan.rules]
+            attention += [_at(name, entry, part) for entry in plan.attention]
+            if part.config is model.config.get_text_config():
+                rules += [replace(rule, optional=True) for rule in plan.rules if not rule.in_base_model]
+        if not parts:
+            return self
+        added = {rule.pattern for rule in rules}
+        whole = replace(self, parts=tuple(parts))
+        others = (rule for rule in self.rules if not whole.has_part_around(rule.full(prefix)))
+        own = [rule for rule in others if rule.pattern not in added]
+        return replace(
+            whole,
+            source=f"{self.source}, with ours for {', '.join(parts)}" if self.declared else self.source,
+            rules=(*own, *rules),
+            attention=(*self.attention, *attention),
+        )
+
+    def has_part_around(self, name: str) -> bool:
+        """True if a module, parameter or pattern of that name belongs to one of the parts."""
+        return any(is_inside(name, part) for part in self.parts)
 
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:
         """{name in the full model: strategy name}, in the order of the plan."""
         return {rule.full(base_model_prefix): rule.strategy_name for rule in self.rules}
+
+
+def _at(name: str, entry: P, part: PreTrainedModel) -> P:
+    """An entry of a part's plan, as one of the model around the part `name`, where modules of it may be missing."""
+    return replace(entry, pattern=f"{name}.{entry.full(base_prefix(part))}", in_base_model=False, optional=True)
 
 
 def _extended(name: str, source: str, extending: tuple[Path, ...]) -> Plan:

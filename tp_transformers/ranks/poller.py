@@ -17,6 +17,9 @@ BEAT = 0.5
 SOON = 0.005
 """Seconds between two polls while somebody waits for what they bring."""
 
+ENDING = 30.0
+"""Seconds that the thread has to end: one that still asks a store while Python ends would abort the process."""
+
 
 class Polled(Protocol):
     """What the thread polls, for as long as others hold it."""
@@ -87,7 +90,7 @@ class Poller:
         self._ends = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(4 * BEAT)
+            self._thread.join(ENDING)
         self._bid_farewell(lambda ref: True)
 
 

@@ -47,6 +47,7 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
         with enable():
             # The small model may have other shares than the true one, which has been looked at.
             options = {"device_mesh": mesh, "dtype": dtype, "allow_replicated": True}
+            options["tp_watch"] = False  # `fail` ends all ranks
             model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, **options)
         with probe.computing_in(dtype):
             probe.observe(model, questions, seen, labels)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ...anatomy.linears import holds_experts
-from ...anatomy.names import fold_layers
+from ...anatomy.names import fold_layers, is_inside
 from ...errors import PlanError, describe, hint_for
 from ...strategies import BATCH_SHARDED, BatchGather, BatchStates, BatchWhole
 from ..rules import Pattern, Plan, Rule
-from .engine import Rewriter, is_inside
+from .engine import Rewriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

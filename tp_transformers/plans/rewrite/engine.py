@@ -16,7 +16,7 @@ from torch import nn
 
 from ...anatomy.layers import stacks
 from ...anatomy.linears import features
-from ...anatomy.names import base_prefix, fold_layers, folded
+from ...anatomy.names import base_prefix, fold_layers, folded, is_inside
 from ...errors import PlanError, list_faults
 from ...strategies import TensorParallelLayer
 from ..rules import Pattern, Plan, Rule
@@ -127,7 +127,3 @@ class Rewriter(ABC):
             else:
                 own = (name for name in self.rules if name in names)
                 yield from (replace(self.rules[name], pattern=name, in_base_model=False) for name in own)
-
-
-def is_inside(name: str, module: str) -> bool:
-    return name.startswith(f"{module}.")

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...anatomy.names import fold_layers
+from ...anatomy.names import fold_layers, is_inside
 from ...anatomy.norms import is_norm_of_tokens
 from ..rules import Plan
-from .engine import Rewriter, is_inside
+from .engine import Rewriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
