@@ -17,7 +17,7 @@ import torch.distributed as dist
 import transformers
 
 import tp_transformers
-from tests.distributed.test_towers import SEEING, TOWERS
+from tests.distributed.test_towers import COMPOSED, TOWERS
 from tests.support.architectures import (
     ARCHITECTURES,
     GRADIENT_TOLERANCE,
@@ -151,5 +151,5 @@ def test_more_ranks_than_heads_replicate_attention(pool: Pool, made: Any, tmp_pa
 
 def test_every_plan_has_an_architecture_in_the_matrix() -> None:
     proven = {getattr(transformers, entry.config).model_type for entry in ARCHITECTURES.values()}
-    parts = {name.partition(",")[0] for name in TOWERS} | {part for parts in SEEING.values() for part in parts}
+    parts = {name.partition(",")[0] for name in TOWERS} | {part for parts in COMPOSED.values() for part in parts}
     assert set(available_plans()) == proven | parts

@@ -1,4 +1,4 @@
-"""Towers that see or hear, each by the plan for its own type, against one process."""
+"""Vision and audio towers, each by the plan for its own type, against one process; models around them."""
 
 from __future__ import annotations
 
@@ -193,14 +193,14 @@ def test_towers_match_one_process(pool: Pool, tmp_path: Path, size: int) -> None
             assert seen["cut"] >= 12, name
 
 
-SEEING = {"qwen3_vl": ("qwen3_vl_vision", "qwen3_vl_text"), "llava": ("clip_vision_model", "llama")}
+COMPOSED = {"qwen3_vl": ("qwen3_vl_vision", "qwen3_vl_text"), "llava": ("clip_vision_model", "llama")}
 """Models without a plan of their own, by the types of their parts."""
 WIDTHS: dict[str, Any] = {"qwen3_vl": {"vision_config": {"out_hidden_size": 4096}}}  # its defaults do not fit together
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", SEEING)
-def test_models_that_see_are_cut_by_the_plans_of_their_parts(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", COMPOSED)
+def test_models_are_cut_by_the_plans_of_their_parts(model_type: str) -> None:
     config = transformers.CONFIG_MAPPING[model_type](**WIDTHS.get(model_type, {}))
     for verdict in verify(config, sizes=(2, 3), grads=True):
         assert verdict.ok, verdict.faults
