@@ -150,11 +150,11 @@ def _serve(connection: Connection, stderr: str) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            _forget_meshes()
+            forget_meshes()
             gc.collect()  # models are cycles, which keep their process groups, and those their threads
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Empty torch's caches by mesh: each keeps process groups, whose threads wake 100 times a second."""
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
