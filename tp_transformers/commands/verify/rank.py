@@ -45,9 +45,8 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
         with enable():
-            # The small model may have other shares than the true one, which has been looked at.
-            options = {"device_mesh": mesh, "dtype": dtype, "allow_replicated": True}
-            options["tp_watch"] = False  # `fail` ends all ranks
+            # The small model may have other shares than the true one, which has been looked at; `fail` ends all ranks.
+            options = {"device_mesh": mesh, "dtype": dtype, "allow_replicated": True, "tp_watch": False}
             model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, **options)
         with probe.computing_in(dtype):
             probe.observe(model, questions, seen, labels)
