@@ -17,7 +17,7 @@ import torch.distributed as dist
 import transformers
 
 import tp_transformers
-from tests.distributed.test_towers import COMPOSED, TOWERS
+from tests.distributed.test_model_types import COMPOSED
 from tests.support.architectures import (
     ARCHITECTURES,
     GRADIENT_TOLERANCE,
@@ -29,6 +29,7 @@ from tests.support.architectures import (
 )
 from tests.support.models import Case, assert_same_files, bytes_read, headers, held, load, read_folder, relative
 from tests.support.pool import Pool
+from tests.support.tiny import MODELS
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory
 from tp_transformers.plans.catalogue import available_plans
@@ -151,5 +152,5 @@ def test_more_ranks_than_heads_replicate_attention(pool: Pool, made: Any, tmp_pa
 
 def test_every_plan_has_an_architecture_in_the_matrix() -> None:
     proven = {getattr(transformers, entry.config).model_type for entry in ARCHITECTURES.values()}
-    parts = {name.partition(",")[0] for name in TOWERS} | {part for parts in COMPOSED.values() for part in parts}
+    parts = {name.partition(",")[0] for name in MODELS} | {part for parts in COMPOSED.values() for part in parts}
     assert set(available_plans()) == proven | parts

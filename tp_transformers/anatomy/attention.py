@@ -17,9 +17,9 @@ from .linears import features
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
+QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
-HEAD_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
+HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 """The attributes in which transformers' attention modules, or their configs, keep counts and sizes of heads."""
 LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Names, in configs of latent attention, of the widths of the latent and of its heads' keys and values."""
@@ -36,8 +36,8 @@ def is_around_attention(module: nn.Module) -> bool:
 
 
 def is_cross_attention(name: str) -> bool:
-    """True if the attention of that name attends to an encoder: EncDecAttention, encoder_attn, crossattention."""
-    own = name.rpartition(".")[2].lower()
+    """True if the attention of that name attends to an encoder: EncDecAttention, encoder_attn, crossattention.self."""
+    own = name.removesuffix(".self").rpartition(".")[2].lower()
     return "cross" in own or own.startswith("enc")
 
 

@@ -70,3 +70,11 @@ def tied_parameters(model: nn.Module) -> Mapping[str, str]:
 def untie(model: PreTrainedModel, name: str) -> None:
     """Take a parameter off `tied_parameters`: transformers will then not tie it."""
     del model.all_tied_weights_keys[name]
+
+
+def inner(module: nn.Module, name: str) -> Any:
+    """What a dotted name stands for in a module; None where there is nothing."""
+    found: Any = module
+    for step in name.split("."):
+        found = getattr(found, step, None)
+    return found

@@ -285,7 +285,7 @@ def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
             fix="Let one be written and proven: tp-transformers suggest MODEL plan.yaml; then pass "
             'tp_plan="plan.yaml". Or pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}.',
         )
-    if plan.declared and model_type not in _told and not quietly:
+    if model_type not in available_plans() and model_type not in _told and not quietly:
         _told.add(model_type)
         logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
     return plan

@@ -52,7 +52,8 @@ class Resolution:
     rule_names: Mapping[str, str] = field(default_factory=dict)
     """Parameter name -> name of its strategy in the plan, where a rule gives one."""
     whole_attention: frozenset[str] = frozenset()
-    """Attention modules that are replicated in spite of their rules: they have fewer query heads than ranks."""
+    """Attention modules that are replicated in spite of their rules, and their projections: they have fewer query
+    heads than ranks."""
     plan: Plan = Plan("nothing", ())  # noqa: RUF009 - frozen
     """The plan itself, rewritten by its options."""
 
@@ -74,7 +75,7 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     Raises:
         PlanError: naming every rule that does not fit.
     """
-    plan = cut_batch(plan, model)
+    plan = cut_batch(plan.completed(model), model)
     if plan.sequence_parallel:
         plan = cut_sequence(plan, model)
     if plan.loss_parallel:
@@ -139,7 +140,7 @@ class _Resolver:
             tuple(uncovered),
             notes if names else (),
             rule_names,
-            frozenset(cut.whole.values()),
+            frozenset(cut.whole),
             self.plan,
         )
 
@@ -198,7 +199,7 @@ class _Resolver:
     def _bind(self, owner: str, rule: Rule, cut: AttentionCut, name: str | None = None) -> TensorParallelLayer:
         """A copy of the rule's strategy for the module `owner`, or for the parameter `name` of it."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
-        if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in set(cut.whole.values())):
+        if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in cut.whole):
             if strategy is not None and strategy.cuts_as_torch:
                 self.faults.append(
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "

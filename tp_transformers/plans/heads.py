@@ -19,7 +19,7 @@ from ..anatomy.attention import (
     is_attention,
 )
 from ..anatomy.linears import features, input_width, output_width
-from ..anatomy.names import fold_layers
+from ..anatomy.names import fold_layers, inner
 from ..errors import hint_for
 from ..slices.layout import Split, heads, interleaved, packed
 from .rules import UNRULED, Plan, Rule
@@ -62,7 +62,7 @@ class AttentionHeads:
         counts["num_key_value_groups"] = query // kv
         if self.head_dim is not None:
             # Names for the width of all query heads, at which GPT-2 and DBRX split queries from keys.
-            counts["split_size"] = counts["embed_dim"] = query * self.head_dim
+            counts |= dict.fromkeys(("split_size", "embed_dim", "all_head_size"), query * self.head_dim)
             if self.is_fused:
                 counts["hidden_size"] = query * self.head_dim
         return counts
@@ -104,8 +104,8 @@ def cut_attention(
     """
     modules, known = dict(model.named_modules()), len(faults)
     cut = AttentionCut()
-    for name, children in _groups(plan, modules, prefix, faults).items():
-        roles = {role: [f"{name}.{child}" for child in names] for role, names in children.items()}
+    for name, (around, children) in _groups(plan, modules, prefix, faults).items():
+        roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
         projections = {child: role for role, names in roles.items() for child in names if not role.startswith("with_")}
         sharded = {child for child, role in projections.items() if _is_sharded(role, module_rules.get(child))}
         if len(sharded) < len(projections):
@@ -215,15 +215,15 @@ def _unrecognised(
 
 def _groups(
     plan: Plan, modules: Mapping[str, nn.Module], prefix: str, faults: list[str]
-) -> dict[str, Mapping[str, tuple[str, ...]]]:
-    """Attention module -> its children by role, as the plan and those of parts name them, or else PROJECTIONS."""
-    groups: dict[str, Mapping[str, tuple[str, ...]]] = {}
+) -> dict[str, tuple[str, Mapping[str, tuple[str, ...]]]]:
+    """Attention module -> (it or one around it, that one's children by role), as plans say, or else PROJECTIONS."""
+    groups: dict[str, tuple[str, Mapping[str, tuple[str, ...]]]] = {}
     if all(plan.has_part_around(entry.full(prefix)) for entry in plan.attention):
         for name, module in modules.items():
             for projections in (PROJECTIONS, LATENT_PROJECTIONS):
                 children = dict(_present(module, projections))
                 if projections.keys() - {"with_query"} <= children.keys() and not plan.has_part_around(name):
-                    groups[name] = children
+                    groups[name] = name, children
     for group in plan.attention:
         names = list(group.match(modules, prefix))
         if not names and not group.optional:
@@ -238,14 +238,18 @@ def _groups(
                 f"attention {name}: it has no child {' or '.join(map(repr, group.children[role]))}" for role in absent
             )
             if not absent:
-                groups[name] = children
+                # It is the module that holds the projections to heads; BERT's output projection is beside that.
+                made = [child for role in children.keys() - {"output"} for child in children[role]]
+                holders = {child.rpartition(".")[0] for child in made}
+                own = ".".join(filter(None, (name, *holders))) if len(holders) == 1 else name
+                groups[own] = name, children
     return groups
 
 
 def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(role, names) of those children that the module has: the first of a projection's, all that go with one."""
     for role, names in children.items():
-        found = tuple(name for name in names if isinstance(getattr(module, name, None), nn.Module | nn.Parameter))
+        found = tuple(name for name in names if isinstance(inner(module, name), nn.Module | nn.Parameter))
         if found:
             yield role, found if role.startswith("with_") else found[:1]
 
@@ -268,6 +272,9 @@ def _count_heads(
     config = attention_config(module, model)
     head_dim = first_of(HEAD_SIZES, module, config)
     query, kv = head_counts(module, config)
+    attended = input_width(modules[roles["output"][0]]) if "output" in roles else 0
+    if head_dim is None and query and attended % query == 0:
+        head_dim = attended // query or None
     if "key_value" in roles:  # latent attention: every query head has a key and a value of its own
         kv = query
     if head_dim is not None and "key" in roles:
@@ -279,7 +286,6 @@ def _count_heads(
                 return None
             query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
         stated = head_counts(module, config)[0]
-        attended = input_width(modules[roles["output"][0]]) if "output" in roles else 0
         if stated and query > stated and query % stated == 0 and attended == stated * head_dim:
             query = stated  # a projection that makes more than queries (a gate beside each)
     if not query or not kv or query % kv:

@@ -18,6 +18,20 @@ BATCH_SHARDED_INPUT = "batch-sharded"
 ATTENTION_ROLES = ("query", "key", "value", "key_value", "fused", "interleaved", "output", "with_query", "with_key")
 """Roles of an attention module's children; see `model_plans/README.md`."""
 
+IMPLIED: Mapping[str, Any] = {
+    "query": "colwise",
+    "key": "colwise",
+    "value": "colwise",
+    "key_value": "colwise",
+    "fused": {"strategy": "packed_colwise", "parts": ["query", "key", "value"]},
+    "interleaved": "colwise",
+    "output": "rowwise",
+}
+"""Rules of an attention module's projections, by role, where a plan has none for them."""
+
+DECLARED = "declared"
+"""Name that a plan extends to start from the plan that the model's class declares."""
+
 OPTIONS = ("sequence_parallel", "loss_parallel")
 IN_BASE_MODEL = ("base_model", "optional")
 RULE_OPTIONS = ("strategy", "parts", "unit", "widths", "input")
@@ -138,3 +152,11 @@ def attention_arguments(pattern: str, children: Any, faults: list[str]) -> dict[
             f"attention {pattern}: {shown(children)} does not map {', '.join(ATTENTION_ROLES)} to child names"
         )
     return {"pattern": pattern, "children": roles, "optional": bool(optional), "in_base_model": True}
+
+
+def implied_rules(pattern: str, children: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+    """The arguments of `Rule` for the projections of attention at `pattern`; those that a module lacks are skipped."""
+    for role, strategy in IMPLIED.items():
+        for child in children.get(role) or ():
+            found = rule_arguments(f"{pattern}.{child}", strategy, "optional", []) or {}
+            yield {**found, "implied": True}

@@ -17,11 +17,13 @@ from ..errors import PlanError, list_faults, nearest, shorten, shown
 from ..strategies import STRATEGIES, ReplicateParallel, TensorParallelLayer, as_strategy
 from .catalogue import available_plans
 from .parse import (
+    DECLARED,
     IN_BASE_MODEL,
     OPTIONS,
     attention_arguments,
     check_sections,
     entries,
+    implied_rules,
     is_name,
     is_names,
     names_of,
@@ -76,6 +78,8 @@ class Rule(Pattern):
     batch_sharded: bool = False
     """True if every rank has samples of its own, which the module gathers."""
     optional: bool = False
+    implied: bool = field(default=False, compare=False)
+    """True for a rule that the plan's attention implies, for modules without a rule of their own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", as_strategy(self.strategy))
@@ -120,7 +124,9 @@ class Plan:
     parts: tuple[str, ...] = ()
     """Modules, named in the full model, that are models with plans of their own."""
     declared: bool = field(default=False, compare=False)
-    """True for the plan that a transformers class declares, rather than one that was written for us."""
+    """True for the plan that a transformers class declares, and for one of ours that completes it."""
+    extends_declared: bool = field(default=False, compare=False)
+    """True until `completed` adds the rules that it extends, those that the model's class declares."""
 
     @classmethod
     def from_dict(cls, rules: Mapping[str, Any], *, source: str = "tp_plan") -> Plan:
@@ -141,7 +147,9 @@ class Plan:
         """
         faults = check_sections(data, source)
         base = cls(source, ())
-        if is_name(data.get("extends")):
+        if data.get("extends") == DECLARED:
+            base = cls(source, (), declared=True, extends_declared=True)
+        elif is_name(data.get("extends")):
             base = _extended(data["extends"], source, extending)
         elif data.get("extends") is not None:
             faults.append(f"extends is {shown(data['extends'])}, not the name of a plan")
@@ -155,6 +163,9 @@ class Plan:
         for pattern, children in entries(data, "attention", faults):
             entry = None if children is None else Attention(**attention_arguments(pattern, children, faults))
             attention[pattern] = entry
+        for entry in filter(None, attention.values()):
+            for found in implied_rules(entry.pattern, entry.children):
+                rules.setdefault((True, found["pattern"]), Rule(**found))
         options = {option: data.get(option, getattr(base, option)) for option in OPTIONS}
         faults.extend(
             f"{name} is {shown(value)}, not true or false"
@@ -176,6 +187,8 @@ class Plan:
             model_types or (),
             **options,
             batch_sharded=tuple(batch) if isinstance(batch, list | tuple) else batch,
+            declared=base.declared,
+            extends_declared=base.extends_declared,
         )
 
     @classmethod
@@ -186,14 +199,31 @@ class Plan:
         is no rule at all.
         """
         path = available_plans().get(model.config.model_type)
-        if path is not None:
-            whole = cls.from_yaml(path)
-        else:
-            declared = getattr(model, "_tp_plan", None) or {}
-            rules = tuple(Rule(pattern, strategy=strategy, optional=True) for pattern, strategy in declared.items())
-            whole = cls(f"the plan that {type(model).__name__} declares", rules, declared=True)
-        plan = whole._with_parts(model)
+        whole = cls("", (), declared=True, extends_declared=True) if path is None else cls.from_yaml(path)
+        plan = whole.completed(model)._with_parts(model)
         return plan if plan.rules else None
+
+    def completed(self, model: PreTrainedModel) -> Plan:
+        """This plan with all of its rules: those that the class of `model` declares, if it extends them, and those that
+        its attention implies, for modules that have none of their own."""
+        prefix, source = base_prefix(model), self.source
+        rules = [rule for rule in self.rules if not rule.implied]
+        if self.extends_declared:
+            declared: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+            own = {rule.full(prefix) for rule in self.rules}
+            rules += [Rule(name, strategy=each, optional=True) for name, each in declared.items() if name not in own]
+            source = f"the plan that {type(model).__name__} declares"
+            source = f"plan {self.source}, with {source}" if self.source else source
+        names = [name for name, _ in model.named_modules()]
+        ruled = {name for rule in rules for name in rule.match(names, prefix)}
+        for rule in self.rules:
+            matched = list(rule.match(names, prefix)) if rule.implied else []
+            if ruled.isdisjoint(matched):
+                rules += [replace(rule, implied=False)] if matched else []
+            else:
+                free = (name for name in matched if name not in ruled)
+                rules += [replace(rule, pattern=name, in_base_model=False, implied=False) for name in free]
+        return replace(self, source=source, rules=tuple(rules), extends_declared=False)
 
     def _with_parts(self, model: PreTrainedModel) -> Plan:
         """This plan with our plans for the parts of `model`, at the names that they have in it.

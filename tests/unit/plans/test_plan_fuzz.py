@@ -110,7 +110,29 @@ def by_reference(data: Any) -> dict[tuple[bool, str], tuple[Any, ...]]:
                 if value is not None
                 else None
             )
+    for pattern, children in attention_by_reference(data).items():
+        for role, names in children.items():
+            for name in [names] if isinstance(names, str) else names if role in IMPLIED else ():
+                rules.setdefault((True, f"{pattern}.{name}"), IMPLIED.get(role))
     return {key: rule for key, rule in rules.items() if rule is not None}
+
+
+IMPLIED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("query", "key", "value", "key_value", "interleaved"), ("colwise", None, None, ())),
+    "fused": ("packed_colwise", ("query", "key", "value"), None, ()),
+    "output": ("rowwise", None, None, ()),
+}
+
+
+def attention_by_reference(data: Any) -> dict[str, dict[str, Any]]:
+    """Pattern -> role -> names, those of extended plans among them."""
+    found = {}
+    if data.get("extends") is not None:
+        text = available_plans()[data["extends"].removesuffix(".yaml")].read_text()
+        found = attention_by_reference(yaml.safe_load(text))
+    for pattern, children in (data.get("attention") or {}).items():
+        found[pattern] = children
+    return {pattern: children for pattern, children in found.items() if children is not None}
 
 
 @functools.cache

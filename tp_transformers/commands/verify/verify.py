@@ -24,6 +24,7 @@ from ...anatomy.classes import model_class, read_config
 from ...errors import PlanError, UnsupportedError, UsageError, describe
 from ...loading.from_pretrained import auto_plan, read_plan
 from ...plans.bind import Resolution, resolve
+from ...plans.catalogue import available_plans
 from ...plans.rules import Plan
 from ...plans.shares import check_layers_are_cut
 from ...ranks.launch import torchrun
@@ -97,7 +98,8 @@ def verify(
         except PlanError as error:
             verdicts[size] = Verdict(size, (str(error),))
             continue
-        declared = f"no plan of ours for {config.model_type}: this is {chosen.source}" if chosen.declared else None
+        is_ours = not chosen.declared or config.model_type in available_plans()
+        declared = None if is_ours else f"no plan of ours for {config.model_type}: this is {chosen.source}"
         verdicts[size] = Verdict(size, notes=tuple(filter(None, (declared, *resolution.notes, warning))))
         try:
             resolutions[size] = resolve(chosen, model, size)

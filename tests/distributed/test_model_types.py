@@ -1,0 +1,92 @@
+"""Model types that share a plan, and towers, each held against one process; models that are made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationMixin
+
+from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
+from tests.support.models import load, relative, save_as_loaded
+from tests.support.pool import Pool
+from tests.support.tiers import wide
+from tests.support.tiny import MODELS, model_class, seed
+from tp_transformers.commands.verify.verify import verify
+from tp_transformers.plans.catalogue import available_plans
+
+pytestmark = pytest.mark.distributed
+
+
+def observe(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """What a model makes of its inputs, greedy tokens if it generates, and the gradients of a random part of it."""
+    output = model(**inputs)[0]
+    (output * torch.randn(output.shape, generator=seed())).sum().backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+    generates = isinstance(model, GenerationMixin)
+    tokens = model.generate(**given, max_new_tokens=4, do_sample=False) if generates else None
+    return output.detach(), tokens, grads
+
+
+def compare(folders: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Run on every rank: the largest differences from one process, of outputs and gradients, and what is cut."""
+    found = {}
+    for name, folder in folders.items():
+        tiny = MODELS[name]
+        kind = model_class(tiny)
+        model, plain = load(folder, kind).eval(), kind.from_pretrained(folder).eval()
+        own, tokens, grads = observe(model, tiny.inputs())
+        expected, all_tokens, all_grads = observe(plain, tiny.inputs())
+        params = dict(model.named_parameters())
+        # A class may freeze some, which transformers' own load makes trainable.
+        assert grads.keys() == {key for key in all_grads if params[key].requires_grad}, name
+        found[name] = {
+            "output": relative(own, expected),
+            "tokens": tokens is None or torch.equal(tokens, all_tokens),
+            "gradients": max(gradient_errors(model, grads, all_grads).values()),
+            "cut": sum(param.tp_shard.layout is not None for param in params.values()),
+        }
+    return found
+
+
+def by_plan() -> dict[str, list[str]]:
+    """Plan -> the tiny models that it cuts."""
+    found: dict[str, list[str]] = {}
+    for name, tiny in MODELS.items():
+        if hasattr(transformers, tiny.config):  # older releases lack some
+            found.setdefault(available_plans()[name.partition(",")[0]].stem, []).append(name)
+    return found
+
+
+@pytest.mark.parametrize("size", wide([2, 3], 1))
+@pytest.mark.parametrize("plan", by_plan())
+def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, size: int) -> None:
+    folders = {}
+    for name in by_plan()[plan]:
+        save_as_loaded(MODELS[name].make(), tmp_path / name)
+        folders[name] = str(tmp_path / name / "checkpoint")
+    for result in pool.run(size, compare, folders):
+        for name, seen in result.items():
+            print(name, size, seen)
+            assert seen["output"] < LOGITS_TOLERANCE, name
+            assert seen["tokens"], name
+            assert seen["gradients"] < GRADIENT_TOLERANCE, name
+            assert seen["cut"] >= 9, name
+
+
+COMPOSED = {"qwen3_vl": ("qwen3_vl_vision", "qwen3_vl_text"), "llava": ("clip_vision_model", "llama")}
+"""Models without a plan of their own, by the types of their parts."""
+WIDTHS: dict[str, Any] = {"qwen3_vl": {"vision_config": {"out_hidden_size": 4096}}}  # its defaults do not fit together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", COMPOSED)
+def test_models_are_cut_by_the_plans_of_their_parts(model_type: str) -> None:
+    config = transformers.CONFIG_MAPPING[model_type](**WIDTHS.get(model_type, {}))
+    for verdict in verify(config, sizes=(2, 3), grads=True):
+        assert verdict.ok, verdict.faults

@@ -1,0 +1,96 @@
+"""Rules that a plan has without a line of their own: those that attention implies, and those that a class declares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support.models import llama_config
+from tests.support.tiny import TEXTS
+from tp_transformers.plans.bind import resolve
+from tp_transformers.plans.rules import Plan
+
+LAYER = "model.layers.0.self_attn."
+ATTENTION = "attention:\n  layers.*.self_attn: {query: q_proj, key: k_proj, value: v_proj, output: o_proj}\n"
+
+
+def on_meta(config: Any) -> Any:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def plan_of(tmp_path: Path, text: str) -> Plan:
+    (tmp_path / "plan.yaml").write_text(text)
+    return Plan.from_yaml(tmp_path / "plan.yaml")
+
+
+def rules_of(plan: Plan, model: Any) -> dict[str, str]:
+    """Parameters of the first layer's attention -> the names of their rules."""
+    names = resolve(plan, model, 2).rule_names
+    return {name.removeprefix(LAYER).removesuffix(".weight"): rule for name, rule in names.items() if LAYER in name}
+
+
+def test_attention_implies_the_rules_of_its_projections(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, f"model_type: llama\n{ATTENTION}")
+    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise")
+    assert rules_of(plan, on_meta(llama_config(8, 4))) == {**columns, "o_proj": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ("base_model: {layers.*.self_attn.o_proj: replicate}", {"*": "replicate"}),
+        ("rules: {model.layers.*.self_attn.o_proj: replicate}", {"*": "replicate"}),
+        ("rules: {model.layers.0.self_attn.o_proj: replicate}", {"0": "replicate", "1": "rowwise"}),
+    ],
+)
+def test_a_rule_of_the_plan_comes_before_an_implied_one(tmp_path: Path, own: str, expected: dict[str, str]) -> None:
+    plan = plan_of(tmp_path, f"model_type: llama\n{own}\n{ATTENTION}").completed(on_meta(llama_config(8, 4)))
+    found = {name: rule for name, rule in plan.as_dict("model").items() if name.endswith("o_proj")}
+    assert found == {f"model.layers.{layer}.self_attn.o_proj": rule for layer, rule in expected.items()}
+
+
+def test_null_takes_an_implied_rule_away(tmp_path: Path) -> None:
+    taken = ", ".join(f"layers.*.self_attn.{each}_proj: null" for each in "qkvo")
+    plan = plan_of(tmp_path, f"model_type: llama\nextends: llama\nbase_model: {{{taken}}}")
+    assert rules_of(plan, on_meta(llama_config(8, 4))) == {}
+
+
+@pytest.mark.parametrize("by", ["file", "for_model"])
+def test_a_plan_completes_what_the_class_declares(tmp_path: Path, by: str) -> None:
+    model = TEXTS["granitemoe"].make()
+    declared = {name: str(strategy) for name, strategy in model._tp_plan.items()}
+    assert declared
+    assert not any("self_attn" in name for name in declared)
+    plan = Plan.for_model(model)
+    if by == "file":
+        plan = plan_of(tmp_path, f"model_type: granitemoe\nextends: declared\n{ATTENTION}")
+    assert plan is not None
+    resolution = resolve(plan, model, 2)
+    assert declared.items() <= resolution.plan.as_dict("model").items()
+    assert resolution.rule_names[f"{LAYER}q_proj.weight"] == "colwise"
+    assert resolution.plan.completed(model) == resolution.plan
+
+
+def test_a_rule_of_the_plan_comes_before_a_declared_one(tmp_path: Path) -> None:
+    model = TEXTS["granitemoe"].make()
+    text = "model_type: granitemoe\nextends: declared\nrules: {lm_head: colwise_rep}"
+    assert resolve(plan_of(tmp_path, text), model, 2).plan.as_dict()["lm_head"] == "colwise_rep"
+
+
+@pytest.mark.parametrize(("size", "expected"), [(2, (24, 16)), (3, (16, 16, 8)), (7, None)])
+def test_projections_in_two_modules_are_cut_by_the_same_heads(size: int, expected: tuple[int, ...] | None) -> None:
+    model = TEXTS["bert"].make()  # its output projection is not in the module that attends
+    plan = Plan.for_model(model)
+    assert plan is not None
+    resolution = resolve(plan, model, size)
+    for name in ("attention.self.query", "attention.self.value", "attention.output.dense"):
+        layout = resolution.layouts[f"bert.encoder.layer.0.{name}.weight"]
+        assert (None if layout is None else layout.split.widths) == expected
+    assert list(resolution.attention) == (
+        [] if expected is None else [f"bert.encoder.layer.{i}.attention.self" for i in (0, 1)]
+    )
