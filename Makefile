@@ -26,7 +26,7 @@ test-all: lint
 matrix: $(VENV)/ready
 	MATRIX=1 $(PY) -m pytest -n 2 tests/distributed/test_architectures.py
 
-# 10 times as many cases of every fuzz test, about half an hour; FUZZ=100 makes more. Findings: build/fuzz-findings.
+# 10 times as many cases of every fuzz test, about two minutes; FUZZ=100 makes more. Findings: build/fuzz-findings.
 fuzz: $(VENV)/ready
 	FUZZ=$(FUZZ) $(PY) -m pytest $(FUZZ_TESTS)
 

@@ -28,6 +28,7 @@ ORDER = (
     "anatomy",
     "strategies",
     "plans",
+    "infer",
     "checkpoint",
     "model",
     "loading",

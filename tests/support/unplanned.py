@@ -1,4 +1,4 @@
-"""Architectures that have no plan, in small: what `suggest` is tried on."""
+"""Architectures in small that `suggest` and `tp_plan="infer"` are tried on; some have a plan by now."""
 
 from __future__ import annotations
 

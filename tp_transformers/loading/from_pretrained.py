@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -22,24 +21,20 @@ from ..checkpoint.conversion.quantization import Float8, take_quantization
 from ..checkpoint.hub.hub import Weights, check_index, is_on_hub, open_weights, pin
 from ..checkpoint.hub.remote_file import RemoteFile
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
-from ..errors import CheckpointError, PlanError, UnsupportedError, shown
-from ..logs import get_logger
+from ..errors import CheckpointError, UnsupportedError
 from ..marks import untyped
 from ..model.failures import watch
 from ..model.parallelize import parallelize
 from ..model.same_inputs import guard_if_asked
 from ..plans.bind import Resolution
-from ..plans.catalogue import available_plans
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
 from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo, extract_commit_hash
+from .choose_plan import plan_for, read_plan
 from .load import LoadResult, load, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
-
-logger = get_logger(__name__)
-
 
 Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadResult]]
 """Takes a model on the meta device, its plan, and what a load of it would be asked for."""
@@ -68,7 +63,6 @@ class _Load:
 
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
 _instead: ContextVar[Instead | None] = ContextVar("tp_transformers_instead", default=None)
-_told: set[str] = set()
 
 
 def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -210,8 +204,7 @@ def load_pretrained_model(
     if current is None or current.resolution is not None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
-    plan = current.tp_plan if isinstance(current.tp_plan, Plan) else auto_plan(model, quietly=current.group.rank > 0)
-    plan = current.options.change(plan)
+    plan = current.options.change(plan_for(model, current.tp_plan, current.group))
     request = LoadRequest(
         config=load_config,
         options=current.options,
@@ -253,39 +246,3 @@ def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | 
     if name is None or kwargs.get("variant") not in (None, VARIANT):
         return None
     return Path(name, kwargs.get("subfolder") or "")
-
-
-def read_plan(tp_plan: Any) -> Plan | str:
-    """The plan that the caller means; "auto" stays, until the model is known. Raises PlanError on anything else."""
-    if isinstance(tp_plan, Plan):
-        return tp_plan
-    if tp_plan == "auto":
-        return "auto"
-    if isinstance(tp_plan, Mapping):
-        return Plan.from_dict(tp_plan)
-    if isinstance(tp_plan, str | os.PathLike):
-        return Plan.from_yaml(os.fspath(tp_plan))
-    raise PlanError(
-        "tp_plan",
-        got=shown(tp_plan),
-        expected='"auto", a dict of names and strategies, a Plan, or the path of a YAML file',
-        fix='Most models need tp_plan="auto".',
-    )
-
-
-def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
-    """The plan that `tp_plan="auto"` takes for `model`. Raises PlanError where there is none."""
-    plan = Plan.for_model(model)
-    model_type = model.config.model_type
-    if plan is None:
-        raise PlanError(
-            'tp_plan="auto"',
-            got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
-            expected=f"one of {', '.join(sorted(available_plans()))}, or a class that declares a plan",
-            fix="Let one be written and proven: tp-transformers suggest MODEL plan.yaml; then pass "
-            'tp_plan="plan.yaml". Or pass a dict such as {"model.layers.*.mlp.up_proj": "colwise"}.',
-        )
-    if model_type not in available_plans() and model_type not in _told and not quietly:
-        _told.add(model_type)
-        logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
-    return plan

@@ -14,8 +14,8 @@ from tests.support.models import load, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.unplanned import CONFIGS, DBRX_RUNS, unplanned
-from tp_transformers.commands.suggest.suggestion import suggest
-from tp_transformers.commands.verify import small_model as probe
+from tp_transformers.infer import small_model as probe
+from tp_transformers.infer.suggestion import suggest
 
 pytestmark = pytest.mark.distributed
 

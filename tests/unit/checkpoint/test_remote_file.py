@@ -117,6 +117,14 @@ def test_a_file_that_is_another_after_its_url_expired(server: HubServer) -> None
         read(file, 0, 10)
 
 
+def test_an_etag_of_any_text_is_told_in_a_short_line(server: HubServer) -> None:
+    file = remote(server, etags={f"http://localhost:{server.port}": "\n\x1b[2J" * 2000})
+    with pytest.raises(CheckpointError, match="The file changed while it was read") as caught:
+        read(file, 0, 10)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1500
+
+
 def test_etags_of_one_host_are_the_same_for_all_who_ask(server: HubServer) -> None:
     first = remote(server)
     read(first, 0, 10)

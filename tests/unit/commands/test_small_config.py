@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 import tp_transformers
 from tp_transformers.anatomy.classes import generating_class, known_class
-from tp_transformers.commands.verify import small_model as probe
-from tp_transformers.commands.verify.small_config import shrink, supported
+from tp_transformers.infer import small_model as probe
+from tp_transformers.infer.small_config import shrink, supported
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.rules import Plan
@@ -26,6 +26,9 @@ COUNTS = {
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 SETTINGS: dict[str, dict[str, Any]] = {  # what the defaults of a class leave open, or have at odds with itself
     "ministral": {"head_dim": 128},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "qwen2_vl": {
         "text_config": {
             "hidden_size": 3584,

@@ -13,8 +13,9 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.unplanned import DBRX_RUNS, unplanned
 from tp_transformers import PlanError
 from tp_transformers.commands import cli
-from tp_transformers.commands.suggest.suggestion import prove, suggest
+from tp_transformers.commands.suggest.prove import prove
 from tp_transformers.commands.verify.verify import Verdict
+from tp_transformers.infer.suggestion import suggest
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.rules import Plan
 from tp_transformers.plans.shares import largest_share
@@ -103,7 +104,7 @@ def test_the_command_writes_a_plan_that_loads(tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "gptj.yaml"
     assert cli.main(["suggest", str(tmp_path / "config.json"), str(out), "--no-verify"]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert captured.err == "gptj has a plan already, gptj.yaml, which auto takes\n"
     assert "cut    attention  transformer.h.*.attn" in captured.out
     assert "not verified" in captured.out
     plan = Plan.from_yaml(out)

@@ -51,7 +51,8 @@ def mutated(rng: random.Random) -> bytes:
     for _ in range(rng.choice([1, 1, 2])):
         text = config.get("text_config")
         owner = text if isinstance(text, dict) and rng.random() < 0.8 else config
-        name = rng.choice([each for each in NAMES if each in owner] if rng.random() < 0.8 else NAMES)
+        present = [each for each in NAMES if each in owner]
+        name = rng.choice(present if present and rng.random() < 0.8 else NAMES)
         if rng.random() < 0.1:
             owner.pop(name, None)
         else:

@@ -12,7 +12,7 @@ import yaml
 from tests.support.models import llama_config
 from tp_transformers import Plan, PlanError
 from tp_transformers.commands import cli
-from tp_transformers.loading.from_pretrained import read_plan
+from tp_transformers.loading.choose_plan import read_plan
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.yaml_file import MAX_BYTES
 

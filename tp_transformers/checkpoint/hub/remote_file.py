@@ -209,9 +209,8 @@ class RemoteFile(Source):
         return self.fault(printable(got), expected, f"{fix} URL: {shown(location)}")
 
     def _changed(self, got: str, expected: str, location: str) -> CheckpointError:
-        return self.fault(
-            printable(got), expected, f"The file changed while it was read; load again. URL: {shown(location)}"
-        )
+        fix = f"The file changed while it was read; load again. URL: {shown(location)}"
+        return self.fault(printable(got), printable(expected), fix)
 
 
 class _Target:

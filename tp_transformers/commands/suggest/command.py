@@ -12,10 +12,9 @@ from ..verify.command import summary
 
 if TYPE_CHECKING:
     from ..verify.verify import Verdict
-    from .suggestion import Suggestion
 
 SUMMARY = "write a plan for an architecture that has none: inferred from a small model of it, and proven"
-EXAMPLE = "tp-transformers suggest mosaicml/mpt-7b mpt.yaml"
+EXAMPLE = "tp-transformers suggest Salesforce/codegen-350M-mono codegen.yaml"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from ...anatomy.classes import read_config
+    from ...infer.suggestion import suggest
     from ...plans.catalogue import available_plans
     from ...plans.rules import Plan
-    from .suggestion import prove, suggest
+    from .prove import prove
 
     out, size = arguments.out, arguments.tp_size
     if size < 2:
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         suggestion, verdict = prove(suggestion, config, size, tell=lambda line: print(line, file=sys.stderr))
     out.write_text(suggestion.text(_proven(size, verdict)), encoding="utf-8")
     Plan.from_yaml(out)
-    print("\n".join(_report(suggestion, size)))
+    print("\n".join(suggestion.report(size)))
     print(summary(verdict) if verdict is not None else "not verified")
     print(f"wrote {out}")
     return 0 if suggestion.blocks and (verdict is None or verdict.ok) else 1
@@ -65,24 +65,3 @@ def _proven(size: int, verdict: Verdict | None) -> str:
     if not verdict.ok:
         return f"verify says no on {size} ranks: {verdict.faults[0].splitlines()[0]}"
     return f"On {size} ranks such a model computed what one process does, gradients too."
-
-
-def _report(suggestion: Suggestion, size: int) -> list[str]:
-    """Lines about sharded blocks, replicated modules with reasons, and each rank's share of the bytes."""
-    import transformers
-
-    from ...plans.shares import shares
-
-    resolution = suggestion.resolve(size)
-    config = suggestion.model.config
-    lines = [f"{config.model_type}, {type(suggestion.model).__name__}, transformers {transformers.__version__}"]
-    for block in suggestion.blocks:
-        names = [name.removeprefix(f"{block.name}.") for name in block.rules if name != block.name]
-        lines.append(f"cut    {block.kind:10} {block.name}{': ' * bool(block.name)}{', '.join(names)}")
-    by_reason: dict[str, list[str]] = {}
-    for name, why in suggestion.whole.items():
-        by_reason.setdefault(why, []).append(name)
-    lines += [f"whole  {', '.join(names)}: {why}" for why, names in by_reason.items()]
-    lines += [f"note   {note}" for note in resolution.notes]
-    held = shares(suggestion.model, resolution.layouts, size)
-    return [*lines, f"ranks hold {', '.join(f'{share:.0%}' for share in held)} of the bytes"]

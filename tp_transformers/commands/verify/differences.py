@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...anatomy.names import base_prefix, fold_layers, names_around
+from ...infer.small_model import Call, Trace
 from ...plans.bind import Resolution
 from ...plans.rules import UNRULED, Rule
 from ...slices.layout import Layout, Split, even
 from ...strategies import take
-from .small_model import Call, Trace
 
 # A model that cannot compute in fp64 sums in fp32 in another order; the tests of architectures allow as much.
 OUTPUT_TOLERANCE = 1e-4

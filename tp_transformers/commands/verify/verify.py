@@ -22,16 +22,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy.classes import model_class, read_config
 from ...errors import PlanError, UnsupportedError, UsageError, describe
-from ...loading.from_pretrained import auto_plan, read_plan
+from ...infer import small_model as probe
+from ...infer.small_config import meta_model, shrink, supported
+from ...infer.suggestion import suggest
+from ...loading.choose_plan import auto_plan, read_plan
 from ...plans.bind import Resolution, resolve
 from ...plans.catalogue import available_plans
 from ...plans.rules import Plan
 from ...plans.shares import check_layers_are_cut
 from ...ranks.launch import torchrun
 from ...strategies import STRATEGIES, ParallelInterface
-from . import small_model as probe
 from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, relative
-from .small_config import meta_model, shrink, supported
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def verify(
     cls, small = model_class(config), shrink(config)
     true, model = meta_model(cls, config), meta_model(cls, small)
     given = read_plan("auto" if plan is None else plan)
+    if given == "infer":
+        given = suggest(config, size=max(2, *sizes)).plan
     chosen = given if isinstance(given, Plan) else auto_plan(true, quietly=True)
     verdicts: dict[int, Verdict] = {}
     resolutions: dict[int, Resolution] = {}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.norms import is_of_norm_or_bias
+from ..anatomy.norms import is_of_norm_or_bias
 
 PROMPT = 7
 """Tokens of a prompt; longer than the windows of a config that `shrink` made."""

@@ -1,12 +1,12 @@
 """A plan for an architecture that has none: inferred from a small model of it, checked, and written as YAML.
 
-Blocks that are not understood, that `resolve` refuses or that `verify` finds wrong are replicated; the plan says why.
+Blocks that are not understood, or that `resolve` refuses, are replicated; the plan says why.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,20 +15,18 @@ import transformers
 import yaml
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.classes import generating_class
-from ...anatomy.names import base_prefix, fold_layers, fold_lists
-from ...errors import PlanError, TensorParallelError
-from ...plans.bind import Resolution, resolve
-from ...plans.heads import AttentionHeads
-from ...plans.rules import Plan
-from ..verify import small_model as probe
-from ..verify.small_config import meta_model, shrink, supported
-from ..verify.verify import Verdict, verify
+from ..anatomy.classes import generating_class
+from ..anatomy.names import base_prefix, fold_layers, fold_lists
+from ..errors import PlanError
+from ..plans.bind import Resolution, resolve
+from ..plans.heads import AttentionHeads
+from ..plans.rules import Plan
+from ..plans.shares import shares
+from . import small_model as probe
 from .blocks import Block, find_blocks
 from .reach import Flow, flow_of
+from .small_config import meta_model, shrink, supported
 
-TRIES = 4
-"""Number of tries with one block less after a plan is found wrong; then everything is replicated."""
 WIDTH = 120
 
 
@@ -105,6 +103,22 @@ class Suggestion:
                 lines += _line(name, rule)
         return "\n".join([*lines, ""])
 
+    def report(self, size: int) -> list[str]:
+        """Lines about sharded blocks, replicated modules with reasons, and each rank's share of the bytes."""
+        config = self.model.config
+        lines = [f"{config.model_type}, {type(self.model).__name__}, transformers {transformers.__version__}"]
+        for block in self.blocks:
+            names = [name.removeprefix(f"{block.name}.") for name in block.rules if name != block.name]
+            lines.append(f"cut    {block.kind:10} {block.name}{': ' * bool(block.name)}{', '.join(names)}")
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.whole.items():
+            by_reason.setdefault(why, []).append(name)
+        lines += [f"whole  {', '.join(names)}: {why}" for why, names in by_reason.items()]
+        resolution = self.resolve(size)
+        lines += [f"note   {note}" for note in resolution.notes]
+        held = shares(self.model, resolution.layouts, size)
+        return [*lines, f"ranks hold {', '.join(f'{share:.0%}' for share in held)} of the bytes"]
+
     def relative(self, name: str) -> str | None:
         """A name in the base model; None if it is outside."""
         prefix = base_prefix(self.model)
@@ -141,47 +155,21 @@ class Suggestion:
         return rules
 
 
-def suggest(config: PretrainedConfig, *, size: int = 2) -> Suggestion:
+def suggest(config: PretrainedConfig, *, size: int = 2, cls: type[PreTrainedModel] | None = None) -> Suggestion:
     """A plan for the architecture of a config, which fits its model on `size` ranks.
+
+    Args:
+        cls: the class of the model, which counts where transformers has no class for the config, or `cls` is not of
+            transformers. Else it is the class that generates, which has all heads.
 
     Raises UnsupportedError if the config makes no model, or its small model does not run.
     """
-    model = meta_model(generating_class(config), config)
-    small, flow = _observe(config)
+    if cls is None or cls.__module__.startswith("transformers."):
+        cls = generating_class(config)
+    model = meta_model(cls, config)
+    small, flow = _observe(config, cls)
     blocks, reasons = find_blocks(small, flow, model)
     return _settle(_settle(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size)
-
-
-def prove(
-    suggestion: Suggestion,
-    config: PretrainedConfig,
-    size: int,
-    *,
-    check: Callable[..., list[Verdict]] = verify,
-    tell: Callable[[str], None] = lambda line: None,
-) -> tuple[Suggestion, Verdict]:
-    """A suggestion that verify proves, and its verdict.
-
-    Blocks that a verdict names are replicated one by one; after TRIES of them everything is.
-
-    Args:
-        check: a function like `verify`.
-        tell: called with a line about every try that failed.
-    """
-    for tried in range(TRIES + 1):
-        try:
-            verdict = check(config, plan=suggestion.plan, sizes=(size,), grads=True)[0]
-        except TensorParallelError as error:
-            if not suggestion.blocks:
-                raise
-            verdict = Verdict(size, (str(error),))
-        if verdict.ok or not suggestion.blocks:
-            break
-        fault = verdict.faults[0].splitlines()[0]
-        for suspect in suggestion.suspects("\n".join(verdict.faults))[: 1 if tried < TRIES - 1 else None]:
-            tell(f"{suspect.kind} {suspect.name} stays whole: {fault}")
-            suggestion = suggestion.without(suspect, f"verify found it wrong when cut: {fault}")
-    return suggestion, verdict
 
 
 def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
@@ -213,16 +201,16 @@ def _misread(block: Block, by_name: Mapping[str, AttentionHeads]) -> bool:
     return heads is not None and block.heads is not None and (heads.query.length, heads.kv.length) != block.heads
 
 
-def _observe(config: PretrainedConfig) -> tuple[PreTrainedModel, Flow]:
+def _observe(config: PretrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, Flow]:
     """A small random model of the config's architecture, and its flow."""
-    small = shrink(config)
+    small = shrink(config, cls)
     for owner in (small, *(getattr(small, name, None) for name in small.sub_configs)):
         if hasattr(owner, "use_cache"):
             owner.use_cache = False
     small._attn_implementation = "eager"
     small._experts_implementation = "eager"
     with supported(f"a small {config.model_type}"), torch.random.fork_rng(devices=[]):
-        model = probe.make(generating_class(small), small)
+        model = probe.make(cls, small)
         question, *_ = probe.questions(model)
         return model, flow_of(model, lambda: model(**question))
 

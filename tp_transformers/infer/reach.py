@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...anatomy.linears import features, holds_experts, stacked_experts
-from ...anatomy.names import fold_lists
-from ...anatomy.norms import is_norm_of_one_tensor
+from ..anatomy.linears import features, holds_experts, stacked_experts
+from ..anatomy.names import fold_lists
+from ..anatomy.norms import is_norm_of_one_tensor
 from .experts import Feeds, probe_experts
 
 CHUNK = 64

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...anatomy.linears import features, input_width, output_width, stacked_experts
-from ...anatomy.names import fold_lists
-from ...strategies import STRATEGIES
-from ...strategies.base import EXPERT_UNIT
+from ..anatomy.linears import features, input_width, output_width, stacked_experts
+from ..anatomy.names import fold_lists
+from ..strategies import STRATEGIES
+from ..strategies.base import EXPERT_UNIT
 from .attention import Refused, Roles, attention_roles, feature_order
 from .reach import Flow
 

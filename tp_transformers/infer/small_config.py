@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.classes import generating_class, without_memory
-from ...anatomy.layers import kind
-from ...errors import TensorParallelError, UnsupportedError, describe
+from ..anatomy.classes import generating_class, without_memory
+from ..anatomy.layers import kind
+from ..errors import TensorParallelError, UnsupportedError, describe
 
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 HIDDEN = ("embed_dim", "n_embd", "d_model", "hidden_size")
@@ -40,6 +40,14 @@ WINDOWS = {"sliding_window": 4, "attention_chunk_size": 8}
 LENGTHS = {"chunk_size": 8, "mamba_chunk_size": 8, "max_source_positions": 12}
 """Other lengths that memory grows with: chunks of state-space layers, frames of speech."""
 
+STATE_SPACES = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
+    ("n_mamba_heads", "mamba_headdim", "mamba_expand"),
+    ("mamba_num_heads", "mamba_head_dim", "expand"),
+    ("num_heads", "head_dim", "expand"),
+)
+"""Names for the heads of Mamba-2, their width, and the factor of the model's width that all of them are together."""
+
 BLOCK = 48
 """Modulus of widths: a small width divides by 2, 3, 4, 6 or 8 ranks if the true one does."""
 VOCAB = 4 * BLOCK
@@ -57,11 +65,14 @@ Level = dict[str, Any]
 """A config as a dict; configs within it, such as `text_config`, are levels of their own."""
 
 
-def shrink(config: PretrainedConfig) -> PretrainedConfig:
+def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -> PretrainedConfig:
     """A config of the same class, for a model of some hundred thousand parameters, or a few million.
 
     Equal widths stay equal, and heads times their width stays the hidden width where it was. Tokens that end a text are
     taken away, so that as many are generated as are asked for.
+
+    Args:
+        cls: the model's class; None for the one that generates.
 
     Raises:
         UnsupportedError: if transformers refuses the result, so that the config has a constraint unknown here.
@@ -69,7 +80,10 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     with supported(f"a small {config.model_type}"):
         whole = config.to_dict()
         levels = list(_levels(whole))
+        spaces = list(_state_spaces(levels))
         _shrink_widths(levels)
+        for level, heads, head, factor in spaces:
+            level[head] = level["hidden_size"] * level[factor] // level[heads]
         _shrink_ids(levels)
         for level in levels:
             for name, value in level.items():
@@ -82,7 +96,9 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
             for name in _UNUSED:
                 level.pop(name, None)
         small = type(config).from_dict(whole)
-        return type(config).from_dict(_first_layers(whole, _layers_needed(small, levels)))
+        return type(config).from_dict(
+            _first_layers(whole, _layers_needed(small, cls or generating_class(small), levels))
+        )
 
 
 @contextmanager
@@ -111,6 +127,15 @@ def _levels(level: Level) -> Iterator[Level]:
     for name, value in level.items():
         if isinstance(value, dict) and name.endswith("_config"):
             yield from _levels(value)
+
+
+def _state_spaces(levels: list[Level]) -> Iterator[tuple[Level, str, str, str]]:
+    """The levels whose heads are together as wide as the model times a factor, with the names for these."""
+    for level in levels:
+        for names in STATE_SPACES:
+            heads, head, factor = (level.get(name) for name in names)
+            if heads and head and factor and heads * head == level.get("hidden_size", 0) * factor:
+                yield level, *names
 
 
 def _shrink_widths(levels: list[Level]) -> None:
@@ -218,9 +243,9 @@ def _first_layers(level: Level, count: int) -> Level:
     return first
 
 
-def _layers_needed(config: PretrainedConfig, levels: list[Level]) -> int:
+def _layers_needed(config: PretrainedConfig, cls: type[PreTrainedModel], levels: list[Level]) -> int:
     """Number of layers (2 at least) among which every kind of layer of a model occurs, in every stack."""
-    model = without_memory(generating_class(config), config)
+    model = without_memory(cls, config)
     depths = {level[name] for level in levels for name in DEPTHS if level.get(name)}
     needed = 2
     for module in model.modules():

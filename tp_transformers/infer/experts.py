@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ...anatomy.linears import stacked_experts
+from ..anatomy.linears import stacked_experts
 
 TRIED = 32
 """Indices that are tried along each dim of a parameter."""

@@ -1,0 +1,106 @@
+"""`tp_plan="infer"`: models that nobody planned for, two of them with their own code, against one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
+from tests.support.models import MASK, PAD, PROMPTS, load, relative, save_as_loaded
+from tests.support.pool import Pool
+from tests.support.tiers import wide
+from tests.support.unplanned import unplanned
+from tp_transformers import UnsupportedError
+
+pytestmark = pytest.mark.distributed
+
+CODE = Path(__file__).parents[2] / "data" / "remote_code"
+
+
+def with_code(folder: Path, name: str, **settings: Any) -> str:
+    """A random checkpoint of a model of CODE, in a folder with that code."""
+    folder.mkdir()
+    shutil.copy(CODE / f"modeling_{name}.py", folder)
+    kind = f"modeling_{name}.{name.capitalize()}"
+    config = {
+        "model_type": f"{name}_of_tomorrow",
+        "auto_map": {"AutoConfig": f"{kind}Config", "AutoModelForCausalLM": f"{kind}ForCausalLM"},
+        "architectures": [f"{name.capitalize()}ForCausalLM"],
+        "pad_token_id": PAD,
+        **settings,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    asked = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_config(asked, trust_remote_code=True)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.2)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def compare(folder: str, **arguments: Any) -> dict[str, Any]:
+    """Run on every rank: the largest differences from one process, and how much of the model is cut."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    model = load(folder, tp_plan="infer", **arguments)
+    outputs = [each(PROMPTS, attention_mask=MASK, labels=PROMPTS) for each in (model, plain)]
+    for output in outputs:
+        output.loss.backward()
+    own, all_grads = ({name: param.grad for name, param in each.named_parameters()} for each in (model, plain))
+    asked = {"attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
+    return {
+        "logits": relative(outputs[0].logits.detach(), outputs[1].logits.detach()),
+        "gradients": max(gradient_errors(model, own, all_grads).values()),
+        "tokens": torch.equal(model.generate(PROMPTS, **asked), plain.generate(PROMPTS, **asked)),
+        "share": max(model.tp_report.shares) / sum(param.nbytes for param in plain.parameters()),
+    }
+
+
+def assert_exact(results: list[dict[str, Any]], share: float) -> None:
+    for seen in results:
+        print(seen)
+        assert seen["logits"] < LOGITS_TOLERANCE
+        assert seen["gradients"] < GRADIENT_TOLERANCE
+        assert seen["tokens"]
+        assert seen["share"] < share
+
+
+@pytest.mark.parametrize("size", wide([2, 3], 1))
+@pytest.mark.parametrize("name", ["parallel", "fused"])
+def test_a_model_with_its_own_code_is_cut(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
+    settings = {"hidden_size": 72, "num_attention_heads": 9} if size == 3 else {}
+    settings |= {"num_key_value_heads": 3} if size == 3 and name == "parallel" else {}
+    folder = with_code(tmp_path / "model", name, **settings)
+    assert_exact(pool.run(size, partial(compare, trust_remote_code=True), folder), 1 / size + 0.06)
+
+
+def test_an_architecture_without_a_plan_is_cut(pool: Pool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(unplanned("falcon_h1"))
+    save_as_loaded(model, tmp_path)
+    assert_exact(pool.run(2, compare, str(tmp_path / "checkpoint")), 0.8)
+
+
+def test_one_that_does_not_run_is_one_error_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    folder = with_code(tmp_path / "model", "fused")
+    code = tmp_path / "model" / "modeling_fused.py"
+    code.write_text(code.read_text().replace("x = self.tokens(input_ids)", "x = self.absent(input_ids)"))
+    results = pool.run(2, failing, folder)
+    assert results[0] == results[1]
+    assert "a small fused_of_tomorrow: got AttributeError" in results[0]
+
+
+def failing(folder: str) -> str:
+    """Run on every rank: what a load that cannot infer a plan says."""
+    with pytest.raises(UnsupportedError) as caught:
+        load(folder, tp_plan="infer", trust_remote_code=True)
+    return str(caught.value).partition("rank 0: ")[2] or str(caught.value)

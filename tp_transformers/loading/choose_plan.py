@@ -1,0 +1,87 @@
+"""The plan of a load: the caller's own, the one for the architecture, or one that is inferred."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..errors import PlanError, shown
+from ..logs import get_logger
+from ..plans.catalogue import available_plans
+from ..plans.rules import Plan
+from ..ranks.group import TensorParallelGroup
+
+logger = get_logger(__name__)
+
+_told: set[str] = set()
+"""The model types whose declared plans were told of."""
+
+
+def read_plan(tp_plan: Any) -> Plan | str:
+    """The plan that the caller means; "auto" and "infer" stay, until the model is known.
+
+    Raises PlanError on anything else.
+    """
+    if isinstance(tp_plan, Plan):
+        return tp_plan
+    if isinstance(tp_plan, str) and tp_plan in ("auto", "infer"):
+        return tp_plan
+    if isinstance(tp_plan, Mapping):
+        return Plan.from_dict(tp_plan)
+    if isinstance(tp_plan, str | os.PathLike):
+        return Plan.from_yaml(os.fspath(tp_plan))
+    raise PlanError(
+        "tp_plan",
+        got=shown(tp_plan),
+        expected='"auto", "infer", a dict of names and strategies, a Plan, or the path of a YAML file',
+        fix='Most models need tp_plan="auto".',
+    )
+
+
+def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
+    """The plan that `tp_plan="auto"` takes for `model`. Raises PlanError where there is none."""
+    plan = Plan.for_model(model)
+    model_type = model.config.model_type
+    if plan is None:
+        raise PlanError(
+            'tp_plan="auto"',
+            got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
+            expected="an architecture that `tp-transformers plans` lists, or a class that declares a plan",
+            fix='Pass tp_plan="infer", which finds one in a small model of it. Or let one be written and proven: '
+            'tp-transformers suggest MODEL plan.yaml; then pass tp_plan="plan.yaml".',
+        )
+    if model_type not in available_plans() and model_type not in _told and not quietly:
+        _told.add(model_type)
+        logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
+    return plan
+
+
+def plan_for(model: PreTrainedModel, tp_plan: Plan | str, group: TensorParallelGroup) -> Plan:
+    """The plan for `model`, which is on the meta device, of what `read_plan` returned.
+
+    Raises:
+        PlanError: there is none.
+        UnsupportedError: one is to be inferred, and no small model of it can be made or run.
+    """
+    if isinstance(tp_plan, Plan):
+        return tp_plan
+    if tp_plan == "auto":
+        return auto_plan(model, quietly=group.rank > 0)
+    # The first rank looks: what reaches what is found by random numbers, and all ranks have to cut alike.
+    data = group.gather(group.together(lambda: _infer(model, group.size) if group.rank == 0 else None))[0]
+    return Plan.parse(data, source=f"inferred for {type(model).__name__}")
+
+
+def _infer(model: PreTrainedModel, size: int) -> dict[str, Any]:
+    """The data of a plan that is inferred for `model`, which is told of."""
+    from ..infer.suggestion import suggest  # few need it
+
+    suggestion = suggest(model.config, size=max(2, size), cls=type(model))
+    logger.warning(
+        "inferred, but not proven as `tp-transformers suggest` does it; the plan for %s",
+        "\n  ".join(suggestion.report(max(2, size))),
+    )
+    return suggestion.data()
