@@ -15,7 +15,8 @@ from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gr
 from tests.support.models import load, relative, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tests.support.tiny import MODELS, model_class, seed
+from tests.support.tiny import MODELS, model_class
+from tests.support.tiny_inputs import seed
 from tp_transformers.commands.verify.verify import verify
 from tp_transformers.plans.catalogue import available_plans
 

@@ -11,69 +11,29 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from tests.support.models import HEAD_DIM, MASK, PAD, PROMPTS, VOCAB
-
-HEADS = 5
-IMAGE, PATCH, CHANNELS = 16, 4, 3
-
-
-def images(count: int = 2) -> dict[str, Tensor]:
-    """A batch of images."""
-    return {"pixel_values": torch.randn(count, CHANNELS, IMAGE, IMAGE, generator=seed())}
-
-
-def patches() -> dict[str, Tensor]:
-    """Two images as Qwen takes them: all patches in a row, (patches, features), with their grids."""
-    rows = (IMAGE // PATCH) ** 2
-    features = torch.randn(2 * rows, CHANNELS * 2 * PATCH**2, generator=seed())
-    return {"hidden_states": features, "grid_thw": torch.tensor([[1, IMAGE // PATCH, IMAGE // PATCH]] * 2)}
-
-
-def padded_patches() -> dict[str, Tensor]:
-    """Two images of different shapes as SigLIP 2 takes them, the second padded."""
-    mask = torch.ones(2, 16, dtype=torch.long)
-    mask[1, 8:] = 0
-    return {
-        "pixel_values": torch.randn(2, 16, CHANNELS * PATCH**2, generator=seed()),
-        "pixel_attention_mask": mask,
-        "spatial_shapes": torch.tensor([[4, 4], [2, 4]]),
-    }
-
-
-def sound() -> dict[str, Tensor]:
-    """Mel features, as many as the encoder's positions take."""
-    return {"input_features": torch.randn(2, 12, 2 * 10, generator=seed())}
-
-
-def masked_sound() -> dict[str, Tensor]:
-    """The same, the second one's end masked."""
-    mask = torch.ones(2, 2 * 10, dtype=torch.long)
-    mask[1, 12:] = 0
-    return {**sound(), "input_features_mask": mask}
-
-
-def tokens() -> dict[str, Tensor]:
-    """Two prompts, the first padded on the left."""
-    return {"input_ids": PROMPTS, "attention_mask": MASK}
-
-
-def both_sides() -> dict[str, Tensor]:
-    """The same for an encoder, and tokens for its decoder."""
-    return {**tokens(), "decoder_input_ids": PROMPTS.flip(1)}
-
-
-def speech() -> dict[str, Tensor]:
-    """Mel features for an encoder, and tokens for its decoder."""
-    return {**sound(), "decoder_input_ids": PROMPTS.flip(1)}
-
-
-def frames() -> dict[str, Tensor]:
-    """The same, (batch, frames, features)."""
-    return {**speech(), "input_features": sound()["input_features"].mT}
-
-
-def seed() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+from tests.support.models import HEAD_DIM, PAD, VOCAB
+from tests.support.tiny_inputs import (
+    CHANNELS,
+    HEADS,
+    IMAGE,
+    PATCH,
+    both_sides,
+    flat_patches,
+    frames,
+    images,
+    masked_sound,
+    padded_patches,
+    patches,
+    queries,
+    queries_and_text,
+    seen_tokens,
+    sound,
+    speech,
+    text_and_an_image,
+    text_and_images,
+    tiles,
+    tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -142,6 +102,8 @@ SETTINGS: dict[str, Any] = {
     "input_feat_per_channel": 12,
     "max_source_positions": 10,
 }
+WINDOWS = (("window_size", 8), ("fullatt_block_indexes", [1]), ("num_key_value_heads", 1))
+FROM_IMAGES = (("encoder_hidden_size", 24), ("cross_attention_frequency", 1))
 IN_TWO = (("image_size", (IMAGE, IMAGE)), ("patch_size", (PATCH, PATCH)))
 TOWERS = {
     "clip_vision_model": Tiny("CLIPVisionConfig", "CLIPVisionModel", images),
@@ -171,6 +133,37 @@ TOWERS = {
     "qwen3_5_moe_vision": Tiny("Qwen3_5MoeVisionConfig", "Qwen3_5MoeVisionModel", patches),
     "glm4v_vision": Tiny("Glm4vVisionConfig", "Glm4vVisionModel", patches),
     "glm4v_moe_vision": Tiny("Glm4vMoeVisionConfig", "Glm4vMoeVisionModel", patches),
+    "qwen2_5_vl_vision": Tiny("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel", patches, WINDOWS),
+    "exaone4_5_vision": Tiny("Exaone4_5_VisionConfig", "Exaone4_5_VisionModel", patches, WINDOWS),
+    "glm_ocr_vision": Tiny("GlmOcrVisionConfig", "GlmOcrVisionModel", patches),
+    "mllama_vision_model": Tiny(
+        "MllamaVisionConfig",
+        "MllamaVisionModel",
+        tiles,
+        (
+            ("num_global_layers", 1),
+            ("attention_heads", HEADS),
+            ("intermediate_layers_indices", [1]),
+            ("max_num_tiles", 2),
+            ("supported_aspect_ratios", [[1, 1], [1, 2], [2, 1]]),
+            ("vision_output_dim", 2 * HEADS * HEAD_DIM),
+        ),
+    ),
+    "blip_vision_model": Tiny("BlipVisionConfig", "BlipVisionModel", images),
+    "blip_2_vision_model": Tiny("Blip2VisionConfig", "Blip2VisionModel", images),
+    "instructblip_vision_model": Tiny("InstructBlipVisionConfig", "InstructBlipVisionModel", images),
+    "instructblipvideo_vision_model": Tiny("InstructBlipVideoVisionConfig", "InstructBlipVideoVisionModel", images),
+    "blip_2_qformer": Tiny("Blip2QFormerConfig", "Blip2QFormerModel", queries, FROM_IMAGES),
+    "instructblip_qformer": Tiny(
+        "InstructBlipQFormerConfig", "InstructBlipQFormerModel", queries_and_text, FROM_IMAGES
+    ),
+    "instructblipvideo_qformer": Tiny(
+        "InstructBlipVideoQFormerConfig", "InstructBlipVideoQFormerModel", queries_and_text, FROM_IMAGES
+    ),
+    "vit": Tiny("ViTConfig", "ViTModel", images, since="5.23"),
+    "deit": Tiny("DeiTConfig", "DeiTModel", images, since="5.23"),
+    "beit": Tiny("BeitConfig", "BeitModel", images, since="5.23"),
+    "dinov2": Tiny("Dinov2Config", "Dinov2Model", images, since="5.23"),
     "qwen2_audio_encoder": Tiny("Qwen2AudioEncoderConfig", "Qwen2AudioEncoder", sound),
     "voxtral_encoder": Tiny("VoxtralEncoderConfig", "VoxtralEncoder", sound),
     "audioflamingo3_encoder": Tiny("AudioFlamingo3EncoderConfig", "AudioFlamingo3Encoder", masked_sound),
@@ -192,6 +185,17 @@ EXPERTS: tuple[tuple[str, Any], ...] = (
     ("intermediate_size", 44),  # grouped matmuls want multiples of 16 bytes, also in one process
     ("moe_intermediate_size", 44),
 )
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SIGHT = {
+    "hidden_size": HEADS * HEAD_DIM,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "image_size": IMAGE,
+    "patch_size": PATCH,
+    "d_kv": HEAD_DIM,
+}
+"""A config within a config."""
 TEXTS = {
     "xglm": Tiny("XGLMConfig", "XGLMForCausalLM", tokens),
     "biogpt": Tiny("BioGptConfig", "BioGptForCausalLM", tokens),
@@ -279,6 +283,48 @@ TEXTS = {
         (*EXPERTS, ("num_dense_layers", 1), ("global_attn_every_n_layers", 2)),
     ),
     "glm4_moe_lite": Tiny("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", tokens, (*EXPERTS, *LATENT)),
+    "gemma4_text": Tiny(
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        tokens,
+        (
+            ("num_key_value_heads", 1),
+            ("vocab_size_per_layer_input", VOCAB),
+            ("hidden_size_per_layer_input", 8),
+            ("num_kv_shared_layers", 0),
+            ("global_head_dim", HEAD_DIM),
+            ("layer_types", ["sliding_attention", "full_attention"]),
+            ("sliding_window", 4),
+        ),
+    ),
+    "mllama_text_model": Tiny(
+        "MllamaTextConfig",
+        "MllamaForCausalLM",
+        seen_tokens,
+        (("cross_attention_layers", [1]), ("rope_parameters", ROPE)),
+    ),
+    "blip_text_model": Tiny("BlipTextConfig", "BlipTextLMHeadModel", tokens, (*DECODES, *FROM_IMAGES)),
+    "git": Tiny("GitConfig", "GitForCausalLM", text_and_images, (("vision_config", SIGHT),)),
+    "idefics": Tiny(
+        "IdeficsConfig",
+        "IdeficsForVisionText2Text",
+        text_and_an_image,
+        (
+            ("vision_config", {**SIGHT, "embed_dim": HEADS * HEAD_DIM}),
+            ("cross_layer_interval", 1),
+            ("additional_vocab_size", 3),
+            ("use_resampler", False),
+        ),
+    ),
+    "pix2struct": Tiny(
+        "Pix2StructConfig",
+        "Pix2StructForConditionalGeneration",
+        flat_patches,
+        (
+            ("text_config", {**SIGHT, "vocab_size": VOCAB, "num_layers": 2, "num_heads": HEADS, "d_ff": 50}),
+            ("vision_config", {**SIGHT, "d_ff": 50, "seq_len": 16, "patch_embed_hidden_size": CHANNELS * PATCH**2}),
+        ),
+    ),
     "youtu": Tiny("YoutuConfig", "YoutuForCausalLM", tokens, LATENT),
 }
 MODELS = {**TOWERS, **TEXTS}

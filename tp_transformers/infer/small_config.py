@@ -125,7 +125,7 @@ def _levels(level: Level) -> Iterator[Level]:
     """The config and those within it; `rope_parameters` belong to the level around them."""
     yield level
     for name, value in level.items():
-        if isinstance(value, dict) and name.endswith("_config"):
+        if isinstance(value, dict) and (name.endswith("_config") or name.isdecimal()):
             yield from _levels(value)
 
 
@@ -227,17 +227,28 @@ def _shrink_images(level: Level, whole: Level) -> None:
             whole["mm_tokens_per_image"] = max(1, math.isqrt(round(tokens))) ** 2
 
 
+def _is_by_layer(value: Any) -> bool:
+    """True for a dict of levels by the numbers of layers (Gemma 4's `per_layer_config`)."""
+    return isinstance(value, dict) and bool(value) and all(str(number).isdecimal() for number in value)
+
+
 def _first_layers(level: Level, count: int) -> Level:
     """The config with at most `count` layers in every stack, and as many entries in lists that have one a layer."""
     depths = {level[name] for name in DEPTHS if level.get(name)}
     first = dict(level)
     for name, value in level.items():
-        if isinstance(value, dict) and name.endswith("_config"):
+        if _is_by_layer(value):
+            first[name] = {number: own for number, own in value.items() if int(number) < count}
+        elif isinstance(value, dict) and name.endswith("_config"):
             first[name] = _first_layers(value, count)
         elif name in DEPTHS and value:
             first[name] = min(value, count)
         elif isinstance(value, list) and len(value) in depths:
             first[name] = value[:count]
+        elif (
+            isinstance(value, dict) and value and all(str(key).isdecimal() for key in value)
+        ):  # a layer's number: its own
+            first[name] = {key: own for key, own in value.items() if int(key) < count}
         elif INDICES.fullmatch(name) and isinstance(value, list) and value:
             first[name] = [index for index in value if index < count] or [count - 1]
     return first

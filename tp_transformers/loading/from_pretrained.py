@@ -32,7 +32,7 @@ from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
 from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo, extract_commit_hash
 from .choose_plan import plan_for, read_plan
-from .load import LoadResult, load, partition_initialized
+from .load import LoadResult, load, pad_locally, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
 
@@ -59,6 +59,8 @@ class _Load:
     """Function that runs in place of parallelizing and loading."""
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
+    undo: Callable[[], None] = lambda: None
+    """Ends what was changed while transformers initialises."""
 
 
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
@@ -124,6 +126,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         if current.resolution is None:
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
     # 5. Cut what transformers has initialised, because the checkpoint lacked it.
+    current.undo()
     partition_initialized(model, current.resolution, group)
     guard_if_asked(model)
     # 6. From now on, ranks hear when another one fails; those that something stands in for do not exist.
@@ -220,6 +223,7 @@ def load_pretrained_model(
         replicated = bool(current.options.allow_replicated)
         current.resolution = parallelize(model, plan, current.group, allow_replicated=replicated)
         result = load(model, current.resolution, current.group, request)
+        current.undo = pad_locally(model, current.resolution, current.group, result.missing)
     loaded = untyped(model)
     loaded.tp_report = result.report
     if current.sharded is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
 
 from ..anatomy.names import tied_parameters, untie
@@ -150,6 +151,29 @@ def load(
     if group.rank == 0:
         logger.info("%s", report)
     return LoadResult(missing, conversion.unexpected, mismatched, report)
+
+
+def pad_locally(
+    model: nn.Module, resolution: Resolution, group: TensorParallelGroup, missing: Collection[str]
+) -> Callable[[], None]:
+    """Let loaded embeddings count their padding row in this rank's rows; returns what undoes it.
+
+    Some classes set that row to zero where transformers initialises, whether the weights are loaded or not (Youtu).
+    """
+    saved: dict[nn.Embedding, int | None] = {}
+    for name, strategy in resolution.module_strategies.items():
+        module = model.get_submodule(name)
+        if group.size == 1 or not isinstance(module, nn.Embedding) or f"{name}.weight" in missing:
+            continue
+        if not isinstance(module.weight, DTensor):  # whose rows are counted in the whole, alike on all ranks
+            saved[module] = module.padding_idx
+            module.padding_idx = strategy.local_attributes(module, group.rank).get("padding_idx", module.padding_idx)
+
+    def undo() -> None:
+        for module, index in saved.items():
+            module.padding_idx = index
+
+    return undo
 
 
 def partition_initialized(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:

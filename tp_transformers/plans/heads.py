@@ -61,8 +61,9 @@ class AttentionHeads:
         counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
         counts["num_key_value_groups"] = query // kv
         if self.head_dim is not None:
-            # Names for the width of all query heads, at which GPT-2 and DBRX split queries from keys.
-            counts |= dict.fromkeys(("split_size", "embed_dim", "all_head_size"), query * self.head_dim)
+            # Names for the width of all query heads, at which GPT-2 and DBRX split queries from keys, and of KV heads.
+            counts |= dict.fromkeys(("split_size", "embed_dim", "all_head_size", "q_dim"), query * self.head_dim)
+            counts["kv_dim"] = kv * self.head_dim
             if self.is_fused:
                 counts["hidden_size"] = query * self.head_dim
         return counts
@@ -96,8 +97,8 @@ def cut_attention(
     """Cut every attention module whose projections stay sharded by whole heads.
 
     Args:
-        plan: names the attention modules; where it names none, they are recognised by PROJECTIONS, but for those of
-            parts with plans of their own.
+        plan: names the attention modules; where it names none, and in parts whose plans name none, they are
+            recognised by PROJECTIONS.
         module_rules: the rule of every module that has one; those that a declared plan left out are added.
         param_rules: the rule of every parameter that has one of its own.
         faults: list to which faults are added.
@@ -120,7 +121,7 @@ def cut_attention(
         if counts is None:
             continue
         query, kv, head_dim = counts
-        if plan.declared and not plan.has_part_around(name):
+        if plan.declared and not plan.names_attention(name, prefix):
             _complete_declared(name, roles, modules, module_rules, param_rules, (query, head_dim))
         followers = [child for names in roles.values() for child in names]
         if size > query:
@@ -218,12 +219,11 @@ def _groups(
 ) -> dict[str, tuple[str, Mapping[str, tuple[str, ...]]]]:
     """Attention module -> (it or one around it, that one's children by role), as plans say, or else PROJECTIONS."""
     groups: dict[str, tuple[str, Mapping[str, tuple[str, ...]]]] = {}
-    if all(plan.has_part_around(entry.full(prefix)) for entry in plan.attention):
-        for name, module in modules.items():
-            for projections in (PROJECTIONS, LATENT_PROJECTIONS):
-                children = dict(_present(module, projections))
-                if projections.keys() - {"with_query"} <= children.keys() and not plan.has_part_around(name):
-                    groups[name] = name, children
+    for name, module in modules.items():
+        for projections in () if plan.names_attention(name, prefix) else (PROJECTIONS, LATENT_PROJECTIONS):
+            children = dict(_present(module, projections))
+            if projections.keys() - {"with_query"} <= children.keys():
+                groups[name] = name, children
     for group in plan.attention:
         names = list(group.match(modules, prefix))
         if not names and not group.optional:

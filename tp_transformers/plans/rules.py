@@ -245,7 +245,7 @@ class Plan:
             plan = Plan.for_model(part) if is_planned and not is_ruled else None
             if plan is None:
                 continue
-            parts.append(name)
+            parts += [name, *(f"{name}.{inner}" for inner in plan.parts)]
             rules += [_at(name, rule, part) for rule in plan.rules]
             attention += [_at(name, entry, part) for entry in plan.attention]
             if part.config is model.config.get_text_config():
@@ -254,7 +254,7 @@ class Plan:
             return self
         added = {rule.pattern for rule in rules}
         whole = replace(self, parts=tuple(parts))
-        others = (rule for rule in self.rules if not whole.has_part_around(rule.full(prefix)))
+        others = (rule for rule in self.rules if not whole.part_around(rule.full(prefix)))
         own = [rule for rule in others if rule.pattern not in added]
         return replace(
             whole,
@@ -263,9 +263,13 @@ class Plan:
             attention=(*self.attention, *attention),
         )
 
-    def has_part_around(self, name: str) -> bool:
-        """True if a module, parameter or pattern of that name belongs to one of the parts."""
-        return any(is_inside(name, part) for part in self.parts)
+    def part_around(self, name: str) -> str:
+        """The part that a module, parameter or pattern of that name belongs to; "" for what is in none."""
+        return max((part for part in self.parts if is_inside(name, part)), key=len, default="")
+
+    def names_attention(self, name: str, prefix: str) -> bool:
+        """True if the plan for what is around the module `name`, a part or the model, names its attention."""
+        return any(self.part_around(entry.full(prefix)) == self.part_around(name) for entry in self.attention)
 
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:
         """{name in the full model: strategy name}, in the order of the plan."""

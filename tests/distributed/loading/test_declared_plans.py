@@ -28,9 +28,9 @@ def declared(folder: str, reference: str) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tp_transformers").addHandler(handler)
-    from tp_transformers.loading import from_pretrained as pretrained
+    from tp_transformers.loading import choose_plan
 
-    pretrained._told.clear()  # a warm worker may have told already
+    choose_plan._told.clear()  # a warm worker may have told already
     for _ in range(2):
         model = load(folder)
     seen, expected = observe(model), torch.load(reference)

@@ -51,8 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {  # what the defaults of a class leave op
 
 def levels(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield config
-    for value in config.values():
-        if isinstance(value, dict):
+    for name, value in config.items():
+        if isinstance(value, dict) and name != "per_layer_config":  # fewer layers have fewer
             yield from levels(value)
 
 

@@ -89,7 +89,7 @@ def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:
 def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share() -> None:
     config = LlavaConfig(
         vision_config={
-            "model_type": "vit",
+            "model_type": "vit_msn",
             "hidden_size": 32,
             "intermediate_size": 64,
             "num_hidden_layers": 2,

@@ -23,7 +23,7 @@ def misfits(
     """Linears of one block of which one leaves its features sharded where the next expects the whole, or the reverse.
 
     Widths decide which linear feeds which: within a block, a later linear that takes as many features as an earlier one
-    makes (or one part of a fused one) is fed by it.
+    makes (or one part of a fused one) is fed by it; where there is none, an earlier one whose rule takes shards.
 
     Args:
         strategies: the strategy of every module that has one.
@@ -42,6 +42,9 @@ def misfits(
             mine = strategies.get(linear, UNRULED)
             makes = _makes(modules[linear], mine, size)
             fed = [other for other in linears[position + 1 :] if input_width(modules[other]) in makes]
+            if not fed and mine.leaves_sharded_output:  # Idefics declares down_proj before up_proj
+                before = [other for other in linears[:position] if input_width(modules[other]) in makes]
+                fed = [other for other in before if strategies.get(other, UNRULED).takes_sharded_input]
             takers = [other for other in fed if strategies.get(other, UNRULED).takes_sharded_input]
             split = None
             if mine.leaves_sharded_output:

@@ -1,0 +1,122 @@
+"""Inputs of tiny models: text, images, sound, and what encoders and decoders take of each other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.support.models import HEAD_DIM, MASK, PROMPTS
+
+HEADS = 5
+IMAGE, PATCH, CHANNELS = 16, 4, 3
+
+
+def images(count: int = 2) -> dict[str, Tensor]:
+    """A batch of images."""
+    return {"pixel_values": torch.randn(count, CHANNELS, IMAGE, IMAGE, generator=seed())}
+
+
+def patches() -> dict[str, Tensor]:
+    """Two images as Qwen takes them: all patches in a row, (patches, features), with their grids."""
+    rows = (IMAGE // PATCH) ** 2
+    features = torch.randn(2 * rows, CHANNELS * 2 * PATCH**2, generator=seed())
+    return {"hidden_states": features, "grid_thw": torch.tensor([[1, IMAGE // PATCH, IMAGE // PATCH]] * 2)}
+
+
+def tiles() -> dict[str, Tensor]:
+    """Two images, of one tile and of two."""
+    return {
+        "pixel_values": torch.randn(2, 1, 2, CHANNELS, IMAGE, IMAGE, generator=seed()),
+        "aspect_ratio_ids": torch.tensor([[1], [2]]),
+        "aspect_ratio_mask": torch.tensor([[[1, 0]], [[1, 1]]]),
+    }
+
+
+def queries() -> dict[str, Tensor]:
+    """Queries of a Q-Former, and the states of two images."""
+    return {
+        "query_embeds": torch.randn(2, 4, HEADS * HEAD_DIM, generator=seed()),
+        "encoder_hidden_states": torch.randn(2, 6, 24, generator=seed()),
+    }
+
+
+def queries_and_text() -> dict[str, Tensor]:
+    """The same, and an instruction."""
+    return {
+        **queries(),
+        "input_ids": PROMPTS,
+        "attention_mask": torch.cat([torch.ones(2, 4, dtype=torch.long), MASK], 1),
+    }
+
+
+def seen_tokens() -> dict[str, Tensor]:
+    """Two prompts, and the states of the image that each is about."""
+    return {
+        **tokens(),
+        "cross_attention_states": torch.randn(2, 6, HEADS * HEAD_DIM, generator=seed()),
+    }
+
+
+def text_and_images() -> dict[str, Tensor]:
+    """Two prompts, and two images."""
+    return {**tokens(), **images()}
+
+
+def text_and_an_image() -> dict[str, Tensor]:
+    """Two prompts, each about an image of its own."""
+    mask = torch.ones(2, PROMPTS.shape[1], 1, dtype=torch.long)
+    return {**tokens(), "pixel_values": images()["pixel_values"][:, None], "image_attention_mask": mask}
+
+
+def flat_patches() -> dict[str, Tensor]:
+    """Patches with their rows and columns, and tokens for a decoder."""
+    places = torch.tensor([[row, column] for row in range(1, 4) for column in range(1, 5)]).expand(2, -1, -1)
+    features = torch.randn(2, 12, CHANNELS * PATCH**2, generator=seed())
+    return {"flattened_patches": torch.cat([places, features], -1), "decoder_input_ids": PROMPTS.flip(1)}
+
+
+def padded_patches() -> dict[str, Tensor]:
+    """Two images of different shapes as SigLIP 2 takes them, the second padded."""
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, 8:] = 0
+    return {
+        "pixel_values": torch.randn(2, 16, CHANNELS * PATCH**2, generator=seed()),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[4, 4], [2, 4]]),
+    }
+
+
+def sound() -> dict[str, Tensor]:
+    """Mel features, as many as the encoder's positions take."""
+    return {"input_features": torch.randn(2, 12, 2 * 10, generator=seed())}
+
+
+def masked_sound() -> dict[str, Tensor]:
+    """The same, the second one's end masked."""
+    mask = torch.ones(2, 2 * 10, dtype=torch.long)
+    mask[1, 12:] = 0
+    return {**sound(), "input_features_mask": mask}
+
+
+def tokens() -> dict[str, Tensor]:
+    """Two prompts, the first padded on the left."""
+    return {"input_ids": PROMPTS, "attention_mask": MASK}
+
+
+def both_sides() -> dict[str, Tensor]:
+    """The same for an encoder, and tokens for its decoder."""
+    return {**tokens(), "decoder_input_ids": PROMPTS.flip(1)}
+
+
+def speech() -> dict[str, Tensor]:
+    """Mel features for an encoder, and tokens for its decoder."""
+    return {**sound(), "decoder_input_ids": PROMPTS.flip(1)}
+
+
+def frames() -> dict[str, Tensor]:
+    """The same, (batch, frames, features)."""
+    return {**speech(), "input_features": sound()["input_features"].mT}
+
+
+def seed() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
