@@ -155,10 +155,10 @@ TOWERS = {
     "instructblipvideo_vision_model": Tiny("InstructBlipVideoVisionConfig", "InstructBlipVideoVisionModel", images),
     "blip_2_qformer": Tiny("Blip2QFormerConfig", "Blip2QFormerModel", queries, FROM_IMAGES),
     "instructblip_qformer": Tiny(
-        "InstructBlipQFormerConfig", "InstructBlipQFormerModel", queries_and_text, FROM_IMAGES
+        "InstructBlipQFormerConfig", "InstructBlipQFormerModel", queries_and_text, FROM_IMAGES, since="5.23"
     ),
     "instructblipvideo_qformer": Tiny(
-        "InstructBlipVideoQFormerConfig", "InstructBlipVideoQFormerModel", queries_and_text, FROM_IMAGES
+        "InstructBlipVideoQFormerConfig", "InstructBlipVideoQFormerModel", queries_and_text, FROM_IMAGES, since="5.23"
     ),
     "vit": Tiny("ViTConfig", "ViTModel", images, since="5.23"),
     "deit": Tiny("DeiTConfig", "DeiTModel", images, since="5.23"),
@@ -196,6 +196,21 @@ SIGHT = {
     "d_kv": HEAD_DIM,
 }
 """A config within a config."""
+TWO_GROUPS = (
+    ("hidden_size", 64),
+    ("n_embd", 64),
+    ("num_attention_heads", 8),
+    ("n_head", 8),
+    ("num_key_value_heads", 4),
+)
+STATE_SPACE = (
+    ("mamba_n_heads", 2 * HEADS),
+    ("mamba_d_ssm", 2 * HEADS * HEAD_DIM),
+    ("mamba_d_head", HEAD_DIM),
+    ("mamba_n_groups", 1),
+    ("mamba_d_state", 16),
+    ("mamba_chunk_size", 8),
+)
 TEXTS = {
     "xglm": Tiny("XGLMConfig", "XGLMForCausalLM", tokens),
     "biogpt": Tiny("BioGptConfig", "BioGptForCausalLM", tokens),
@@ -304,7 +319,7 @@ TEXTS = {
         (("cross_attention_layers", [1]), ("rope_parameters", ROPE)),
     ),
     "blip_text_model": Tiny("BlipTextConfig", "BlipTextLMHeadModel", tokens, (*DECODES, *FROM_IMAGES)),
-    "git": Tiny("GitConfig", "GitForCausalLM", text_and_images, (("vision_config", SIGHT),)),
+    "git": Tiny("GitConfig", "GitForCausalLM", text_and_images, (("vision_config", SIGHT),), since="5.23"),
     "idefics": Tiny(
         "IdeficsConfig",
         "IdeficsForVisionText2Text",
@@ -324,7 +339,17 @@ TEXTS = {
             ("text_config", {**SIGHT, "vocab_size": VOCAB, "num_layers": 2, "num_heads": HEADS, "d_ff": 50}),
             ("vision_config", {**SIGHT, "d_ff": 50, "seq_len": 16, "patch_embed_hidden_size": CHANNELS * PATCH**2}),
         ),
+        since="5.17",
     ),
+    "lfm3": Tiny("Lfm3Config", "Lfm3ForCausalLM", tokens, (("layer_types", ["conv", "full_attention"]),)),
+    "diffllama": Tiny("DiffLlamaConfig", "DiffLlamaForCausalLM", tokens, TWO_GROUPS),
+    "bitnet": Tiny("BitNetConfig", "BitNetForCausalLM", tokens),
+    "emu3_text_model": Tiny("Emu3TextConfig", "Emu3ForCausalLM", tokens, (("rope_parameters", ROPE),)),
+    "trocr": Tiny("TrOCRConfig", "TrOCRForCausalLM", tokens),
+    "codegen": Tiny("CodeGenConfig", "CodeGenForCausalLM", tokens, (*TWO_GROUPS, ("rotary_dim", 4))),
+    "falcon_h1": Tiny("FalconH1Config", "FalconH1ForCausalLM", tokens, STATE_SPACE),
+    "bamba": Tiny("BambaConfig", "BambaForCausalLM", tokens, (*STATE_SPACE, ("attn_layer_indices", [1]))),
+    "big_bird": Tiny("BigBirdConfig", "BigBirdForCausalLM", tokens, (*DECODES, ("attention_type", "original_full"))),
     "youtu": Tiny("YoutuConfig", "YoutuForCausalLM", tokens, LATENT),
 }
 MODELS = {**TOWERS, **TEXTS}

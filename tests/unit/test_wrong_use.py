@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, ViTConfig, ViTModel
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, ViTMSNConfig, ViTMSNModel
 
 import tp_transformers
 from tp_transformers import CheckpointError, MeshError, PlanError, UnsupportedError, save_sharded, verify_sharded
@@ -61,7 +61,9 @@ class Here:
 
     def vit(self) -> Path:
         """A model that nothing has a plan for."""
-        model = ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
+        model = ViTMSNModel(
+            ViTMSNConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        )
         model.save_pretrained(self.scratch / "vit")
         return self.scratch / "vit"
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +28,7 @@ from .parse import (
     names_of,
     rule_arguments,
 )
+from .pattern import Pattern
 from .yaml_file import read_plan_file
 
 if TYPE_CHECKING:
@@ -42,25 +42,6 @@ MOST_EXTENDED = 20
 
 UNRULED: TensorParallelLayer = ReplicateParallel()
 """Strategy of a module that no rule covers."""
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """A name in a model, in which `*` stands for a layer number."""
-
-    pattern: str
-    in_base_model: bool = field(default=False, kw_only=True)
-    """True for a name that counts from the base model rather than from the full one."""
-
-    def full(self, base_model_prefix: str) -> str:
-        """The pattern, counted from the full model."""
-        return ".".join(filter(None, (base_model_prefix if self.in_base_model else "", self.pattern)))
-
-    def match(self, names: Iterable[str], base_model_prefix: str) -> Iterator[str]:
-        """The names that match as a whole."""
-        expression = r"\d+".join(map(re.escape, self.full(base_model_prefix).split("*")))
-        matches = re.compile(expression).fullmatch
-        return (name for name in names if matches(name))
 
 
 @dataclass(frozen=True)
@@ -163,8 +144,11 @@ class Plan:
         for pattern, children in entries(data, "attention", faults):
             entry = None if children is None else Attention(**attention_arguments(pattern, children, faults))
             attention[pattern] = entry
-        for entry in filter(None, attention.values()):
-            for found in implied_rules(entry.pattern, entry.children):
+            # What the extended plan's entry implied goes with it.
+            implied = [key for key, rule in rules.items() if rule and rule.implied and is_inside(key[1], pattern)]
+            for key in implied:
+                del rules[key]
+            for found in implied_rules(pattern, entry.children if entry is not None else {}):
                 rules.setdefault((True, found["pattern"]), Rule(**found))
         options = {option: data.get(option, getattr(base, option)) for option in OPTIONS}
         faults.extend(

@@ -60,6 +60,11 @@ def test_null_takes_an_implied_rule_away(tmp_path: Path) -> None:
     assert rules_of(plan, on_meta(llama_config(8, 4))) == {}
 
 
+def test_attention_that_is_taken_away_takes_its_implied_rules_along(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "model_type: llama\nextends: llama\nattention: {layers.*.self_attn: null}")
+    assert rules_of(plan, on_meta(llama_config(8, 4))) == {}
+
+
 @pytest.mark.parametrize("by", ["file", "for_model"])
 def test_a_plan_completes_what_the_class_declares(tmp_path: Path, by: str) -> None:
     model = TEXTS["granitemoe"].make()

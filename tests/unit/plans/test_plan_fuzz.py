@@ -91,16 +91,31 @@ def changed(rng: random.Random, text: str) -> Any:
     return data
 
 
+IMPLIED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("query", "key", "value", "key_value", "interleaved"), ("colwise", None, None, ())),
+    "fused": ("packed_colwise", ("query", "key", "value"), None, ()),
+    "output": ("rowwise", None, None, ()),
+}
+
+
 def by_reference(data: Any) -> dict[tuple[bool, str], tuple[Any, ...]]:
     """(counts from the base model, pattern) -> (strategy, parts, unit, widths), of data that yaml.safe_load returns."""
-    rules: dict[tuple[bool, str], Any] = {}
+    own, implied = rules_by_reference(data)
+    return {key: rule for key, rule in {**implied, **own}.items() if rule is not None}
+
+
+def rules_by_reference(data: Any) -> tuple[dict[tuple[bool, str], Any], dict[tuple[bool, str], Any]]:
+    """The rules that lines give, None for those that null takes away, and those that attention implies."""
+    own: dict[tuple[bool, str], Any] = {}
+    implied: dict[tuple[bool, str], Any] = {}
     if data.get("extends") is not None:
-        rules = by_reference(yaml.safe_load(available_plans()[data["extends"].removesuffix(".yaml")].read_text()))
+        text = available_plans()[data["extends"].removesuffix(".yaml")].read_text()
+        own, implied = rules_by_reference(yaml.safe_load(text))
     for section in ("base_model", "optional", "heads", "rules"):
         for pattern, value in (data.get(section) or {}).items():
             options = value if isinstance(value, dict) else {"strategy": value}
             parts, widths = options.get("parts"), options.get("widths") or ()
-            rules[section in ("base_model", "optional"), pattern] = (
+            own[section in ("base_model", "optional"), pattern] = (
                 (
                     options.get("strategy", "replicate"),
                     tuple(parts) if isinstance(parts, list) else parts,
@@ -110,29 +125,12 @@ def by_reference(data: Any) -> dict[tuple[bool, str], tuple[Any, ...]]:
                 if value is not None
                 else None
             )
-    for pattern, children in attention_by_reference(data).items():
-        for role, names in children.items():
-            for name in [names] if isinstance(names, str) else names if role in IMPLIED else ():
-                rules.setdefault((True, f"{pattern}.{name}"), IMPLIED.get(role))
-    return {key: rule for key, rule in rules.items() if rule is not None}
-
-
-IMPLIED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("query", "key", "value", "key_value", "interleaved"), ("colwise", None, None, ())),
-    "fused": ("packed_colwise", ("query", "key", "value"), None, ()),
-    "output": ("rowwise", None, None, ()),
-}
-
-
-def attention_by_reference(data: Any) -> dict[str, dict[str, Any]]:
-    """Pattern -> role -> names, those of extended plans among them."""
-    found = {}
-    if data.get("extends") is not None:
-        text = available_plans()[data["extends"].removesuffix(".yaml")].read_text()
-        found = attention_by_reference(yaml.safe_load(text))
     for pattern, children in (data.get("attention") or {}).items():
-        found[pattern] = children
-    return {pattern: children for pattern, children in found.items() if children is not None}
+        implied = {key: rule for key, rule in implied.items() if not key[1].startswith(f"{pattern}.")}
+        for role, names in (children or {}).items():
+            for name in [names] if isinstance(names, str) else names if role in IMPLIED else ():
+                implied[True, f"{pattern}.{name}"] = IMPLIED.get(role)
+    return own, implied
 
 
 @functools.cache

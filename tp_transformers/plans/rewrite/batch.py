@@ -20,7 +20,8 @@ from ...anatomy.linears import holds_experts
 from ...anatomy.names import fold_layers, is_inside
 from ...errors import PlanError, describe, hint_for
 from ...strategies import BATCH_SHARDED, BatchGather, BatchStates, BatchWhole
-from ..rules import Pattern, Plan, Rule
+from ..pattern import Pattern
+from ..rules import Plan, Rule
 from .engine import Rewriter
 
 if TYPE_CHECKING:

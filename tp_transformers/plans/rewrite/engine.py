@@ -19,7 +19,8 @@ from ...anatomy.linears import features
 from ...anatomy.names import base_prefix, fold_layers, folded, is_inside
 from ...errors import PlanError, list_faults
 from ...strategies import TensorParallelLayer
-from ..rules import Pattern, Plan, Rule
+from ..pattern import Pattern
+from ..rules import Plan, Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
