@@ -160,10 +160,6 @@ TOWERS = {
     "instructblipvideo_qformer": Tiny(
         "InstructBlipVideoQFormerConfig", "InstructBlipVideoQFormerModel", queries_and_text, FROM_IMAGES, since="5.23"
     ),
-    "vit": Tiny("ViTConfig", "ViTModel", images, since="5.23"),
-    "deit": Tiny("DeiTConfig", "DeiTModel", images, since="5.23"),
-    "beit": Tiny("BeitConfig", "BeitModel", images, since="5.23"),
-    "dinov2": Tiny("Dinov2Config", "Dinov2Model", images, since="5.23"),
     "qwen2_audio_encoder": Tiny("Qwen2AudioEncoderConfig", "Qwen2AudioEncoder", sound),
     "voxtral_encoder": Tiny("VoxtralEncoderConfig", "VoxtralEncoder", sound),
     "audioflamingo3_encoder": Tiny("AudioFlamingo3EncoderConfig", "AudioFlamingo3Encoder", masked_sound),

@@ -65,20 +65,22 @@ def test_attention_that_is_taken_away_takes_its_implied_rules_along(tmp_path: Pa
     assert rules_of(plan, on_meta(llama_config(8, 4))) == {}
 
 
-@pytest.mark.parametrize("by", ["file", "for_model"])
-def test_a_plan_completes_what_the_class_declares(tmp_path: Path, by: str) -> None:
-    model = TEXTS["granitemoe"].make()
-    declared = {name: str(strategy) for name, strategy in model._tp_plan.items()}
+def test_a_plan_completes_what_the_class_declares(tmp_path: Path) -> None:
+    model = on_meta(llama_config(8, 4))
+    declared = dict(model._tp_plan)
     assert declared
-    assert not any("self_attn" in name for name in declared)
+    text = "model_type: llama\nextends: declared\nbase_model: {norm: replicate}"
+    completed = plan_of(tmp_path, text).completed(model)
+    assert completed.as_dict("model") == {"model.norm": "replicate", **declared}
+    assert completed.completed(model) == completed
+
+
+def test_a_plan_that_completes_is_taken_for_its_type() -> None:
+    model = TEXTS["granitemoe"].make()
     plan = Plan.for_model(model)
-    if by == "file":
-        plan = plan_of(tmp_path, f"model_type: granitemoe\nextends: declared\n{ATTENTION}")
     assert plan is not None
-    resolution = resolve(plan, model, 2)
-    assert declared.items() <= resolution.plan.as_dict("model").items()
-    assert resolution.rule_names[f"{LAYER}q_proj.weight"] == "colwise"
-    assert resolution.plan.completed(model) == resolution.plan
+    assert plan.declared
+    assert resolve(plan, model, 2).rule_names[f"{LAYER}q_proj.weight"] == "colwise"
 
 
 def test_a_rule_of_the_plan_comes_before_a_declared_one(tmp_path: Path) -> None:
