@@ -15,7 +15,7 @@ from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gr
 from tests.support.models import load, relative, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tests.support.tiny import MODELS, model_class
+from tests.support.tiny import MODELS, TOWERS, model_class
 from tests.support.tiny_inputs import seed
 from tp_transformers.commands.verify.verify import verify
 from tp_transformers.plans.catalogue import available_plans
@@ -77,7 +77,8 @@ def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, si
             assert seen["output"] < LOGITS_TOLERANCE, name
             assert seen["tokens"], name
             assert seen["gradients"] < GRADIENT_TOLERANCE, name
-            assert seen["cut"] >= 6, name  # older releases declare less
+            # An encoder is cut as a whole, but for BLIP's attention; of others, older releases declare less.
+            assert seen["cut"] >= (12 if name in TOWERS and plan != "blip_vision_model" else 6), name
 
 
 COMPOSED = {"qwen3_vl": ("qwen3_vl_vision", "qwen3_vl_text"), "llava": ("clip_vision_model", "llama")}

@@ -190,6 +190,8 @@ class Plan:
     def completed(self, model: PreTrainedModel) -> Plan:
         """This plan with all of its rules: those that the class of `model` declares, if it extends them, and those that
         its attention implies, for modules that have none of their own."""
+        if not (self.extends_declared or any(rule.implied for rule in self.rules)):
+            return self
         prefix, source = base_prefix(model), self.source
         rules = [rule for rule in self.rules if not rule.implied]
         if self.extends_declared:
