@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,11 @@ from ...plans.shares import check_layers_are_cut
 from ...ranks.launch import torchrun
 from ...strategies import STRATEGIES, ParallelInterface
 from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, relative
+
+Launch = Callable[[Path, Path, int, float], int]
+"""Starts ranks, given the folder of a proof, that of their reports, their number and their seconds -> an exit code.
+
+What they print goes to the file `output` among the reports."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ def verify(
     grads: bool = False,
     timeout: float = 600,
     allow_replicated: bool = False,
+    launch: Launch | None = None,
 ) -> list[Verdict]:
     """Compare tensor parallelism on `sizes` ranks with one process, in fp64 on CPUs; returns a verdict for each size.
 
@@ -77,6 +83,7 @@ def verify(
         grads: True to compare gradients too.
         timeout: seconds for the ranks of one size.
         allow_replicated: as in `from_pretrained`.
+        launch: starts the ranks of a size, each of which calls `run_rank`; None for torchrun.
 
     Raises:
         UsageError: if there is no such config, or a size is not positive.
@@ -113,10 +120,21 @@ def verify(
             raise UnsupportedError(describe(chosen.source, got=got, expected=expected, fix=fix)) from error
     if resolutions:
         with tempfile.TemporaryDirectory(prefix="tp-verify-") as scratch:
-            proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout)
+            proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout, launch or with_torchrun)
             for size, resolution in resolutions.items():
                 verdicts[size] = proof.run(model, resolution, verdicts[size])
     return [verdicts[size] for size in sizes]
+
+
+def with_torchrun(folder: Path, reports: Path, size: int, timeout: float) -> int:
+    """Let torchrun start the ranks of a proof."""
+    deadline = time.time() + 0.9 * timeout  # for the ranks, so that they can report where they are
+    program = ["-m", "tp_transformers.commands.verify.rank", str(folder), str(reports), str(deadline)]
+    with (reports / "output").open("wb") as output:
+        try:
+            return torchrun(program, ranks=size, timeout=timeout, output=output)
+        except subprocess.TimeoutExpired:
+            return 1
 
 
 class _Proof:
@@ -130,8 +148,9 @@ class _Proof:
         plan: Plan,
         grads: bool,
         timeout: float,
+        launch: Launch,
     ) -> None:
-        self.folder, self.grads, self.timeout = folder, grads, timeout
+        self.folder, self.grads, self.timeout, self.launch = folder, grads, timeout, launch
         self.sees = hasattr(config, "vision_config")
         with supported(f"a small {config.model_type}"):
             with torch.random.fork_rng(devices=[]):
@@ -170,13 +189,7 @@ class _Proof:
         size = verdict.size
         reports = self.folder / f"ranks-{size}"
         reports.mkdir()
-        with (reports / "output").open("wb") as output:
-            deadline = time.time() + 0.9 * self.timeout  # for the ranks, so that they can report where they are
-            program = ["-m", "tp_transformers.commands.verify.rank", str(self.folder), str(reports), str(deadline)]
-            try:
-                code = torchrun(program, ranks=size, timeout=self.timeout, output=output)
-            except subprocess.TimeoutExpired:
-                code = 1
+        code = self.launch(self.folder, reports, size, self.timeout)
         # In the order in which the ranks ended: one failure may cause others.
         ended = sorted(reports.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns)
         seen: dict[int, probe.Observation] = {int(path.stem): torch.load(path, weights_only=False) for path in ended}

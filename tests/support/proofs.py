@@ -1,0 +1,301 @@
+"""The proof of every model type: `python -m tests.support.proofs` (`make proofs`) writes tests/data/proofs.json.
+
+A type of transformers is taken with its default config. Its plan is bound to the model in its true shapes, for the
+share of the largest rank. Then a small model of it is held against one process, with gradients, as `tp-transformers
+verify` does it, but on ranks that are already there. A type that was proven with the plan files of today is passed
+over, so that a run that was broken off goes on where it was. The pages' table is made of that file (`readme.py`).
+
+    python -m tests.support.proofs                 all types that are not proven with these plan files
+    python -m tests.support.proofs llama qwen3     these, whatever is known of them
+    python -m tests.support.proofs --sample 10     those that changed, and 10 others, which are other ones every day;
+                                                   nothing is written, and what is not as written is a fault
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from tests.support.pool import Pool, WorkerError
+from tp_transformers.anatomy.classes import inner_models, model_class
+from tp_transformers.anatomy.names import fold_layers
+from tp_transformers.commands.verify.rank import run_rank
+from tp_transformers.commands.verify.verify import verify
+from tp_transformers.errors import TensorParallelError
+from tp_transformers.infer.small_config import meta_model
+from tp_transformers.plans.bind import Resolution, resolve
+from tp_transformers.plans.catalogue import available_plans
+from tp_transformers.plans.rules import Plan
+from tp_transformers.plans.shares import check_layers_are_cut, largest_share
+from tp_transformers.plans.yaml_file import read_plan_file
+
+FILE = Path(__file__).parents[1] / "data" / "proofs.json"
+KINDS = {
+    "text": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "images and text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "sequence to sequence": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "masked text": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+}
+"""Kinds of models, each with the types that an Auto class knows. Types with a plan beside them are encoders."""
+PROVEN_ON = (2, 3)
+SHARES_OF = (2, 3, 4)
+SECONDS = 240
+"""Longest proof of a type, on one number of ranks."""
+NOTED = 0.02
+"""Smallest part of a model, by bytes, that is told of as whole."""
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8}},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "jamba": {"num_hidden_layers": 16},
+    "lfm2_moe": {"layer_types": ["full_attention" if layer % 4 == 2 else "conv" for layer in range(32)]},
+}
+"""Fields of configs whose defaults make no model, or one of no use."""
+
+
+@dataclasses.dataclass
+class Proof:
+    """All that is known of a model type."""
+
+    kinds: list[str]
+    release: str = ""
+    """Release of transformers that it was looked at with."""
+    plans: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Plan file -> digest of its rules, for the plans that cut the model and its parts."""
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Ranks -> the bytes of the largest rank, as a fraction of the model in its default shape."""
+    whole: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Parameters, with folded names, that every rank holds -> their part of the model, by bytes."""
+    output: float | None = None
+    """Worst relative error of logits or states, over ranks and sizes."""
+    gradient: float | None = None
+    proven: list[int] = dataclasses.field(default_factory=list)
+    """Numbers of ranks on which it computed what one process computes."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    refused: str = ""
+    """Reason that it does not load."""
+    unproven: str = ""
+    """Reason that it loads, but is not proven on all of PROVEN_ON."""
+    unmade: str = ""
+    """Reason that one process cannot make a model of the default config."""
+
+
+def types() -> dict[str, list[str]]:
+    """Every model type, with its kinds."""
+    found: dict[str, list[str]] = {}
+    for kind, names in KINDS.items():
+        for model_type in names:
+            found.setdefault(model_type, []).append(kind)
+    for model_type in available_plans():
+        if model_type in CONFIG_MAPPING:
+            found.setdefault(model_type, ["encoder"])
+    return dict(sorted(found.items()))
+
+
+@cache
+def digest(file: str) -> str:
+    """A short hash of the rules of a plan and of those that it extends; comments and other types do not matter."""
+    directory = next(iter(available_plans().values())).parent
+    data = read_plan_file(directory / file)
+    base = data.get("extends")
+    known = dict(data, model_type=None)
+    if isinstance(base, str) and base != "declared":
+        path = directory / f"{base}.yaml"
+        known["extends"] = digest(path.name if path.is_file() else available_plans()[base].name)
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def is_current(proof: Proof) -> bool:
+    """True if no plan file that cut the model has changed since, and none has come for it."""
+    return proof.release == transformers.__version__ and all(
+        (file in _files() and digest(file) == known) for file, known in proof.plans.items()
+    )
+
+
+@cache
+def _files() -> frozenset[str]:
+    return frozenset(path.name for path in available_plans().values())
+
+
+def read() -> dict[str, Proof]:
+    """What is known, by type."""
+    if not FILE.is_file():
+        return {}
+    return {name: Proof(**data) for name, data in json.loads(FILE.read_text(encoding="utf-8")).items()}
+
+
+def write(proofs: Mapping[str, Proof]) -> None:
+    """Keep what is known; one line a type."""
+    lines = (f"{json.dumps(name)}: {json.dumps(dataclasses.asdict(proof))}" for name, proof in sorted(proofs.items()))
+    part = FILE.with_suffix(".part")
+    part.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    part.replace(FILE)
+
+
+def plan_files(model: PreTrainedModel, plan: Plan) -> list[str]:
+    """The names of the files that cut a model: its own, and those of its parts."""
+    parts = [part.config.model_type for name, part in inner_models(model) if name in plan.parts]
+    named = [available_plans().get(model_type) for model_type in (model.config.model_type, *parts)]
+    return list(dict.fromkeys(path.name for path in named if path is not None))
+
+
+def whole_parameters(model: PreTrainedModel, resolution: Resolution) -> dict[str, float]:
+    """Parameters that every rank holds, layers folded, with their part of the model where that is at least NOTED."""
+    sizes: dict[str, int] = {}
+    params = dict(model.named_parameters())
+    for name, param in params.items():
+        if resolution.layouts.get(name) is None:
+            folded = fold_layers(name)
+            sizes[folded] = sizes.get(folded, 0) + param.nbytes
+    total = sum(param.nbytes for param in params.values())
+    shares = {name: round(size / total, 3) for name, size in sizes.items() if size >= NOTED * total}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+@contextmanager
+def one_line(proof: Proof, reason: str) -> Iterator[None]:
+    """Keep the message of an error of ours as the `reason` in the proof; any other is told with its type."""
+    try:
+        yield
+    except TensorParallelError as error:
+        setattr(proof, reason, " ".join(str(error).split())[:400])
+    except Exception as error:
+        setattr(proof, reason, " ".join(f"{type(error).__name__}: {error}".split())[:200])
+
+
+def prove(model_type: str, kinds: list[str], pool: Pool) -> Proof:
+    """Look at a model type in its default shape, and hold a small model of it against one process."""
+    proof = Proof(kinds, release=transformers.__version__)
+    with one_line(proof, "unmade"):
+        config: PretrainedConfig = CONFIG_MAPPING[model_type](**NEEDED.get(model_type, {}))
+        model = meta_model(model_class(config), config)
+    if proof.unmade:
+        return proof
+    with one_line(proof, "refused"):
+        plan = Plan.for_model(model)
+        if plan is None:
+            proof.refused = "no plan"
+            return proof
+        proof.plans = {file: digest(file) for file in plan_files(model, plan)}
+        for size in SHARES_OF:
+            resolution = resolve(plan, model, size)
+            check_layers_are_cut(model, plan, resolution, size)
+            proof.shares[str(size)] = round(largest_share(model, resolution.layouts, size), 3)
+            proof.whole = whole_parameters(model, resolution)
+    loads = [size for size in PROVEN_ON if str(size) in proof.shares]
+    if not loads:
+        return proof
+
+    def launch(folder: Path, reports: Path, size: int, timeout: float) -> int:
+        try:
+            pool.run(size, run_rank, folder, reports, time.time() + 0.9 * timeout, timeout=timeout)
+        except WorkerError as error:
+            (reports / "output").write_text(str(error), encoding="utf-8")
+            return 1
+        return 0
+
+    with one_line(proof, "unproven"):
+        verdicts = verify(config, sizes=loads, grads=True, timeout=SECONDS, launch=launch)
+        proof.output = max((verdict.logits for verdict in verdicts if verdict.logits is not None), default=None)
+        proof.gradient = max((verdict.gradient[1] for verdict in verdicts if verdict.gradient), default=None)
+        proof.proven = [verdict.size for verdict in verdicts if verdict.ok]
+        proof.notes = list(dict.fromkeys(note for verdict in verdicts for note in verdict.notes if "tried" in note))
+        faults = (f"{v.size} ranks: {' '.join(fault.split())}" for v in verdicts for fault in v.faults)
+        proof.unproven = next(faults, "")[:400]
+    return proof
+
+
+_pool: list[Pool] = []
+
+
+def _start() -> None:
+    """Prepare a process that proves."""
+    import torch
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    _pool.append(Pool())
+
+
+def _prove(model_type: str, kinds: list[str]) -> tuple[Proof, float]:
+    start = time.monotonic()
+    return prove(model_type, kinds, _pool[0]), time.monotonic() - start
+
+
+def proven(names: Iterable[str], processes: int) -> Iterator[tuple[str, Proof, float]]:
+    """(type, what was found, seconds) of every type of `names`, as they come."""
+    every, context = types(), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start) as executor:
+        asked = {name: executor.submit(_prove, name, every[name]) for name in names}
+        for name, answer in asked.items():
+            yield name, *answer.result()
+
+
+def summary(proofs: Mapping[str, Proof]) -> str:
+    """A line a kind: how many types can be made, load, are proven, and hold at most .58 on 2 ranks."""
+    lines = []
+    for kind in (*KINDS, "encoder"):
+        made = [proof for proof in proofs.values() if kind in proof.kinds and not proof.unmade]
+        loads = [proof for proof in made if "2" in proof.shares]
+        on_all = [proof for proof in loads if len(proof.proven) == len(PROVEN_ON)]
+        small = [proof for proof in loads if proof.shares["2"] <= 0.58]
+        lines.append(f"{kind}: {len(made)} types, {len(loads)} load, {len(on_all)} proven, {len(small)} at most .58")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types (default: all that are not proven with these plans)")
+    parser.add_argument("--sample", type=int, metavar="N", help="prove what changed and N others again, write nothing")
+    parser.add_argument("--processes", type=int, default=1, help="proofs at a time (default: 1)")
+    arguments = parser.parse_args()
+    every, known = types(), read()
+    changed = [name for name in every if name not in known or not is_current(known[name])]
+    names = arguments.types or changed
+    if arguments.sample is not None:
+        others = [name for name, proof in known.items() if proof.proven and name in every and name not in names]
+        day = random.Random(int(time.time() // 86400))
+        names = [*names, *day.sample(others, min(arguments.sample, len(others)))]
+    worse = []
+    for name, proof, seconds in proven(names, arguments.processes):
+        reason = proof.unmade or proof.refused or proof.unproven
+        print(f"{name}: {proof.shares.get('2', '-')} of one of 2, proven on {proof.proven} {reason}", end=" ")
+        print(f"({seconds:.0f} s)", flush=True)
+        before = known.get(name)
+        if arguments.sample is not None and before is not None and not set(before.proven) <= set(proof.proven):
+            worse.append(name)
+        if arguments.sample is None:
+            known[name] = proof
+            write({name: known[name] for name in known if name in every})
+    print(summary(known))
+    if worse:
+        print(f"not proven as tests/data/proofs.json says: {', '.join(worse)}")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        sys.exit(main())
