@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import sys
 import time
 import warnings
@@ -48,18 +49,21 @@ from tp_transformers.plans.shares import check_layers_are_cut, largest_share
 from tp_transformers.plans.yaml_file import read_plan_file
 
 FILE = Path(__file__).parents[1] / "data" / "proofs.json"
-KINDS = {
-    "text": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+KINDS: dict[str, Mapping[str, str]] = {
     "images and text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "sequence to sequence": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "sequence to sequence": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "masked text": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "text": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "encoder": {},
 }
-"""Kinds of models, each with the types that an Auto class knows. Types with a plan beside them are encoders."""
+"""Kinds of models, each with the types that an Auto class knows; encoders are the types that only have a plan."""
 PROVEN_ON = (2, 3)
 SHARES_OF = (2, 3, 4)
 SECONDS = 240
 """Longest proof of a type, on one number of ranks."""
+BYTES = 6 << 30
+"""Most memory of a process, so that a type whose small model is large fails by itself."""
 NOTED = 0.02
 """Smallest part of a model, by bytes, that is told of as whole."""
 
@@ -233,6 +237,7 @@ def _start() -> None:
     import torch
 
     warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -248,7 +253,7 @@ def _prove(model_type: str, kinds: list[str]) -> tuple[Proof, float]:
 def proven(names: Iterable[str], processes: int) -> Iterator[tuple[str, Proof, float]]:
     """(type, what was found, seconds) of every type of `names`, as they come."""
     every, context = types(), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start) as executor:
+    with ProcessPoolExecutor(processes, context, _start, max_tasks_per_child=25) as executor:
         asked = {name: executor.submit(_prove, name, every[name]) for name in names}
         for name, answer in asked.items():
             yield name, *answer.result()
@@ -257,7 +262,7 @@ def proven(names: Iterable[str], processes: int) -> Iterator[tuple[str, Proof, f
 def summary(proofs: Mapping[str, Proof]) -> str:
     """A line a kind: how many types can be made, load, are proven, and hold at most .58 on 2 ranks."""
     lines = []
-    for kind in (*KINDS, "encoder"):
+    for kind in KINDS:
         made = [proof for proof in proofs.values() if kind in proof.kinds and not proof.unmade]
         loads = [proof for proof in made if "2" in proof.shares]
         on_all = [proof for proof in loads if len(proof.proven) == len(PROVEN_ON)]

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import tp_transformers
+from tests.support.proofs import KINDS, PROVEN_ON, Proof, read
 from tp_transformers.plans.listing import catalogue
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +108,44 @@ def architectures(page: Path) -> str:
     return "\n".join(rows)
 
 
+def proofs(page: Path) -> str:
+    """A table for each kind of model with one row a type: what each rank holds, the errors, and what stays whole."""
+    known = read()
+    releases = sorted({proof.release for proof in known.values()})
+    text = [f"Looked at with transformers {' and '.join(releases)}; proven on {' and '.join(map(str, PROVEN_ON))} ranks."]
+    seen: set[str] = set()
+    for kind in KINDS:
+        rows = {name: proof for name, proof in known.items() if kind in proof.kinds and name not in seen}
+        seen |= rows.keys()
+        made = {name: proof for name, proof in rows.items() if not proof.unmade}
+        loads = [proof for proof in made.values() if proof.shares]
+        count = sum(len(proof.proven) == len(PROVEN_ON) for proof in loads)
+        text += [
+            f"### {kind.capitalize()}",
+            f"{len(made)} types, of which {len(loads)} load cut, and {count} are proven.",
+            "\n".join(
+                [
+                    "| `model_type` | plan | of 2, 3, 4 | output | gradient | whole on every rank, and why not more |",
+                    "| --- | --- | --- | --- | --- | --- |",
+                    *(_row(name, proof) for name, proof in made.items()),
+                ]
+            ),
+        ]
+        if unmade := [f"`{name}`" for name in rows if name not in made]:
+            text.append(f"Not made by transformers from default configs: {', '.join(unmade)}.")
+    return "\n\n".join(text)
+
+
+def _row(name: str, proof: Proof) -> str:
+    plans = ", ".join(f"[{file.removesuffix('.yaml')}]({file})" for file in proof.plans) or "transformers'"
+    shares = " ".join(f"{share:.2f}".removeprefix("0") for share in proof.shares.values()) or "-"
+    errors = ["-" if error is None else f"{error:.0e}" for error in (proof.output, proof.gradient)]
+    whole = ", ".join(f"`{param}` {share:.0%}" for param, share in list(proof.whole.items())[:3])
+    reason = proof.refused or (f"unproven: {proof.unproven}" if proof.unproven else "")
+    told = "; ".join(filter(None, (whole if proof.shares else "", *proof.notes, reason))).replace("|", "\\|") or "-"
+    return f"| `{name}` | {plans if proof.shares else '-'} | {shares} | {' | '.join(errors)} | {told} |"
+
+
 def public_names(page: Path) -> str:
     """One row a public name: its module, and the first sentence of its docstring."""
     rows = ["| name | meaning |", "| --- | --- |"]
@@ -141,6 +180,7 @@ def contents(page: Path) -> str:
 
 GENERATED: dict[str, Callable[[Path], str]] = {
     "architectures": architectures,
+    "proofs": proofs,
     "public names": public_names,
     "contents": contents,
 }
