@@ -26,8 +26,9 @@ from .small_widths import (
     fit_sections,
     is_by_layer,
     levels_of,
-    meet_text,
+    merged_width,
     of_layers,
+    settle_widths,
     shrink_widths,
 )
 
@@ -43,9 +44,10 @@ STAGES = ("depths", "block_sizes")
 """Lists of the numbers of layers of stages."""
 INDICES = re.compile(r"\w+_(layers|indexes|indices|layer_ids)")
 """Lists of the layers that are of some kind."""
-TAKEN = re.compile(r"\w+_feature_layer")
+TAKEN = re.compile(r"\w+_feature_layers?")
 """The layers, or the one, whose states are features of an image."""
 TOKEN_ID = re.compile(r"\w+_token_(id|index)|image_patch_id")
+MEDIA = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 ENDS = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id")
 WINDOWS = {"sliding_window": 4, "attention_chunk_size": 8}
 """Windows shorter than the prompts, so that they matter."""
@@ -112,8 +114,9 @@ def _narrowed(
     """The small config with widths that `narrow` changes, and its model; raises if transformers refuses it."""
     whole = config.to_dict()
     levels = list(levels_of(whole))
+    merged = merged_width(whole)
     narrow(levels)
-    meet_text(whole)
+    settle_widths(whole, merged)
     _shrink_ids(levels)
     for level in levels:
         for own in of_layers(level):
@@ -152,16 +155,18 @@ def meta_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrain
 
 def _shrink_ids(levels: list[Level]) -> None:
     """Special tokens get small ids, equal ones equal; none of them ends a text."""
-    ids: dict[int, int] = {}
+    ids: dict[int | str, int] = {}
     for level in levels:
         for name, value in level.items():
             if name in ENDS:
                 level[name] = None
             elif TOKEN_ID.fullmatch(name) and isinstance(value, int):
                 level[name] = ids.setdefault(value, FIRST_ID + len(ids))
+            elif name in MEDIA and value is None:
+                level[name] = ids.setdefault(name, FIRST_ID + len(ids))
     for level in levels:
         if level.get("is_encoder_decoder") and level.get("decoder_start_token_id") is None:
-            level["decoder_start_token_id"] = level.get("pad_token_id")
+            level["decoder_start_token_id"] = level.get("pad_token_id") or FIRST_ID
 
 
 def _shrink_images(level: Level, whole: Level) -> None:
@@ -169,6 +174,12 @@ def _shrink_images(level: Level, whole: Level) -> None:
     size, patch = level.get("image_size"), level.get("patch_size")
     if isinstance(size, int) and isinstance(patch, int) and size > PATCHES * patch:
         level["image_size"] = PATCHES * patch
+        for around in (level, whole):
+            if around.get("image_grid_pinpoints"):
+                pinpoints = around["image_grid_pinpoints"]
+                around["image_grid_pinpoints"] = [
+                    [side * PATCHES * patch // size for side in each] for each in pinpoints
+                ]
         if whole.get("mm_tokens_per_image"):
             tokens = whole["mm_tokens_per_image"] * (PATCHES * patch / size) ** 2
             whole["mm_tokens_per_image"] = max(1, math.isqrt(round(tokens))) ** 2
@@ -247,6 +258,8 @@ def _of_depth(level: Level, count: int) -> Level:
     stack = level.get("num_layers_per_stack")
     if stack and level.get("num_hidden_layers", 0) % stack == 0:
         first["num_hidden_layers"] = first["num_layers_per_stack"] * (level["num_hidden_layers"] // stack)
+    if "vision_output_dim" in level:
+        settle_widths(first, 0)
     return first
 
 

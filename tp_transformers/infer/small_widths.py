@@ -20,11 +20,11 @@ OF_ALL_HEADS = ("head_dim", "attention_head_dim", "attention_head_size", "d_head
 WIDTH = re.compile(
     r"(\w+_)?(hidden_sizes?|intermediate_sizes?(_mlp)?|ffn_dim|(proj|projection|input|output|hidden|expert|embds)_dim"
     r"|lora_rank|embed_dim|embedding_(dim|size)|bottleneck_size|feed_forward_size|hidden_dimension|out_channel"
-    r"|conv_channels)|emb_dim|dim|n_embd|d_model|d_latents|d_inner|n_inner|d_ff|dim_ff|codebook_dim|upsample_groups"
+    r"|conv_channels|downsample_channels)|emb_dim|dim|n_embd|d_model|d_latents|d_inner|n_inner|d_ff|dim_ff|codebook_dim|upsample_groups"
 )
 OF_EXPERTS = re.compile(r"\w*(moe|expert)\w*")
 """Widths that a model has as often as it has experts."""
-OUTWARD = ("out_hidden_size", "text_hidden_size")
+OUTWARD = ("out_hidden_size", "text_hidden_size", "output_dim")
 """Widths of a part's output, which the text's model takes: some classes have defaults of another width."""
 ROTATED = ("partial_rotary_factor", "rotary_pct")
 SCALARS = ("rotary_dim", "query_pre_attn_scalar")
@@ -96,17 +96,31 @@ def divide_widths(levels: list[Level], factor: int) -> None:
     _keep(spaces, relations)
 
 
-def meet_text(whole: Level) -> None:
-    """Let the parts of a model with a language model give it states of its width."""
+def merged_width(whole: Level) -> int:
+    """How many times the width of its vision tower a model's `out_hidden_size` is; 0 if it is not."""
+    width, vision = whole.get("out_hidden_size"), whole.get("vision_config")
+    tower = vision.get("hidden_size") if isinstance(vision, dict) else None
+    return width // tower if width and tower and width % tower == 0 else 0
+
+
+def settle_widths(whole: Level, merged: int) -> None:
+    """Give the widths that follow from others their values; `merged` is the true config's `merged_width`."""
     text = whole.get("text_config")
     width = text.get("hidden_size") if isinstance(text, dict) else None
-    if not isinstance(width, int):
-        return
     for level in levels_of(whole):
-        for name in OUTWARD:
-            if isinstance(level.get(name), int):
-                level[name] = width
-    if isinstance(whole.get("hidden_size"), int):
+        if isinstance(width, int) and level is not whole and level is not text:
+            outward = [name for name in OUTWARD if isinstance(level.get(name), int)]
+            if "embed_dim" in level and "spatial_merge_size" in level:  # as wide as text, and embed_dim within
+                outward.append("hidden_size")
+            level.update(dict.fromkeys(outward, width))
+        if level.get("pixel_shuffle_ratio") and "projector_input_dim" in level:
+            level["intermediate_size"] = int(level["hidden_size"] / level["pixel_shuffle_ratio"] ** 2)
+        if "vision_output_dim" in level:
+            states = 1 + len(level.get("intermediate_layers_indices") or ())
+            level["vision_output_dim"] = level.get("projector_output_dim", level["hidden_size"] * states)
+    if merged:
+        whole["out_hidden_size"] = merged * whole["vision_config"]["hidden_size"]
+    if isinstance(whole.get("hidden_size"), int) and isinstance(width, int):
         whole["hidden_size"] = width
 
 
