@@ -23,6 +23,7 @@ from .small_widths import (
     BLOCK,
     Level,
     divide_widths,
+    each_number,
     fit_sections,
     is_by_layer,
     levels_of,
@@ -49,7 +50,7 @@ TAKEN = re.compile(r"\w+_feature_layers?")
 TOKEN_ID = re.compile(r"\w+_token_(id|index)|image_patch_id")
 MEDIA = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 ENDS = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id")
-WINDOWS = {"sliding_window": 4, "attention_chunk_size": 8}
+WINDOWS = {"sliding_window": 4, "attention_window": 4, "attention_chunk_size": 8}
 """Windows shorter than the prompts, so that they matter."""
 LENGTHS = {
     "chunk_size": 8, "mamba_chunk_size": 8, "max_source_positions": 12,
@@ -123,8 +124,8 @@ def _narrowed(
             own.update({name: min(own[name], WINDOWS[name]) for name in WINDOWS if own.get(name)})
         for name, value in level.items():
             shortest = WINDOWS.get(name) or LENGTHS.get(name)
-            if shortest and isinstance(value, int) and value:
-                level[name] = min(value, shortest)
+            if shortest and value:
+                level[name] = each_number(value, lambda length, most=shortest: min(length, most))
             elif "vocab_size" in name and isinstance(value, int):  # a smaller one grows: prompts have their ids
                 level[name] = VOCAB + value % BLOCK
         _shrink_images(level, whole)
@@ -180,6 +181,8 @@ def _shrink_images(level: Level, whole: Level) -> None:
                 around["image_grid_pinpoints"] = [
                     [side * PATCHES * patch // size for side in each] for each in pinpoints
                 ]
+        if whole.get("projector_patch_to_query_dict"):
+            whole["projector_patch_to_query_dict"] = {PATCHES**2: PATCHES}
         if whole.get("mm_tokens_per_image"):
             tokens = whole["mm_tokens_per_image"] * (PATCHES * patch / size) ** 2
             whole["mm_tokens_per_image"] = max(1, math.isqrt(round(tokens))) ** 2
@@ -240,7 +243,7 @@ def _of_depth(level: Level, count: int) -> Level:
     first = dict(level)
     for name, value in level.items():
         if is_by_layer(value):
-            first[name] = {number: layer for number, layer in value.items() if int(number) < count}
+            first[name] = {number: layer for number, layer in value.items() if int(number) < count} or value
         elif isinstance(value, dict) and (name.endswith("_config") or "model_type" in value):
             first[name] = _of_depth(value, count)
         elif name in (*DEPTHS, *SHALLOW) and value:
@@ -275,5 +278,5 @@ def _taken(value: Any, count: int) -> Any:
         return max(-count, min(value, count))
     if isinstance(value, list) and value and all(isinstance(index, int) for index in value):
         ranks = sorted(set(value), reverse=True)
-        return [index if index < 0 else max(0, count - 1 - ranks.index(index)) for index in value]
+        return [max(-count, index) if index < 0 else max(0, count - 1 - ranks.index(index)) for index in value]
     return value

@@ -89,8 +89,6 @@ def about(model: Any, text: Arguments, shown: Sequence[Medium]) -> Asked:
         prompt["lang_ids"] = torch.zeros(len(ids), dtype=torch.long)
     if "image_attention_mask" in names and shown:
         prompt["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
-    if "qformer_input_ids" in names and shown:
-        prompt |= {"qformer_input_ids": text["input_ids"], "qformer_attention_mask": torch.ones_like(text["input_ids"])}
     for medium in shown:
         prompt |= medium.arguments
     return {**prompt, **decoded}, prompt
@@ -107,6 +105,9 @@ def candidates(model: Any, name: str) -> Iterator[Medium]:
     generator = torch.Generator().manual_seed(2)
     for shape in (_images if name == "image" else _sounds)(model, generator):
         arguments = {key: value for key, value in shape.items() if key in _accepted(model)}
+        if name == "image" and "qformer_input_ids" in _accepted(model):
+            words = torch.arange(ORDINARY_IDS.start, ORDINARY_IDS.start + 8).view(2, 4)
+            arguments |= {"qformer_input_ids": words, "qformer_attention_mask": torch.ones_like(words)}
         token = _token(model, name)
         if token is None:
             yield Medium(name, arguments, None, 0)
@@ -198,8 +199,8 @@ def _sounds(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
     audio = next((found for name in AUDIO if (found := getattr(config, name, None)) is not None), config)
     audio = getattr(audio, "asr_config", audio)
     if "input_features" in names:
-        bins = _first(audio, BINS, 0) or _first(config, BINS, 80)
-        positions = _first(audio, ("max_source_positions",), 0)
+        bins = (_first(audio, BINS, 0) or _first(config, BINS, 80)) * _first(audio, ("num_stacked_frames",), 1)
+        positions = _first(audio, ("max_source_positions", "n_window"), 0)
         for frames in dict.fromkeys((2 * positions or FRAMES, positions or FRAMES, FRAMES, 4 * FRAMES)):
             sound = torch.randn((2, bins, frames), generator=generator)
             masks = {name: torch.ones(2, frames, dtype=torch.long) for name in MASKS if name in names}
@@ -227,6 +228,8 @@ def _tokens(model: Any, seen: Arguments, features: str) -> int | None:
     if method is None:
         return None
     taken = inspect.signature(method).parameters
+    if "input_ids" in taken:
+        return None
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         seen = {name: value for name, value in seen.items() if name in taken}
     with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 HEADS = (
@@ -18,13 +18,13 @@ HEAD_WIDTH = re.compile(r"(\w+_)?head_dim|(attention_)?head_size|d_kv|d_head|dim
 OF_ALL_HEADS = ("head_dim", "attention_head_dim", "attention_head_size", "d_head", "kv_channels")
 """Widths of a head by which heads may be as wide as another width says, beside those of a kind of heads."""
 WIDTH = re.compile(
-    r"(\w+_)?(hidden_sizes?|intermediate_sizes?(_mlp)?|ffn_dim|(proj|projection|input|output|hidden|expert|embds)_dim"
+    r"(\w+_)?(hidden_sizes?|intermediate_sizes?(_mlp)?|ffn_dim|(proj|projection|in|input|output|hidden|expert|embds)_dim"
     r"|lora_rank|embed_dim|embedding_(dim|size)|bottleneck_size|feed_forward_size|hidden_dimension|out_channel"
-    r"|conv_channels|downsample_channels)|emb_dim|dim|n_embd|d_model|d_latents|d_inner|n_inner|d_ff|dim_ff|codebook_dim|upsample_groups"
+    r"|conv_channels|downsample_channels|adapter_input_size)|emb_dim|dim|n_embd|d_model|d_latents|d_inner|n_inner|d_ff|dim_ff|codebook_dim|upsample_groups"
 )
 OF_EXPERTS = re.compile(r"\w*(moe|expert)\w*")
 """Widths that a model has as often as it has experts."""
-OUTWARD = ("out_hidden_size", "text_hidden_size", "output_dim")
+OUTWARD = ("out_hidden_size", "text_hidden_size", "output_dim", "mm_embed_dim")
 """Widths of a part's output, which the text's model takes: some classes have defaults of another width."""
 ROTATED = ("partial_rotary_factor", "rotary_pct")
 SCALARS = ("rotary_dim", "query_pre_attn_scalar")
@@ -72,7 +72,7 @@ def shrink_widths(levels: list[Level]) -> None:
     fields = [(level, name) for level, name in fields if WIDTH.fullmatch(name)]
     for level, name in sorted(fields, key=lambda field: not OF_EXPERTS.fullmatch(field[1])):
         block = EXPERT_BLOCK if OF_EXPERTS.fullmatch(name) else BLOCK
-        level[name] = _each(level[name], lambda width, block=block: _small(width, small, block))
+        level[name] = each_number(level[name], lambda width, block=block: _small(width, small, block))
     _keep(spaces, relations)
 
 
@@ -92,7 +92,7 @@ def divide_widths(levels: list[Level], factor: int) -> None:
             _shrink_heads(each, 1 / factor)
             for name, value in each.items():
                 if WIDTH.fullmatch(name):
-                    each[name] = _each(value, lambda width: width if width % factor else width // factor)
+                    each[name] = each_number(value, lambda width: width if width % factor else width // factor)
     _keep(spaces, relations)
 
 
@@ -125,9 +125,15 @@ def settle_widths(whole: Level, merged: int) -> None:
 
 
 def fit_sections(rotated: int, sections: list[int]) -> list[int]:
-    """Parts of `rotated` pairs of features, in the proportions of `sections`."""
-    ends = [round(sum(sections[: stop + 1]) * rotated / sum(sections)) for stop in range(len(sections))]
-    return [end - start for start, end in pairwise([0, *ends])]
+    """Parts of `rotated` pairs of features, in the proportions of `sections`, equal ones equal if it can be."""
+    exact = [section * rotated / sum(sections) for section in sections]
+    fitted = [int(part) for part in exact]
+    order = sorted(
+        range(len(sections)), key=lambda index: (sections.count(sections[index]), fitted[index] - exact[index])
+    )
+    for index in order[: rotated - sum(fitted)]:
+        fitted[index] += 1
+    return fitted
 
 
 def levels_of(level: Level) -> Iterator[Level]:
@@ -150,10 +156,10 @@ def of_layers(level: Level) -> Iterator[Level]:
             yield from (own for own in value.values() if isinstance(own, dict))
 
 
-def _each(value: Any, change: Any) -> Any:
-    """A width, or a list of them, changed."""
+def each_number(value: Any, change: Any) -> Any:
+    """A number, or a list of them, changed."""
     if isinstance(value, list | tuple):
-        return [_each(item, change) for item in value]
+        return [each_number(item, change) for item in value]
     return change(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
