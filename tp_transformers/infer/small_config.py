@@ -62,6 +62,8 @@ LIMIT = 10_000_000
 """Parameters of a small model, at most, if it can be."""
 FACTORS = (64, 32, 16, 8, 4, 2)
 """Numbers to divide all widths by where a config refuses widths of their own."""
+LONGEST = 400
+"""Letters of another library's message, at most."""
 VOCAB = 4 * BLOCK
 FIRST_ID = 3
 NEVER = -1
@@ -142,10 +144,15 @@ def supported(subject: str) -> Iterator[None]:
     except TensorParallelError:
         raise
     except Exception as error:
-        got, expected = f"{type(error).__name__}: {error}", "a model that transformers can make and run in one process"
+        got, expected = one_line(error), "a model that transformers can make and run in one process"
         fix = "See whether the config is whole; if it is, verify the plan on a real checkpoint."
         cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that cause itself
         raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from cause
+
+
+def one_line(error: Exception) -> str:
+    """The type and message of another library's error, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST]
 
 
 def meta_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,12 +42,18 @@ class Observation:
     """Message of the exception, if one was raised."""
 
 
-def make(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A random fp32 model, in which no norm is all ones and no bias all zeros, so that each of them matters."""
-    torch.manual_seed(0)
+def make(cls: type[PreTrainedModel], config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
+    """A random fp32 model, in which no norm is all ones and no bias all zeros, so that each of them matters.
+
+    Parameters that a checkpoint leaves out, such as sines of positions, are as the class makes them.
+    """
+    torch.manual_seed(seed)
     model: PreTrainedModel = cls(config).eval().float()
+    unsaved = [re.compile(pattern) for pattern in model._keys_to_ignore_on_save or ()]
     with torch.no_grad():
         for name, param in model.named_parameters():
+            if not param.numel() or any(pattern.search(name) for pattern in unsaved):
+                continue
             if is_of_norm_or_bias(name, param.ndim):
                 param.add_(torch.randn_like(param) * 0.2)
             else:
@@ -98,6 +105,12 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give a loaded model's parameters one dtype, those too that their class keeps in fp32."""
+    if any(param.is_floating_point() and param.dtype != dtype for param in model.parameters()):
+        model.to(dtype)
 
 
 def in_dtype(question: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
