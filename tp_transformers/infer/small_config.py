@@ -179,9 +179,12 @@ def _shrink_ids(levels: list[Level]) -> None:
 
 def _shrink_images(level: Level, whole: Level) -> None:
     """Images of PATCHES by PATCHES, and their share of tokens."""
-    size, patch = level.get("image_size"), level.get("patch_size")
+    size, patch = (
+        value[0] if isinstance(value, list | tuple) and value else value
+        for value in (level.get("image_size"), level.get("patch_size"))
+    )
     if isinstance(size, int) and isinstance(patch, int) and size > PATCHES * patch:
-        level["image_size"] = PATCHES * patch
+        level["image_size"] = each_number(level["image_size"], lambda _: PATCHES * patch)
         for around in (level, whole):
             if around.get("image_grid_pinpoints"):
                 pinpoints = around["image_grid_pinpoints"]
