@@ -23,8 +23,11 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
     try:
         where = {"trust_remote_code": False, **where}
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(name, **where)
-    except (OSError, ValueError, KeyError) as error:
-        got, expected = str(error).strip().splitlines()[0], "a config.json, a folder with one, or a name on the Hub"
+    except Exception as error:  # a config class may raise anything about a field
+        got, expected = (
+            (str(error).strip() or type(error).__name__).splitlines()[0],
+            "a config.json, a folder with one, or a name on the Hub",
+        )
         raise UsageError(describe(str(name), got=got, expected=expected, fix="See its path or name.")) from error
     return config
 

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..anatomy.norms import is_of_norm_or_bias
+from .small_inputs import ORDINARY_IDS, Asked, Medium, about, candidates, media
+from .small_trace import Trace, traced
 
 PROMPT = 7
 """Tokens of a prompt; longer than the windows of a config that `shrink` made."""
 NEW_TOKENS = 6
-ORDINARY_IDS = range(48, 192)
-"""Ids that `shrink` leaves to no special token."""
 SPREAD = 1.6
 """Standard deviation of a random linear's outputs by that of its inputs; large enough that logits and attention differ
 clearly between tokens."""
-
-
-@dataclass
-class Call:
-    """One call of a module, and its floating-point tensors."""
-
-    name: str
-    given: Tensor | None
-    returned: list[Tensor] = field(default_factory=list)
-
-
-@dataclass
-class Trace:
-    """Inputs and outputs of the modules of a model in one forward."""
-
-    calls: list[Call] = field(default_factory=list)
-    """Calls in the order in which they returned: a module comes after all inside it."""
-    running: list[Call] = field(default_factory=list)
-    """Modules that had not returned when the forward raised, from the outside in."""
 
 
 @dataclass
@@ -62,12 +42,18 @@ class Observation:
     """Message of the exception, if one was raised."""
 
 
-def make(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A random fp32 model, in which no norm is all ones and no bias all zeros, so that each of them matters."""
-    torch.manual_seed(0)
+def make(cls: type[PreTrainedModel], config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
+    """A random fp32 model, in which no norm is all ones and no bias all zeros, so that each of them matters.
+
+    Parameters that a checkpoint leaves out, such as sines of positions, are as the class makes them.
+    """
+    torch.manual_seed(seed)
     model: PreTrainedModel = cls(config).eval().float()
+    unsaved = [re.compile(pattern) for pattern in model._keys_to_ignore_on_save or ()]
     with torch.no_grad():
         for name, param in model.named_parameters():
+            if not param.numel() or any(pattern.search(name) for pattern in unsaved):
+                continue
             if is_of_norm_or_bias(name, param.ndim):
                 param.add_(torch.randn_like(param) * 0.2)
             else:
@@ -121,112 +107,61 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give a loaded model's parameters one dtype, those too that their class keeps in fp32."""
+    if any(param.is_floating_point() and param.dtype != dtype for param in model.parameters()):
+        model.to(dtype)
+
+
 def in_dtype(question: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The arguments of a forward, those of floating point in `dtype`."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in question.items()}
 
 
 def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    """(arguments of the forward, arguments of generate, whether there is an image) of a left-padded batch of two.
+    """(arguments of the forward, arguments of generate, whether there is an image or sound) of a batch of two texts.
 
-    There is an image if the model takes one in one of the two usual ways: as `pixel_values` of images, or
-    of flattened patches with `image_grid_thw`.
+    They are the first that the model answers: with images and sound, with one of them, with text that is padded on the
+    left, with text that is not.
     """
-    config: Any = model.config
-    pad = getattr(config.get_text_config(), "pad_token_id", None) or 0
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(ORDINARY_IDS.start, ORDINARY_IDS.stop, (2, PROMPT), generator=generator)
+    texts = _texts(model)
+    found = [medium for name in media(model) if (medium := _medium(model, texts[0], name)) is not None]
+    for shown in (found, found[:1], found[1:]):
+        asked = about(model, texts[0][0], shown)
+        if shown and (shown == found[:1] == found or _answers(model, asked)):
+            return *asked, True
+    *others, last = texts
+    text = next((text for text in others if _answers(model, text)), last)
+    return *text, False
+
+
+def _texts(model: PreTrainedModel) -> list[Asked]:
+    """Texts of two lengths, padded on the left; two texts of the same length."""
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
+    ids = torch.randint(ORDINARY_IDS.start, ORDINARY_IDS.stop, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(PROMPT) >= torch.tensor([[3], [0]])).long()
-    ids = ids.masked_fill(mask == 0, pad)
-    text = {"input_ids": ids, "attention_mask": mask}
-    if model.main_input_name == "input_features" and hasattr(config, "max_source_positions"):  # two frames a position
-        shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
-        speech = {"input_features": torch.randn(shape, generator=generator)}
-        return {**speech, "decoder_input_ids": ids}, speech, False
-    if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        channels = getattr(config, "num_channels", 3)
-        images = {"pixel_values": torch.randn((2, channels, *[config.image_size] * 2), generator=generator)}
-        return images, images, True
-    if config.is_encoder_decoder:
-        return {**text, "decoder_input_ids": ids.flip(1)}, text, False
-    image = _image(model, generator)
-    if image is None:
-        return text, text, False
-    features, token, seen = image
-    tokens = torch.full((2, features), token)
-    seeing = {
-        "input_ids": torch.cat([ids[:, :3], tokens, ids[:, 3:]], 1),
-        "attention_mask": torch.cat([mask[:, :3], torch.ones_like(tokens), mask[:, 3:]], 1),
-        **seen,
-    }
-    kinds = (seeing["input_ids"] == token).long()
-    accepted = inspect.signature(type(model).forward).parameters
-    seeing |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in accepted}
-    return seeing, seeing, True
+    padded = {"input_ids": ids.masked_fill(mask == 0, pad), "attention_mask": mask}
+    return [about(model, text, ()) for text in (padded, {"input_ids": ids})]
 
 
-def _image(model: Any, generator: torch.Generator) -> tuple[int, int, dict[str, Tensor]] | None:
-    """(tokens of an image, the token that stands for one, arguments) for two images; None if the model takes others."""
-    config: Any = model.config
-    vision: Any = getattr(config, "vision_config", None)
-    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-    patch = getattr(vision, "patch_size", None)
-    if not isinstance(patch, int) or token is None:
-        return None
-    channels: int = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
-    if "image_grid_thw" in inspect.signature(type(model).forward).parameters:
-        side = 2 * vision.spatial_merge_size
-        grid = torch.tensor([[1, side, side]] * 2)
-        shape = (2 * side**2, channels * vision.temporal_patch_size * patch**2)
-        seen = {"pixel_values": torch.randn(shape, generator=generator), "image_grid_thw": grid}
-        return 4, token, seen
-    size = getattr(vision, "image_size", None)
-    if not isinstance(size, int):
-        return None
-    seen = {"pixel_values": torch.randn((2, channels, size, size), generator=generator)}
+def _medium(model: PreTrainedModel, text: Asked, name: str) -> Medium | None:
+    """Two images or sounds of which a model takes the shape; None if it takes none of the usual ones."""
+    for medium in candidates(model, name):
+        if _answers(model, about(model, text[0], (medium,))):
+            return medium
+    return None
+
+
+def _answers(model: PreTrainedModel, asked: Asked) -> bool:
+    """True if a model has finite logits for a question, and writes to its prompt."""
+    question, prompt = asked
     try:
         with torch.no_grad():
-            found: Any = model.get_image_features(**seen)
-    except Exception:  # it wants more than an image: then only its text is tried
-        return None
-    features = getattr(found, "pooler_output", found)
-    features = torch.cat(list(features)) if isinstance(features, list | tuple) else features
-    return features.numel() // features.shape[-1] // 2, token, seen
-
-
-@contextmanager
-def traced(model: nn.Module, trace: Trace) -> Iterator[None]:
-    """Record the inputs and outputs of every module while the context lasts, without gradients."""
-    names = {id(module): name for name, module in model.named_modules()}
-
-    def before(module: nn.Module, args: Any, keywords: Any) -> None:
-        given = next(_tensors((args, keywords)), None)
-        trace.running.append(Call(names[id(module)], None if given is None else given.clone()))
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        call = trace.running.pop()
-        call.returned = [value.clone() for value in _tensors(output)]
-        trace.calls.append(call)
-
-    hooks: list[Any] = []
-    for module in model.modules():
-        hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        hooks.append(module.register_forward_hook(after))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """All floating-point tensors of a module's output."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output.full_tensor() if isinstance(output, DTensor) else output
-    elif isinstance(output, Mapping | tuple | list):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(value)
+            finite = bool(answer(model, question).isfinite().all())
+        generate(model, prompt, 2)
+    except Exception:  # it wants other arguments
+        return False
+    return finite
 
 
 def labels(model: PreTrainedModel, question: Mapping[str, Tensor]) -> Tensor | None:
@@ -271,12 +206,12 @@ def answer(model: PreTrainedModel, question: dict[str, Tensor]) -> Tensor:
     return logits
 
 
-def generate(model: PreTrainedModel, question: dict[str, Tensor]) -> Tensor | None:
+def generate(model: PreTrainedModel, question: dict[str, Tensor], count: int = NEW_TOKENS) -> Tensor | None:
     """Greedy tokens, with the KV cache; None if the model does not generate."""
     if not model.can_generate():
         return None
     generating: Any = model
-    tokens: Tensor = generating.generate(**question, max_new_tokens=NEW_TOKENS, do_sample=False)
+    tokens: Tensor = generating.generate(**question, max_new_tokens=count, do_sample=False)
     return tokens
 
 

@@ -10,11 +10,27 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaModel, Olmo2Config, Phi3Config, Qwen3Config, Qwen3NextConfig
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tp_transformers import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
+from tp_transformers import (
+    STRATEGIES,
+    ColwiseParallel,
+    ReplicateParallel,
+    RowwiseParallel,
+    UnsupportedError,
+    get_tensor_shard,
+)
 from tp_transformers.commands import cli
 from tp_transformers.commands.verify import rank as rank_module
 from tp_transformers.commands.verify import verify
@@ -274,6 +290,38 @@ def test_what_all_ranks_have_reported_counts_however_they_end(monkeypatch: pytes
     monkeypatch.setattr(verify, "torchrun", lambda *args, **keywords: run(*args, **keywords) or 134)
     (verdict,) = verify.verify(CONFIGS["llama"])
     assert verdict.ok
+
+
+def test_a_checkpoint_that_does_not_reload_is_no_fault_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(model: LlamaForCausalLM, folder: Path) -> None:
+        kept = {name: value for name, value in model.state_dict().items() if "q_proj" not in name}
+        PreTrainedModel.save_pretrained(model, folder, state_dict=kept)
+
+    monkeypatch.delattr(verify, "torchrun")
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", save)
+    lost = r"it has no model\.layers\.0\.self_attn\.q_proj\.weight, model\.layers\.1\.self_attn\.q_proj\.weight,"
+    expected = rf"its checkpoint does not reload in one process: other logits \(relative error .*\), and {lost}"
+    with pytest.raises(UnsupportedError, match=expected):
+        verify.verify(CONFIGS["llama"])
+
+
+def test_a_message_of_transformers_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its config class refuses a field with a message of several lines, or raises a TypeError about it."""
+    for settings in ({"num_attention_heads": "many"}, {"hidden_size": 510}, {"hidden_act": "none"}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **settings}))
+        assert cli.main(["verify", str(tmp_path)]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert "Traceback" not in line
+
+
+@pytest.mark.usefixtures("in_pool")
+def test_weights_follow_a_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    seen = []
+    for seed in (0, 0, 1):
+        assert cli.main(["verify", str(tmp_path), "--seed", str(seed), "--json"]) == 0
+        seen.append(json.loads(capsys.readouterr().out)["logits"])
+    assert seen[0] == seen[1] != seen[2]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp-size", default="2", metavar="N", help="how many ranks, or several: 2,3 (default: 2)")
     parser.add_argument("--plan", metavar="YAML", help="a plan of your own (default: the one that auto takes)")
     parser.add_argument("--grads", action="store_true", help="compare gradients too")
+    parser.add_argument("--seed", type=int, default=0, help="of the small model's weights (default: 0)")
     parser.add_argument("--allow-replicated", action="store_true", help="as in from_pretrained")
     parser.add_argument("--json", action="store_true", help="print one JSON object a size")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for the ranks of a size (default: 600)")
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         grads=arguments.grads,
         timeout=arguments.timeout,
         allow_replicated=arguments.allow_replicated,
+        seed=arguments.seed,
     )
     for verdict in verdicts:
         print(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}) if arguments.json else summary(verdict))

@@ -48,6 +48,7 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
             # The small model may have other shares than the true one, which has been looked at; `fail` ends all ranks.
             options = {"device_mesh": mesh, "dtype": dtype, "allow_replicated": True, "tp_watch": False}
             model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, **options)
+        probe.convert(model, dtype)
         with probe.computing_in(dtype):
             probe.observe(model, questions, seen, labels)
             if grads:

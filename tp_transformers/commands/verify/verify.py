@@ -21,9 +21,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy.classes import model_class, read_config
-from ...errors import PlanError, UnsupportedError, UsageError, describe
+from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError, describe
 from ...infer import small_model as probe
-from ...infer.small_config import meta_model, shrink, supported
+from ...infer.small_config import meta_model, one_line, shrink, supported
+from ...infer.small_inputs import untried
 from ...infer.suggestion import suggest
 from ...loading.choose_plan import auto_plan, read_plan
 from ...plans.bind import Resolution, resolve
@@ -72,6 +73,7 @@ def verify(
     grads: bool = False,
     timeout: float = 600,
     allow_replicated: bool = False,
+    seed: int = 0,
     launch: Launch | None = None,
 ) -> list[Verdict]:
     """Compare tensor parallelism on `sizes` ranks with one process, in fp64 on CPUs; returns a verdict for each size.
@@ -83,12 +85,14 @@ def verify(
         grads: True to compare gradients too.
         timeout: seconds for the ranks of one size.
         allow_replicated: as in `from_pretrained`.
+        seed: of the small model's weights.
         launch: starts the ranks of a size, each of which calls `run_rank`; None for torchrun.
 
     Raises:
         UsageError: if there is no such config, or a size is not positive.
         PlanError: if the plan cannot be read, or there is none; one that does not fit the model is a fault.
-        UnsupportedError: if transformers has no class for the config, or no small model of it can be made.
+        UnsupportedError: if transformers has no class for the config, or no small model of it can be made, run in one
+            process, saved and loaded again.
     """
     if not sizes or min(sizes) < 1:
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
@@ -120,7 +124,7 @@ def verify(
             raise UnsupportedError(describe(chosen.source, got=got, expected=expected, fix=fix)) from error
     if resolutions:
         with tempfile.TemporaryDirectory(prefix="tp-verify-") as scratch:
-            proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout, launch or with_torchrun)
+            proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout, seed, launch or with_torchrun)
             for size, resolution in resolutions.items():
                 verdicts[size] = proof.run(model, resolution, verdicts[size])
     return [verdicts[size] for size in sizes]
@@ -148,17 +152,17 @@ class _Proof:
         plan: Plan,
         grads: bool,
         timeout: float,
+        seed: int,
         launch: Launch,
     ) -> None:
         self.folder, self.grads, self.timeout, self.launch = folder, grads, timeout, launch
-        self.sees = hasattr(config, "vision_config")
-        with supported(f"a small {config.model_type}"):
-            with torch.random.fork_rng(devices=[]):
-                made = probe.make(cls, config)
-                made.save_pretrained(folder / "checkpoint")
+        with supported(f"a small {config.model_type}"), torch.random.fork_rng(devices=[]):
+            made = probe.make(cls, config, seed=seed)
             try:
                 self.dtype = torch.float64
                 asked = self._ask(cls, made)
+            except TensorParallelError:
+                raise
             except Exception:  # an operator of the model knows no float64
                 self.dtype = torch.float32
                 asked = self._ask(cls, made)
@@ -171,18 +175,48 @@ class _Proof:
 
     def _ask(self, cls: type[PreTrainedModel], made: PreTrainedModel) -> tuple[Any, Any]:
         """Let one process answer, in `self.dtype`; returns the questions and the labels."""
-        # Loaded, as ranks load it: conversions give a loaded model another form than a new one.
-        model: PreTrainedModel = cls.from_pretrained(self.folder / "checkpoint", dtype=self.dtype)
-        for name, param in made.named_parameters():  # a load by one process may unfreeze parameters
-            model.get_parameter(name).requires_grad_(param.requires_grad)
-        *asked, self.has_image = probe.questions(made)
+        *asked, _ = probe.questions(made)
+        self.untried = untried(made, asked[0])
         questions = [probe.in_dtype(question, self.dtype) for question in asked]
+        # Loaded, as ranks load it: conversions give a loaded model another form than a new one.
+        model = self._reloaded(cls, made, questions[0])
         self.whole = probe.Observation()
         with probe.computing_in(self.dtype):
             labels = probe.labels(model, questions[0])
             probe.observe(model, questions, self.whole, labels)
             self.gradients = probe.gradients(model, questions[0], labels) if self.grads else {}
         return questions, labels
+
+    def _reloaded(
+        self, cls: type[PreTrainedModel], made: PreTrainedModel, question: dict[str, torch.Tensor]
+    ) -> PreTrainedModel:
+        """The model that one process loads from its checkpoint; raises UnsupportedError if that is another model."""
+        subject = f"a small {made.config.model_type}"
+        expected = "the same model"
+        fix = (
+            "This is transformers', not the plan's: report it there, and verify with a release that saves all weights."
+        )
+        try:
+            made.float().save_pretrained(self.folder / "checkpoint")
+            model: PreTrainedModel
+            model, found = cls.from_pretrained(self.folder / "checkpoint", dtype=self.dtype, output_loading_info=True)
+        except Exception as error:
+            got = f"its checkpoint does not reload in one process: {one_line(error)}"
+            raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from error
+        probe.convert(model, self.dtype)
+        for name, param in made.named_parameters():  # a load by one process may unfreeze parameters
+            model.get_parameter(name).requires_grad_(param.requires_grad)
+        with torch.no_grad(), probe.computing_in(self.dtype):
+            answers = [probe.answer(each, question) for each in (made.to(self.dtype), model)]
+        wrong = relative(answers[1], answers[0])
+        if wrong > OUTPUT_TOLERANCE:
+            lost = sorted(found["missing_keys"])
+            named = f"it has no {', '.join(lost[:3])}{' ...' * (len(lost) > 3)}" if lost else "no weight is missing"
+            got = (
+                f"its checkpoint does not reload in one process: other logits (relative error {wrong:.1e}), and {named}"
+            )
+            raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix))
+        return model
 
     def run(self, model: PreTrainedModel, resolution: Resolution, verdict: Verdict) -> Verdict:
         """The verdict on one size; `verdict` is the one before its ranks ran."""
@@ -233,7 +267,8 @@ class _Proof:
             if error > GRADIENT_TOLERANCE and not faults:  # gradients of wrong logits are wrong too
                 wrong = [found.gradients or {} for found in seen.values()]
                 faults.append(str(differences.first_gradient(errors, wrong, self.gradients)))
-        unseen = ("images were not tried: only text was",) if self.sees and not self.has_image else ()
+        names = {"image": "images", "audio": "sounds"}
+        unseen = [f"{names[name]} were not tried: it took none of a usual shape" for name in self.untried]
         return Verdict(verdict.size, tuple(faults), worst, loss, tokens, gradient, (*verdict.notes, *unseen))
 
 

@@ -1,0 +1,50 @@
+"""Models that see or hear, with inputs of their families' own processors: on ranks as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+
+from tests.support.architectures import LOGITS_TOLERANCE
+from tests.support.models import load, relative, save_as_loaded
+from tests.support.pool import Pool
+from tests.support.processors import FAMILIES
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="older processors are others"),
+]
+QUICK = {"llava", "qwen3_vl", "whisper"}
+
+
+def compare(folder: str, kind: Any, inputs: dict[str, Tensor]) -> tuple[float, bool, int]:
+    """Run on every rank: (largest error of the logits, whether greedy tokens are one process's, parameters cut)."""
+    model, plain = load(folder, kind, allow_replicated=True).eval(), kind.from_pretrained(folder).eval()
+    prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_") and name != "labels"}
+    with torch.no_grad():
+        error = relative(model(**inputs).logits, plain(**inputs).logits)
+    tokens = [each.generate(**prompt, max_new_tokens=6, do_sample=False) for each in (model, plain)]
+    return error, torch.equal(*tokens), sum(param.tp_shard.layout is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("size", [pytest.param(2), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_what_a_processor_makes_is_answered_as_by_one_process(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
+    family = FAMILIES[name]
+    model = family.model()
+    inputs = family.inputs(model.config)
+    assert inputs.keys() & {"pixel_values", "input_features"}
+    save_as_loaded(model, tmp_path)
+    for error, same, cut in pool.run(size, compare, str(tmp_path / "checkpoint"), type(model), inputs):
+        print(name, size, error)
+        assert error < LOGITS_TOLERANCE
+        assert same
+        assert cut

@@ -1,0 +1,65 @@
+"""A record of what the modules of a model were given and returned in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass
+class Call:
+    """One call of a module, and its floating-point tensors."""
+
+    name: str
+    given: Tensor | None
+    returned: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Trace:
+    """Inputs and outputs of the modules of a model in one forward."""
+
+    calls: list[Call] = field(default_factory=list)
+    """Calls in the order in which they returned: a module comes after all inside it."""
+    running: list[Call] = field(default_factory=list)
+    """Modules that had not returned when the forward raised, from the outside in."""
+
+
+@contextmanager
+def traced(model: nn.Module, trace: Trace) -> Iterator[None]:
+    """Record the inputs and outputs of every module while the context lasts, without gradients."""
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def before(module: nn.Module, args: Any, keywords: Any) -> None:
+        given = next(_tensors((args, keywords)), None)
+        trace.running.append(Call(names[id(module)], None if given is None else given.clone()))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        call = trace.running.pop()
+        call.returned = [value.clone() for value in _tensors(output)]
+        trace.calls.append(call)
+
+    hooks: list[Any] = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        hooks.append(module.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All floating-point tensors of a module's output."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output.full_tensor() if isinstance(output, DTensor) else output
+    elif isinstance(output, Mapping | tuple | list):
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(value)
