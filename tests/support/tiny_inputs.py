@@ -118,5 +118,44 @@ def frames() -> dict[str, Tensor]:
     return {**speech(), "input_features": sound()["input_features"].mT}
 
 
+def long_both_sides() -> dict[str, Tensor]:
+    """A text of sixteen tokens for an encoder that attends in blocks, and tokens for its decoder."""
+    ids = torch.cat([PROMPTS, PROMPTS.flip(0), PROMPTS[:, :2]], 1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": PROMPTS.flip(1)}
+
+
+def voice() -> dict[str, Tensor]:
+    """Features of sound, (batch, frames, features), the second one's end masked, and tokens for a decoder."""
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 12:] = 0
+    return {**frames(), "attention_mask": mask}
+
+
+def parakeet_sound() -> dict[str, Tensor]:
+    """Mel features, (batch, frames, features), of which an encoder joins eight frames."""
+    return {"input_features": torch.randn(2, 48, 16, generator=seed())}
+
+
+def parakeet_speech() -> dict[str, Tensor]:
+    """The same, and tokens for a decoder."""
+    return {**parakeet_sound(), "decoder_input_ids": PROMPTS.flip(1)}
+
+
+def waves() -> dict[str, Tensor]:
+    """Sound as it is, and tokens for a decoder."""
+    return {"input_values": torch.randn(2, 4000, generator=seed()), "decoder_input_ids": PROMPTS.flip(1)}
+
+
+def codes() -> dict[str, Tensor]:
+    """Tokens of text, each with three of a codec."""
+    sound = torch.arange(2 * 7 * 3).view(2, 7, 3) % 20
+    return {"input_ids": torch.cat([PROMPTS[..., None], sound], -1)}
+
+
+def both_codes() -> dict[str, Tensor]:
+    """Text for an encoder, and two channels of a codec for its decoder."""
+    return {**tokens(), "decoder_input_ids": torch.arange(2 * 7 * 2).view(2, 7, 2)}
+
+
 def seed() -> torch.Generator:
     return torch.Generator().manual_seed(0)

@@ -62,7 +62,8 @@ class AttentionHeads:
         counts["num_key_value_groups"] = query // kv
         if self.head_dim is not None:
             # Names for the width of all query heads, at which GPT-2 and DBRX split queries from keys, and of KV heads.
-            counts |= dict.fromkeys(("split_size", "embed_dim", "all_head_size", "q_dim"), query * self.head_dim)
+            widths = ("split_size", "embed_dim", "inner_dim", "all_head_size", "q_dim")
+            counts |= dict.fromkeys(widths, query * self.head_dim)
             counts["kv_dim"] = kv * self.head_dim
             if self.is_fused:
                 counts["hidden_size"] = query * self.head_dim

@@ -82,6 +82,8 @@ class Attention(Pattern):
     children: Mapping[str, tuple[str, ...]]
     """Role (one of ATTENTION_ROLES) -> names of child modules or parameters."""
     optional: bool = False
+    gathered: bool = False
+    """True if projections are cut, but their outputs gathered, so that every rank computes with all heads."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class Plan:
             implied = [key for key, rule in rules.items() if rule and rule.implied and is_inside(key[1], pattern)]
             for key in implied:
                 del rules[key]
-            for found in implied_rules(pattern, entry.children if entry is not None else {}):
+            for found in () if entry is None else implied_rules(pattern, entry.children, entry.gathered):
                 rules.setdefault((True, found["pattern"]), Rule(**found))
         options = {option: data.get(option, getattr(base, option)) for option in OPTIONS}
         faults.extend(
