@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ class Tiny:
         """A random model of two layers, whose norms and biases are random too."""
         kind = getattr(transformers, self.config)
         known = {*kind().to_dict(), *kind.attribute_map}
-        config = kind(**{name: value for name, value in SETTINGS.items() if name in known} | dict(self.settings))
+        config = kind(**{name: value for name, value in SETTINGS.items() if name in known} | copy.deepcopy(dict(self.settings)))
         torch.manual_seed(0)
         model = model_class(self)(config).eval()
         with torch.no_grad():
