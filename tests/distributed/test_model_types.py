@@ -78,8 +78,8 @@ def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, si
             assert seen["output"] < LOGITS_TOLERANCE, name
             assert seen["tokens"], name
             assert seen["gradients"] < GRADIENT_TOLERANCE, name
-            # An encoder is cut as a whole, but for BLIP's attention; of others, older releases declare less.
-            assert seen["cut"] >= (12 if name in TOWERS and plan != "blip_vision_model" else 6), name
+            # An encoder is cut as a whole; of others, older releases declare less.
+            assert seen["cut"] >= (12 if name in TOWERS else 6), name
 
 
 COMPOSED = {"qwen3_vl": ("qwen3_vl_vision", "qwen3_vl_text"), "llava": ("clip_vision_model", "llama")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -41,7 +42,9 @@ class Tiny:
         """A random model of two layers, whose norms and biases are random too."""
         kind = getattr(transformers, self.config)
         known = {*kind().to_dict(), *kind.attribute_map}
-        config = kind(**{name: value for name, value in SETTINGS.items() if name in known} | copy.deepcopy(dict(self.settings)))
+        config = kind(
+            **{name: value for name, value in SETTINGS.items() if name in known} | copy.deepcopy(dict(self.settings))
+        )
         torch.manual_seed(0)
         model = model_class(self)(config).eval()
         with torch.no_grad():
@@ -128,4 +131,4 @@ HEARING = {
 def model_class(tiny: Tiny) -> Any:
     """The class of a tiny model."""
     module = getattr(transformers, tiny.config).__module__.replace(".configuration_", ".modeling_")
-    return getattr(__import__(module, fromlist=[tiny.model]), tiny.model)
+    return getattr(import_module(module), tiny.model)

@@ -14,7 +14,9 @@ from tests.support.tiny_inputs import (
     frames,
     long_both_sides,
     parakeet_speech,
+    placed_text,
     speech,
+    tokens_and_states,
     voice,
     waves,
 )
@@ -177,4 +179,11 @@ PAIRS = {
             ("max_text_positions", 16),
         ),
     ),
+    "udop": Tiny(
+        "UdopConfig",
+        "UdopForConditionalGeneration",
+        placed_text,
+        (("max_2d_position_embeddings", 64), ("decoder_start_token_id", 2)),
+    ),
+    "pp_formulanet_text": Tiny("PPFormulaNetTextConfig", "PPFormulaNetTextModel", tokens_and_states),
 }

@@ -45,6 +45,16 @@ STATE_SPACE = (
     ("mamba_d_state", 16),
     ("mamba_chunk_size", 8),
 )
+KOSMOS = (("embed_dim", HEADS * HEAD_DIM), ("layers", 2))
+SHORT_CONVOLUTIONS = (
+    ("num_hidden_layers", 3),
+    ("layer_types", ["hybrid_sliding", "hybrid", "hybrid"]),
+    ("swa_num_attention_heads", HEADS),
+    ("swa_num_key_value_heads", HEADS),
+    ("swa_head_dim", HEAD_DIM),
+    ("unpadded_vocab_size", VOCAB),
+    ("d_rel", 4),
+)
 TEXTS = {
     "xglm": Tiny("XGLMConfig", "XGLMForCausalLM", tokens),
     "biogpt": Tiny("BioGptConfig", "BioGptForCausalLM", tokens),
@@ -163,4 +173,35 @@ TEXTS = {
     "bamba": Tiny("BambaConfig", "BambaForCausalLM", tokens, (*STATE_SPACE, ("attn_layer_indices", [1]))),
     "big_bird": Tiny("BigBirdConfig", "BigBirdForCausalLM", tokens, (*DECODES, ("attention_type", "original_full"))),
     "youtu": Tiny("YoutuConfig", "YoutuForCausalLM", tokens, LATENT),
+    "kosmos_2_text_model": Tiny("Kosmos2TextConfig", "Kosmos2TextForCausalLM", tokens, KOSMOS),
+    "kosmos_2_5_text_model": Tiny("Kosmos2_5TextConfig", "Kosmos2_5TextForCausalLM", tokens, KOSMOS),
+    "molmo2_text": Tiny(
+        "Molmo2TextConfig", "Molmo2TextModel", tokens, (("additional_vocab_size", 3), ("num_key_value_heads", 1))
+    ),
+    "inkling_text": Tiny("InklingTextConfig", "InklingForCausalLM", tokens, (*EXPERTS, *SHORT_CONVOLUTIONS)),
+    "inkling2_text": Tiny("Inkling2TextConfig", "Inkling2ForCausalLM", tokens, (*EXPERTS, *SHORT_CONVOLUTIONS)),
+    "muse_spark_text": Tiny(
+        "MuseSparkTextConfig",
+        "MuseSparkTextModel",
+        tokens,
+        (*EXPERTS, ("moe_hidden_size", 16), ("layer_types", ["sliding_attention", "full_attention"])),
+    ),
+    "glm5_next_text": Tiny(
+        "Glm5NextTextConfig",
+        "Glm5NextTextModel",
+        tokens,
+        (
+            *EXPERTS,
+            *LATENT,
+            ("qk_rope_head_dim", 0),
+            ("layer_types", ["linear_attention", "indexed_attention"]),
+            ("mlp_layer_types", ["dense", "sparse"]),
+        ),
+    ),
+    "nemotron_h": Tiny(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        tokens,
+        (*EXPERTS, ("layers_block_type", ["mamba", "attention", "mlp", "moe"]), ("num_hidden_layers", 4)),
+    ),
 }
