@@ -146,10 +146,6 @@ TOWERS = {
         grid_patches,
         CONVOLVING,
     ),
-        "InklingVisionConfig",
-        "InklingVisionModel",
-            (("n_layers", 3), ("patch_size", 8), ("text_hidden_size", 40)),
-    ),
     "radio": Tiny("RadioConfig", "RadioModel", images, (("mlp_ratio", 1.25), ("max_img_size", 32))),
     "qwen2_5_omni_vision_encoder": Tiny("Qwen2_5OmniVisionEncoderConfig", "Qwen2_5OmniVisionEncoder", patches, WINDOWS),
     "qwen2_5_omni_audio_encoder": Tiny(
