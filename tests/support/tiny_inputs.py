@@ -16,6 +16,13 @@ def images(count: int = 2) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(count, CHANNELS, IMAGE, IMAGE, generator=seed())}
 
 
+def masked_images() -> dict[str, Tensor]:
+    """The same, the lower half of the second one masked."""
+    mask = torch.ones(2, IMAGE // PATCH, IMAGE // PATCH, dtype=torch.bool)
+    mask[1, 2:] = False
+    return {**images(), "patch_attention_mask": mask}
+
+
 def plain_images() -> dict[str, Tensor]:
     """The same, under another name."""
     return {"hidden_states": images()["pixel_values"]}
@@ -149,6 +156,11 @@ def masked_sound() -> dict[str, Tensor]:
 def tokens() -> dict[str, Tensor]:
     """Two prompts, the first padded on the left."""
     return {"input_ids": PROMPTS, "attention_mask": MASK}
+
+
+def plain_tokens() -> dict[str, Tensor]:
+    """The same, with nothing masked."""
+    return {"input_ids": PROMPTS}
 
 
 def both_sides() -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 from tests.support.models import HEAD_DIM, VOCAB
 from tests.support.tiny_inputs import (
     HEADS,
+    plain_tokens,
     seen_tokens,
     text_and_an_image,
     text_and_images,
@@ -54,6 +55,12 @@ SHORT_CONVOLUTIONS = (
     ("swa_head_dim", HEAD_DIM),
     ("unpadded_vocab_size", VOCAB),
     ("d_rel", 4),
+)
+ANT = (("dim_head", HEAD_DIM), ("dim_ff", 50), ("prompt_length", 4), ("segment_types", 4), ("prompt_types", 4))
+STACKED = (
+    ("d_model", HEADS * HEAD_DIM),
+    ("attn_config", {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8}),
+    ("ffn_config", {"ffn_hidden_size": 37, "moe_num_experts": 4, "moe_top_k": 2}),
 )
 TEXTS = {
     "xglm": Tiny("XGLMConfig", "XGLMForCausalLM", tokens),
@@ -204,4 +211,48 @@ TEXTS = {
         tokens,
         (*EXPERTS, ("layers_block_type", ["mamba", "attention", "mlp", "moe"]), ("num_hidden_layers", 4)),
     ),
+    "xlm": Tiny("XLMConfig", "XLMWithLMHeadModel", tokens, (("emb_dim", HEADS * HEAD_DIM), ("n_words", VOCAB))),
+    "cpmant": Tiny("CpmAntConfig", "CpmAntForCausalLM", plain_tokens, ANT, generates=False),
+    "gpt_neox_japanese": Tiny(
+        "GPTNeoXJapaneseConfig", "GPTNeoXJapaneseForCausalLM", tokens, (("intermediate_multiple_size", 2),)
+    ),
+    "doge": Tiny("DogeConfig", "DogeForCausalLM", tokens),
+    "gpt_bigcode": Tiny("GPTBigCodeConfig", "GPTBigCodeForCausalLM", tokens),
+    "gpt_bigcode, all keys": Tiny("GPTBigCodeConfig", "GPTBigCodeForCausalLM", tokens, (("multi_query", False),)),
+    "moshi": Tiny("MoshiConfig", "MoshiForCausalLM", tokens),
+    "jetmoe": Tiny(
+        "JetMoeConfig",
+        "JetMoeForCausalLM",
+        tokens,
+        (
+            ("num_local_experts", 4),
+            ("num_experts_per_tok", 2),
+            ("kv_channels", HEAD_DIM),
+            ("num_hidden_layers", 3),
+            ("num_key_value_heads", 5),
+        ),
+    ),
+    "gemma3n_text": Tiny(
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        tokens,
+        (
+            ("num_hidden_layers", 3),
+            ("num_key_value_heads", 1),
+            ("intermediate_size", [50, 50, 50]),
+            ("activation_sparsity_pattern", [0.95, 0.0, 0.0]),
+            ("layer_types", ["full_attention"] * 3),
+            ("num_kv_shared_layers", 1),
+            ("vocab_size_per_layer_input", VOCAB),
+            ("hidden_size_per_layer_input", 8),
+            ("laurel_rank", 4),
+        ),
+    ),
+    "xlnet": Tiny("XLNetConfig", "XLNetLMHeadModel", tokens, (("d_inner", 50),)),
+    "zaya": Tiny(
+        "ZayaConfig", "ZayaForCausalLM", tokens, (*EXPERTS, ("num_experts_per_tok", 1), ("num_hidden_layers", 3))
+    ),
+    "dbrx": Tiny("DbrxConfig", "DbrxForCausalLM", tokens, STACKED),
+    "hy_v4": Tiny("HYV4Config", "HYV4ForCausalLM", tokens, (*EXPERTS, *LATENT, ("index_topk", 4))),
+    "axk2": Tiny("AXK2Config", "AXK2ForCausalLM", tokens, (*EXPERTS, *LATENT, ("index_topk", 4))),
 }

@@ -11,6 +11,7 @@ from tests.support.tiny_inputs import (
     flat_images,
     grid_patches,
     images,
+    masked_images,
     masked_sound,
     padded_patches,
     parakeet_sound,
@@ -160,4 +161,6 @@ TOWERS = {
     "unispeech": Tiny("UniSpeechConfig", "UniSpeechModel", waves_alone, FROM_WAVES),
     "unispeech-sat": Tiny("UniSpeechSatConfig", "UniSpeechSatModel", waves_alone, FROM_WAVES),
     "data2vec-audio": Tiny("Data2VecAudioConfig", "Data2VecAudioModel", waves_alone, FROM_WAVES),
+    "muse_glimmer_vision": Tiny("MuseGlimmerVisionConfig", "MuseGlimmerVisionModel", grid_patches),
+    "phi4_multimodal_vision": Tiny("Phi4MultimodalVisionConfig", "Phi4MultimodalVisionModel", masked_images),
 }

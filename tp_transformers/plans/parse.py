@@ -80,6 +80,10 @@ def is_names(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(map(is_name, value))
 
 
+def is_attribute(value: Any) -> bool:
+    return is_name(value) and value.isidentifier()
+
+
 def names_of(value: Any) -> tuple[str, ...] | None:
     """The names of a list of names, or of a single one; None for anything else."""
     found = (value,) if isinstance(value, str) else value
@@ -104,7 +108,7 @@ def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) ->
     widths = names_of(options.get("widths") or ())
     if isinstance(parts, list | tuple):
         parts = tuple(parts)
-    if not (parts is None or is_count(parts) or is_parts(parts)):
+    if not (parts is None or is_count(parts) or is_parts(parts) or is_attribute(parts)):
         faults.append(f"{pattern}: parts is {shown(parts)}, neither a number nor a list of lengths or roles")
     if unit is not None and not is_count(unit):
         faults.append(f"{pattern}: unit is {shown(unit)}, not a positive number")

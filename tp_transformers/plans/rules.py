@@ -50,8 +50,9 @@ class Rule(Pattern):
 
     strategy: str | ParallelStyle
     """A strategy's name, an object of one, or of a style of torch, which becomes a strategy."""
-    parts: int | tuple[int | str, ...] | None = None
-    """Parts of a fused projection: their number, if they are equal, their lengths, or the heads that they hold."""
+    parts: int | str | tuple[int | str, ...] | None = None
+    """Parts of a fused projection: their number, if they are equal, or the attribute of the module that counts them;
+    their lengths, or the heads that they hold."""
     unit: int | None = None
     """Indices that stay together on a rank."""
     widths: tuple[str, ...] = ()
