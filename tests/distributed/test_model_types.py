@@ -15,7 +15,7 @@ from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gr
 from tests.support.models import load, relative, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tests.support.tiny import MODELS, TOWERS, model_class
+from tests.support.tiny import MODELS, TOWERS, Tiny, model_class
 from tests.support.tiny_inputs import seed
 from tp_transformers.commands.verify.verify import verify
 from tp_transformers.plans.catalogue import available_plans
@@ -23,13 +23,14 @@ from tp_transformers.plans.catalogue import available_plans
 pytestmark = pytest.mark.distributed
 
 
-def observe(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+def observe(model: Any, tiny: Tiny) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
     """What a model makes of its inputs, greedy tokens if it generates, and the gradients of a random part of it."""
+    inputs = tiny.inputs()
     output = model(**inputs)[0]
     (output * torch.randn(output.shape, generator=seed())).sum().backward()
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
-    generates = isinstance(model, GenerationMixin)
+    generates = isinstance(model, GenerationMixin) and tiny.generates
     tokens = model.generate(**given, max_new_tokens=4, do_sample=False) if generates else None
     return output.detach(), tokens, grads
 
@@ -41,8 +42,8 @@ def compare(folders: dict[str, str]) -> dict[str, dict[str, Any]]:
         tiny = MODELS[name]
         kind = model_class(tiny)
         model, plain = load(folder, kind).eval(), kind.from_pretrained(folder).eval()
-        own, tokens, grads = observe(model, tiny.inputs())
-        expected, all_tokens, all_grads = observe(plain, tiny.inputs())
+        own, tokens, grads = observe(model, tiny)
+        expected, all_tokens, all_grads = observe(plain, tiny)
         params = dict(model.named_parameters())
         # A class may freeze some, which transformers' own load makes trainable.
         assert grads.keys() == {key for key in all_grads if params[key].requires_grad}, name
@@ -77,8 +78,8 @@ def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, si
             assert seen["output"] < LOGITS_TOLERANCE, name
             assert seen["tokens"], name
             assert seen["gradients"] < GRADIENT_TOLERANCE, name
-            # An encoder is cut as a whole, but for BLIP's attention; of others, older releases declare less.
-            assert seen["cut"] >= (12 if name in TOWERS and plan != "blip_vision_model" else 6), name
+            # An encoder is cut as a whole; of others, older releases declare less.
+            assert seen["cut"] >= (12 if name in TOWERS else 6), name
 
 
 COMPOSED = {"qwen3_vl": ("qwen3_vl_vision", "qwen3_vl_text"), "llava": ("clip_vision_model", "llama")}

@@ -16,11 +16,46 @@ def images(count: int = 2) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(count, CHANNELS, IMAGE, IMAGE, generator=seed())}
 
 
+def masked_images() -> dict[str, Tensor]:
+    """The same, the lower half of the second one masked."""
+    mask = torch.ones(2, IMAGE // PATCH, IMAGE // PATCH, dtype=torch.bool)
+    mask[1, 2:] = False
+    return {**images(), "patch_attention_mask": mask}
+
+
+def plain_images() -> dict[str, Tensor]:
+    """The same, under another name."""
+    return {"hidden_states": images()["pixel_values"]}
+
+
 def patches() -> dict[str, Tensor]:
     """Two images as Qwen takes them: all patches in a row, (patches, features), with their grids."""
     rows = (IMAGE // PATCH) ** 2
     features = torch.randn(2 * rows, CHANNELS * 2 * PATCH**2, generator=seed())
     return {"hidden_states": features, "grid_thw": torch.tensor([[1, IMAGE // PATCH, IMAGE // PATCH]] * 2)}
+
+
+def grid_patches() -> dict[str, Tensor]:
+    """The same, under another name."""
+    given = patches()
+    return {"pixel_values": given.pop("hidden_states"), **given}
+
+
+def flat_images() -> dict[str, Tensor]:
+    """The same, of one moment."""
+    given = grid_patches()
+    return {**given, "pixel_values": given["pixel_values"][:, ::2]}
+
+
+def square_patches() -> dict[str, Tensor]:
+    """The same, (1, patches, channels, rows, columns)."""
+    given = flat_images()
+    return {**given, "pixel_values": given["pixel_values"].view(1, -1, CHANNELS, PATCH, PATCH)}
+
+
+def rows_of_patches() -> dict[str, Tensor]:
+    """The patches of two images, (images, patches, features)."""
+    return {"pixel_values": flat_images()["pixel_values"].view(2, -1, CHANNELS * PATCH**2)}
 
 
 def tiles() -> dict[str, Tensor]:
@@ -75,6 +110,13 @@ def flat_patches() -> dict[str, Tensor]:
     return {"flattened_patches": torch.cat([places, features], -1), "decoder_input_ids": PROMPTS.flip(1)}
 
 
+def placed_patches() -> dict[str, Tensor]:
+    """The same for an encoder alone, the second image's end masked."""
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:] = 0
+    return {"flattened_patches": flat_patches()["flattened_patches"], "attention_mask": mask}
+
+
 def padded_patches() -> dict[str, Tensor]:
     """Two images of different shapes as SigLIP 2 takes them, the second padded."""
     mask = torch.ones(2, 16, dtype=torch.long)
@@ -91,6 +133,19 @@ def sound() -> dict[str, Tensor]:
     return {"input_features": torch.randn(2, 12, 2 * 10, generator=seed())}
 
 
+def sounds_in_a_row() -> dict[str, Tensor]:
+    """Mel features of two sounds, one after the other."""
+    lengths = torch.tensor([20, 14])
+    features = torch.randn(12, int(lengths.sum()), generator=seed())
+    return {"input_features": features, "feature_lens": lengths, "aftercnn_lens": lengths // 2}
+
+
+def stacked_frames() -> dict[str, Tensor]:
+    """Three frames of mel features in one, (batch, frames, features)."""
+    mask = (torch.arange(9) < torch.tensor([[9], [6]])).long()
+    return {"input_features": torch.randn(2, 9, 12, generator=seed()), "input_features_mask": mask}
+
+
 def masked_sound() -> dict[str, Tensor]:
     """The same, the second one's end masked."""
     mask = torch.ones(2, 2 * 10, dtype=torch.long)
@@ -101,6 +156,11 @@ def masked_sound() -> dict[str, Tensor]:
 def tokens() -> dict[str, Tensor]:
     """Two prompts, the first padded on the left."""
     return {"input_ids": PROMPTS, "attention_mask": MASK}
+
+
+def plain_tokens() -> dict[str, Tensor]:
+    """The same, with nothing masked."""
+    return {"input_ids": PROMPTS}
 
 
 def both_sides() -> dict[str, Tensor]:
@@ -116,6 +176,61 @@ def speech() -> dict[str, Tensor]:
 def frames() -> dict[str, Tensor]:
     """The same, (batch, frames, features)."""
     return {**speech(), "input_features": sound()["input_features"].mT}
+
+
+def placed_text() -> dict[str, Tensor]:
+    """The same, each token with the box of it on a page, and the page."""
+    box = torch.rand(2, 7, 4, generator=seed()).sort(-1).values
+    return {**both_sides(), "bbox": box, **images()}
+
+
+def tokens_and_states() -> dict[str, Tensor]:
+    """Tokens for a decoder, and the states of what they are about."""
+    return {**tokens(), "encoder_hidden_states": seen_tokens()["cross_attention_states"]}
+
+
+def long_both_sides() -> dict[str, Tensor]:
+    """A text of sixteen tokens for an encoder that attends in blocks, and tokens for its decoder."""
+    ids = torch.cat([PROMPTS, PROMPTS.flip(0), PROMPTS[:, :2]], 1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": PROMPTS.flip(1)}
+
+
+def voice() -> dict[str, Tensor]:
+    """Features of sound, (batch, frames, features), the second one's end masked, and tokens for a decoder."""
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 12:] = 0
+    return {**frames(), "attention_mask": mask}
+
+
+def parakeet_sound() -> dict[str, Tensor]:
+    """Mel features, (batch, frames, features), of which an encoder joins eight frames."""
+    return {"input_features": torch.randn(2, 48, 16, generator=seed())}
+
+
+def parakeet_speech() -> dict[str, Tensor]:
+    """The same, and tokens for a decoder."""
+    return {**parakeet_sound(), "decoder_input_ids": PROMPTS.flip(1)}
+
+
+def waves_alone() -> dict[str, Tensor]:
+    """Sound as it is."""
+    return {"input_values": torch.randn(2, 4000, generator=seed())}
+
+
+def waves() -> dict[str, Tensor]:
+    """The same, and tokens for a decoder."""
+    return {**waves_alone(), "decoder_input_ids": PROMPTS.flip(1)}
+
+
+def codes() -> dict[str, Tensor]:
+    """Tokens of text, each with three of a codec."""
+    sound = torch.arange(2 * 7 * 3).view(2, 7, 3) % 20
+    return {"input_ids": torch.cat([PROMPTS[..., None], sound], -1)}
+
+
+def both_codes() -> dict[str, Tensor]:
+    """Text for an encoder, and two channels of a codec for its decoder."""
+    return {**tokens(), "decoder_input_ids": torch.arange(2 * 7 * 2).view(2, 7, 2)}
 
 
 def seed() -> torch.Generator:

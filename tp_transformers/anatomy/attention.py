@@ -6,6 +6,7 @@ their configs.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +92,12 @@ def cached_widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
     if getattr(module, "new_decoder_architecture", False):  # Falcon keeps a copy of its group's for every query head
         kv = query
     return kv, width, width
+
+
+def reads_counts_of_config(module: nn.Module) -> bool:
+    """True if the forward of an attention module may take a count of heads from its config, as Moonshine's does."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and not {"num_attention_heads", *KV_COUNTS}.isdisjoint(code.co_names)
 
 
 def first_of(names: tuple[str, ...], *owners: Any) -> int | None:

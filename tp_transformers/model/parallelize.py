@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..anatomy.attention import reads_counts_of_config
 from ..anatomy.names import base_prefix, fold_layers
 from ..logs import get_logger
 from ..plans.bind import Resolution, resolve
@@ -63,7 +64,7 @@ def parallelize(
         for attribute, value in heads.attributes(group.rank).items():
             if hasattr(module, attribute):
                 setattr(module, attribute, value)
-        if heads.is_fused and hasattr(module, "config"):
+        if hasattr(module, "config") and (heads.is_fused or reads_counts_of_config(module)):
             module.config = LocalConfig(module.config, **heads.config_attributes(group.rank))
 
     # 4. Communication.

@@ -210,7 +210,8 @@ class _Resolver:
             return (around or ReplicateParallel()).bind(module, self.size, name=name)
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
-        absent = [width for width in rule.widths if not isinstance(vars(module).get(width), int)]
+        counted = [rule.parts] if isinstance(rule.parts, str) else []
+        absent = [width for width in (*rule.widths, *counted) if not isinstance(vars(module).get(width), int)]
         if absent:
             self.faults.append(f"{name}: its {type(module).__name__} has no width {', '.join(absent)}")
         return strategy.bind(
@@ -218,7 +219,7 @@ class _Resolver:
             self.size,
             name=name,
             split=cut.splits.get(name),
-            parts=rule.parts,
+            parts=vars(module).get(rule.parts) if isinstance(rule.parts, str) else rule.parts,
             unit=rule.unit,
             widths=rule.widths,
             config=config_around(self.modules, owner),

@@ -13,7 +13,7 @@ PROVEN_WITH = ("5.6.2", "5.17.0", "5.23.0")
 """The releases of transformers with which CI holds every plan against one process, from the oldest to the newest.
 
 A few model types take a part of their heads, or have the names of their plan, from a later release on, which `since` in
-tests/support/tiny.py names; before it a load says what does not fit. A test holds this against what CI runs."""
+tests/support/tiny.py has; before it a load says what does not fit. A test holds this against what CI runs."""
 
 
 @cache

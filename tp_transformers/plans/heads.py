@@ -62,7 +62,8 @@ class AttentionHeads:
         counts["num_key_value_groups"] = query // kv
         if self.head_dim is not None:
             # Names for the width of all query heads, at which GPT-2 and DBRX split queries from keys, and of KV heads.
-            counts |= dict.fromkeys(("split_size", "embed_dim", "all_head_size", "q_dim"), query * self.head_dim)
+            widths = ("split_size", "embed_dim", "inner_dim", "all_head_size", "q_dim")
+            counts |= dict.fromkeys(widths, query * self.head_dim)
             counts["kv_dim"] = kv * self.head_dim
             if self.is_fused:
                 counts["hidden_size"] = query * self.head_dim
@@ -227,12 +228,12 @@ def _groups(
     for group in plan.attention:
         names = list(group.match(modules, prefix))
         if not names and not group.optional:
-            pattern = group.full(prefix)
-            faults.append(
-                f"attention {pattern}: matches no module{hint_for(faults, pattern, map(fold_layers, modules))}"
-            )
+            hint = hint_for(faults, group.full(prefix), map(fold_layers, modules))
+            faults.append(f"attention {group.full(prefix)}: matches no module{hint}")
         for name in names:
             children = dict(_present(modules[name], group.children))
+            if group.optional and not children:  # Nemotron-H's mixers have one name, whatever they are
+                continue
             absent = [role for role in group.children if role not in children and not role.startswith("with_")]
             faults.extend(
                 f"attention {name}: it has no child {' or '.join(map(repr, group.children[role]))}" for role in absent

@@ -17,6 +17,8 @@ BATCH_SHARDED_INPUT = "batch-sharded"
 
 ATTENTION_ROLES = ("query", "key", "value", "key_value", "fused", "interleaved", "output", "with_query", "with_key")
 """Roles of an attention module's children; see `model_plans/README.md`."""
+ATTENTION_FLAGS = ("optional", "gathered")
+"""What an attention module's entry may say beside its roles, as true or false."""
 
 IMPLIED: Mapping[str, Any] = {
     "query": "colwise",
@@ -28,6 +30,8 @@ IMPLIED: Mapping[str, Any] = {
     "output": "rowwise",
 }
 """Rules of an attention module's projections, by role, where a plan has none for them."""
+IMPLIED_GATHERED: Mapping[str, Any] = {role: "rowwise_rep" if role == "output" else "colwise_rep" for role in IMPLIED}
+"""The same for attention that computes with all heads on every rank."""
 
 DECLARED = "declared"
 """Name that a plan extends to start from the plan that the model's class declares."""
@@ -76,6 +80,10 @@ def is_names(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(map(is_name, value))
 
 
+def is_attribute(value: Any) -> bool:
+    return is_name(value) and value.isidentifier()
+
+
 def names_of(value: Any) -> tuple[str, ...] | None:
     """The names of a list of names, or of a single one; None for anything else."""
     found = (value,) if isinstance(value, str) else value
@@ -100,7 +108,7 @@ def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) ->
     widths = names_of(options.get("widths") or ())
     if isinstance(parts, list | tuple):
         parts = tuple(parts)
-    if not (parts is None or is_count(parts) or is_parts(parts)):
+    if not (parts is None or is_count(parts) or is_parts(parts) or is_attribute(parts)):
         faults.append(f"{pattern}: parts is {shown(parts)}, neither a number nor a list of lengths or roles")
     if unit is not None and not is_count(unit):
         faults.append(f"{pattern}: unit is {shown(unit)}, not a positive number")
@@ -143,20 +151,28 @@ def is_parts(value: Any) -> bool:
 def attention_arguments(pattern: str, children: Any, faults: list[str]) -> dict[str, Any]:
     """The arguments of `Attention` for a line of the section `attention`."""
     options = dict(children) if isinstance(children, Mapping) else {}
-    optional = options.pop("optional", False)
-    if not isinstance(optional, bool):
-        faults.append(f"attention {pattern}: optional is {shown(optional)}, not true or false")
+    flags = {name: options.pop(name, False) for name in ATTENTION_FLAGS}
+    faults.extend(
+        f"attention {pattern}: {name} is {shown(value)}, not true or false"
+        for name, value in flags.items()
+        if not isinstance(value, bool)
+    )
     roles = {role: names_of(names or ()) for role, names in options.items()}
     if not roles or None in roles.values() or roles.keys() - set(ATTENTION_ROLES):
         faults.append(
             f"attention {pattern}: {shown(children)} does not map {', '.join(ATTENTION_ROLES)} to child names"
         )
-    return {"pattern": pattern, "children": roles, "optional": bool(optional), "in_base_model": True}
+    return {
+        "pattern": pattern,
+        "children": roles,
+        **{name: bool(value) for name, value in flags.items()},
+        "in_base_model": True,
+    }
 
 
-def implied_rules(pattern: str, children: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+def implied_rules(pattern: str, children: Mapping[str, tuple[str, ...]], gathered: bool) -> Iterator[dict[str, Any]]:
     """The arguments of `Rule` for the projections of attention at `pattern`; those that a module lacks are skipped."""
-    for role, strategy in IMPLIED.items():
+    for role, strategy in (IMPLIED_GATHERED if gathered else IMPLIED).items():
         for child in children.get(role) or ():
             found = rule_arguments(f"{pattern}.{child}", strategy, "optional", []) or {}
             yield {**found, "implied": True}

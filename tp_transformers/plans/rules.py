@@ -50,8 +50,9 @@ class Rule(Pattern):
 
     strategy: str | ParallelStyle
     """A strategy's name, an object of one, or of a style of torch, which becomes a strategy."""
-    parts: int | tuple[int | str, ...] | None = None
-    """Parts of a fused projection: their number, if they are equal, their lengths, or the heads that they hold."""
+    parts: int | str | tuple[int | str, ...] | None = None
+    """Parts of a fused projection: their number, if they are equal, or the attribute of the module that counts them;
+    their lengths, or the heads that they hold."""
     unit: int | None = None
     """Indices that stay together on a rank."""
     widths: tuple[str, ...] = ()
@@ -82,6 +83,8 @@ class Attention(Pattern):
     children: Mapping[str, tuple[str, ...]]
     """Role (one of ATTENTION_ROLES) -> names of child modules or parameters."""
     optional: bool = False
+    gathered: bool = False
+    """True if projections are cut, but their outputs gathered, so that every rank computes with all heads."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ class Plan:
             implied = [key for key, rule in rules.items() if rule and rule.implied and is_inside(key[1], pattern)]
             for key in implied:
                 del rules[key]
-            for found in implied_rules(pattern, entry.children if entry is not None else {}):
+            for found in () if entry is None else implied_rules(pattern, entry.children, entry.gathered):
                 rules.setdefault((True, found["pattern"]), Rule(**found))
         options = {option: data.get(option, getattr(base, option)) for option in OPTIONS}
         faults.extend(

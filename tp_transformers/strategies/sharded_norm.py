@@ -1,11 +1,12 @@
-"""RMS norms over features that are cut over the ranks."""
+"""Norms over features that are cut over the ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..anatomy.norms import epsilon, is_rms_norm
@@ -13,14 +14,16 @@ from ..ranks.collectives import copy_to_region, reduce_from_region
 from .attach import forward_of
 from .base import TensorParallelLayer
 from .linear import LAST
+from .shards.shard import ParamShard
 
 
 class ShardedNormParallel(TensorParallelLayer):
-    """An RMS norm over features that are cut over the ranks, such as OLMo 2's over all query heads.
+    """An RMS norm over features that are cut over the ranks, such as OLMo 2's over all query heads, or a LayerNorm.
 
     `weight: (features/size)`. The mean square is that of the whole width (one all-reduce of a number a token; backward:
-    all-reduce); features that several ranks hold (replicated KV heads) count once. The module is given fp32 at least,
-    computes with the mean square of its own features, and its output is then put right.
+    all-reduce), and so is a LayerNorm's mean before it; features that several ranks hold (replicated KV heads) count
+    once. An RMS norm is given fp32 at least, computes with the mean square of its own features, and its output is then
+    put right. A LayerNorm's output is computed here.
 
         [x | y] ── norm by mean(x² + y²) ── [x' | y']
     """
@@ -28,38 +31,50 @@ class ShardedNormParallel(TensorParallelLayer):
     takes_sharded_activations = True
 
     def check(self, module: nn.Module) -> None:
-        """An RMS norm: with an epsilon, and without a bias or a mean."""
-        if not is_rms_norm(module, self.shape):
-            raise ValueError(f"a {type(module).__name__} is no RMS norm, whose mean square could be summed")
+        """A LayerNorm with a weight, or an RMS norm: with an epsilon, and without a bias or a mean."""
+        if not (is_rms_norm(module, self.shape) or (isinstance(module, nn.LayerNorm) and len(self.shape) == 1)):
+            raise ValueError(f"a {type(module).__name__} is no norm whose mean square could be summed")
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The features."""
         return -1
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """The shape that torch's RMSNorm norms over."""
+        """The shape that torch's norms norm over."""
         layout = self.layout("weight", self.shape, self.size)
-        if not isinstance(module, nn.RMSNorm) or layout is None:
+        if not isinstance(module, nn.RMSNorm | nn.LayerNorm) or layout is None:
             return {}
         return {"normalized_shape": layout.local_shape(self.shape, rank)}
+
+    def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
+        """Keep what a LayerNorm's output is computed with."""
+        self.shards = shards
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, group = inputs[0], mesh.get_group()
         layout = self.layout("weight", self.shape, self.size)
         assert layout is not None
         shared = layout.split.shared(mesh.get_local_rank())
-        holders = len(shared[0].ranks) if shared else 1
+        held = layout.split.length * (len(shared[0].ranks) if shared else 1)
+
+        def mean(values: Tensor) -> Tensor:  # over the whole width
+            return copy_to_region(reduce_from_region(values.sum(LAST, keepdim=True) / held, group), group)
+
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = wide.square().sum(LAST, keepdim=True)
-        total = copy_to_region(reduce_from_region(squares / holders, group), group)
-        eps = epsilon(module) or 0.0
-        scale = torch.sqrt((squares / x.shape[LAST] + eps) / (total / layout.split.length + eps))
-        forward_of(module).notes["norm"] = (scale, x.dtype)
+        if isinstance(module, nn.LayerNorm):
+            wide = wide - mean(wide)
+        forward_of(module).notes["norm"] = (wide, mean(wide.square()), x.dtype)
         return (wide, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        scale, dtype = forward_of(module).notes["norm"]
-        return (outputs * scale).to(dtype)
+        wide, mean_square, dtype = forward_of(module).notes["norm"]
+        eps = epsilon(module) or 0.0
+        if not isinstance(module, nn.LayerNorm):
+            own = wide.square().sum(LAST, keepdim=True) / wide.shape[LAST]
+            return (outputs * torch.sqrt((own + eps) / (mean_square + eps))).to(dtype)
+        local = {name: shard.view(module.get_parameter(name)) for name, shard in self.shards.items()}
+        normed = wide * torch.rsqrt(mean_square + eps) * local["weight"]
+        return (normed + local["bias"] if "bias" in local else normed).to(dtype)
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
         bound = super().bind(module, size, **options)

@@ -40,6 +40,16 @@ def test_attention_implies_the_rules_of_its_projections(tmp_path: Path) -> None:
     assert rules_of(plan, on_meta(llama_config(8, 4))) == {**columns, "o_proj": "rowwise"}
 
 
+def test_attention_that_is_gathered_has_all_heads_on_every_rank(tmp_path: Path) -> None:
+    plan, model = (
+        plan_of(tmp_path, f"model_type: llama\n{ATTENTION[:-2]}, gathered: true}}"),
+        on_meta(llama_config(8, 4)),
+    )
+    columns = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_rep")
+    assert rules_of(plan, model) == {**columns, "o_proj": "rowwise_rep"}
+    assert not resolve(plan, model, 3).attention
+
+
 @pytest.mark.parametrize(
     ("own", "expected"),
     [

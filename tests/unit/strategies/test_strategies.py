@@ -84,7 +84,7 @@ CUTS: dict[str, Cut] = {
     "packed_rowwise": without(INPUT_FEATURES, "embedding"),
     "local_rowwise": {**without(INPUT_FEATURES, "embedding"), "norm": {"weight": None, "bias": None}},
     "local_packed_rowwise": {**without(INPUT_FEATURES, "embedding"), "norm": {"weight": None, "bias": None}},
-    "sharded_norm": {"rms norm": {"weight": 0}},
+    "sharded_norm": {"norm": {"weight": 0, "bias": 0}, "rms norm": {"weight": 0}},
     "local": WHOLE_EXPERTS,
     "moe_tp_experts": NOTHING,
     "moe_identity_expert": NOTHING,
@@ -169,7 +169,7 @@ def test_strategies_accept_the_modules_that_they_cut(name: str, kind: str) -> No
     [(name, kind, "no linear or embedding") for name in ("colwise", "packed_rowwise") for kind in ("norm", "experts")]
     + [(name, "embedding", "no packed parts") for name in ("packed_colwise", "packed_rowwise")]
     + [(name, "embedding", "use embedding_rowwise") for name in ("local_rowwise", "local_packed_rowwise")]
-    + [("sharded_norm", kind, "no RMS norm") for kind in ("norm", "linear", "embedding", "dropout")]
+    + [("sharded_norm", kind, "no norm whose mean") for kind in ("linear", "embedding", "dropout")]
     + [("mla_kv_a_proj", "linear", "no qk_rope_head_dim")],
 )
 def test_strategies_refuse_modules_that_they_do_not_fit(name: str, kind: str, says: str) -> None:

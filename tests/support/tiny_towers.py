@@ -1,0 +1,166 @@
+"""Tiny models of those types that are parts of models: towers that see or hear."""
+
+from __future__ import annotations
+
+from tests.support.models import HEAD_DIM
+from tests.support.tiny_inputs import (
+    CHANNELS,
+    HEADS,
+    IMAGE,
+    PATCH,
+    flat_images,
+    grid_patches,
+    images,
+    masked_images,
+    masked_sound,
+    padded_patches,
+    parakeet_sound,
+    patches,
+    placed_patches,
+    plain_images,
+    queries,
+    queries_and_text,
+    rows_of_patches,
+    sound,
+    sounds_in_a_row,
+    square_patches,
+    stacked_frames,
+    tiles,
+    waves_alone,
+)
+from tests.support.tiny_model import FROM_IMAGES, HEARING, Tiny
+
+WINDOWS = (("window_size", 8), ("fullatt_block_indexes", [1]), ("num_key_value_heads", 1))
+IN_TWO = (("image_size", (IMAGE, IMAGE)), ("patch_size", (PATCH, PATCH)))
+SEGMENTS = (("mlp_dim", 50), ("window_size", 2), ("global_attn_indexes", [1]), ("output_channels", 8))
+STACKED = (("num_mel_bins", 4), ("num_stacked_frames", 3), ("num_timestamp_prediction_layers", 1))
+FROM_WAVES = (
+    ("conv_dim", [8] * 7),
+    ("num_feat_extract_layers", 7),
+    ("num_conv_pos_embeddings", 8),
+    ("num_conv_pos_embedding_groups", 5),
+)
+CONVOLVING = (("num_hidden_layers", 3), ("layer_types", ["conv", "full_attention", "full_attention"]))
+TOWERS = {
+    "clip_vision_model": Tiny("CLIPVisionConfig", "CLIPVisionModel", images),
+    "siglip_vision_model": Tiny("SiglipVisionConfig", "SiglipVisionModel", images),
+    "siglip2_vision_model": Tiny("Siglip2VisionConfig", "Siglip2VisionModel", padded_patches),
+    "idefics2_vision": Tiny("Idefics2VisionConfig", "Idefics2VisionTransformer", images),
+    "idefics3_vision": Tiny("Idefics3VisionConfig", "Idefics3VisionTransformer", images),
+    "smolvlm_vision": Tiny("SmolVLMVisionConfig", "SmolVLMVisionTransformer", images),
+    "internvl_vision": Tiny("InternVLVisionConfig", "InternVLVisionModel", images, IN_TWO),
+    "internvl_vision, normed": Tiny(
+        "InternVLVisionConfig", "InternVLVisionModel", images, (*IN_TWO, ("use_qk_norm", True))
+    ),
+    "pixtral": Tiny("PixtralVisionConfig", "PixtralVisionModel", images),
+    "llama4_vision_model": Tiny(
+        "Llama4VisionConfig",
+        "Llama4VisionModel",
+        images,
+        (
+            ("intermediate_size", 4 * HEADS * HEAD_DIM),
+            ("projector_input_dim", 24),
+            ("projector_output_dim", 24),
+        ),
+    ),
+    "qwen3_vl_vision": Tiny("Qwen3VLVisionConfig", "Qwen3VLVisionModel", patches),
+    "qwen3_vl_moe_vision": Tiny("Qwen3VLMoeVisionConfig", "Qwen3VLMoeVisionModel", patches),
+    "qwen3_5_vision": Tiny("Qwen3_5VisionConfig", "Qwen3_5VisionModel", patches),
+    "qwen3_5_moe_vision": Tiny("Qwen3_5MoeVisionConfig", "Qwen3_5MoeVisionModel", patches),
+    "glm4v_vision": Tiny("Glm4vVisionConfig", "Glm4vVisionModel", patches),
+    "glm4v_moe_vision": Tiny("Glm4vMoeVisionConfig", "Glm4vMoeVisionModel", patches),
+    "qwen2_5_vl_vision": Tiny("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel", patches, WINDOWS),
+    "exaone4_5_vision": Tiny("Exaone4_5_VisionConfig", "Exaone4_5_VisionModel", patches, WINDOWS),
+    "glm_ocr_vision": Tiny("GlmOcrVisionConfig", "GlmOcrVisionModel", patches),
+    "mllama_vision_model": Tiny(
+        "MllamaVisionConfig",
+        "MllamaVisionModel",
+        tiles,
+        (
+            ("num_global_layers", 1),
+            ("attention_heads", HEADS),
+            ("intermediate_layers_indices", [1]),
+            ("max_num_tiles", 2),
+            ("supported_aspect_ratios", [[1, 1], [1, 2], [2, 1]]),
+            ("vision_output_dim", 2 * HEADS * HEAD_DIM),
+        ),
+    ),
+    "blip_vision_model": Tiny("BlipVisionConfig", "BlipVisionModel", images),
+    "blip_2_vision_model": Tiny("Blip2VisionConfig", "Blip2VisionModel", images),
+    "instructblip_vision_model": Tiny("InstructBlipVisionConfig", "InstructBlipVisionModel", images),
+    "instructblipvideo_vision_model": Tiny("InstructBlipVideoVisionConfig", "InstructBlipVideoVisionModel", images),
+    "blip_2_qformer": Tiny("Blip2QFormerConfig", "Blip2QFormerModel", queries, FROM_IMAGES),
+    "instructblip_qformer": Tiny(
+        "InstructBlipQFormerConfig", "InstructBlipQFormerModel", queries_and_text, FROM_IMAGES, since="5.23"
+    ),
+    "instructblipvideo_qformer": Tiny(
+        "InstructBlipVideoQFormerConfig", "InstructBlipVideoQFormerModel", queries_and_text, FROM_IMAGES, since="5.23"
+    ),
+    "qwen2_audio_encoder": Tiny("Qwen2AudioEncoderConfig", "Qwen2AudioEncoder", sound),
+    "voxtral_encoder": Tiny("VoxtralEncoderConfig", "VoxtralEncoder", sound),
+    "audioflamingo3_encoder": Tiny("AudioFlamingo3EncoderConfig", "AudioFlamingo3Encoder", masked_sound),
+    "parakeet_encoder": Tiny("ParakeetEncoderConfig", "ParakeetEncoder", parakeet_sound, tuple(HEARING.items())),
+    "granite_docling_vision": Tiny(
+        "GraniteDoclingVisionConfig", "GraniteDoclingVisionModel", images, (("scale_factor", 2),)
+    ),
+    "cosmos3_edge_vision": Tiny("Cosmos3EdgeVisionConfig", "Cosmos3EdgeVisionModel", flat_images),
+    "kosmos_2_vision_model": Tiny("Kosmos2VisionConfig", "Kosmos2VisionModel", images),
+    "kosmos_2_5_vision_model": Tiny(
+        "Kosmos2_5VisionConfig",
+        "Kosmos2_5VisionModel",
+        placed_patches,
+        (("patch_embed_hidden_size", CHANNELS * PATCH**2), ("max_num_patches", 16)),
+    ),
+    "paddleocr_vl_vision": Tiny("PaddleOCRVisionConfig", "PaddleOCRVisionModel", square_patches),
+    "molmo2_vision": Tiny(
+        "Molmo2VisionConfig", "Molmo2VisionModel", rows_of_patches, (("image_size", [IMAGE, IMAGE]),)
+    ),
+    "got_ocr2_vision": Tiny("GotOcr2VisionConfig", "GotOcr2VisionEncoder", images, SEGMENTS),
+    "pp_formulanet_vision": Tiny(
+        "PPFormulaNetVisionConfig",
+        "PPFormulaNetVisionModel",
+        images,
+        (
+            *SEGMENTS,
+            ("post_conv_in_channels", 8),
+            ("post_conv_mid_channels", 8),
+            ("post_conv_out_channels", 8),
+            ("decoder_hidden_size", 8),
+        ),
+    ),
+    "florence_vision": Tiny(
+        "Florence2VisionConfig",
+        "Florence2VisionBackbone",
+        plain_images,
+        (
+            ("depths", [1, 1, 1, 1]),
+            ("patch_size", [7, 3, 3, 3]),
+            ("embed_dim", [10, 20, 20, 40]),
+            ("num_heads", [1, 2, 2, 5]),
+            ("num_groups", [1, 2, 2, 5]),
+            ("window_size", 2),
+        ),
+    ),
+    "lfm3_vl_vision": Tiny(
+        "Lfm3VlVisionConfig",
+        "Lfm3VlVisionModel",
+        grid_patches,
+        CONVOLVING,
+    ),
+    "radio": Tiny("RadioConfig", "RadioModel", images, (("mlp_ratio", 1.25), ("max_img_size", 32))),
+    "qwen2_5_omni_vision_encoder": Tiny("Qwen2_5OmniVisionEncoderConfig", "Qwen2_5OmniVisionEncoder", patches, WINDOWS),
+    "qwen2_5_omni_audio_encoder": Tiny(
+        "Qwen2_5OmniAudioEncoderConfig", "Qwen2_5OmniAudioEncoder", sounds_in_a_row, (("n_window", 5),)
+    ),
+    "moss_transcribe_diarize_audio": Tiny("MossTranscribeDiarizeAudioConfig", "MossTranscribeDiarizeAudioModel", sound),
+    "glmasr_encoder": Tiny("GlmAsrEncoderConfig", "GlmAsrEncoder", sound),
+    "voxtral_realtime_encoder": Tiny("VoxtralRealtimeEncoderConfig", "VoxtralRealtimeEncoder", sound),
+    "fun_asr_nano_encoder": Tiny("FunAsrNanoEncoderConfig", "FunAsrNanoEncoder", stacked_frames, STACKED),
+    "wav2vec2": Tiny("Wav2Vec2Config", "Wav2Vec2Model", waves_alone, FROM_WAVES),
+    "hubert": Tiny("HubertConfig", "HubertModel", waves_alone, FROM_WAVES),
+    "unispeech": Tiny("UniSpeechConfig", "UniSpeechModel", waves_alone, FROM_WAVES),
+    "unispeech-sat": Tiny("UniSpeechSatConfig", "UniSpeechSatModel", waves_alone, FROM_WAVES),
+    "data2vec-audio": Tiny("Data2VecAudioConfig", "Data2VecAudioModel", waves_alone, FROM_WAVES),
+    "muse_glimmer_vision": Tiny("MuseGlimmerVisionConfig", "MuseGlimmerVisionModel", grid_patches),
+    "phi4_multimodal_vision": Tiny("Phi4MultimodalVisionConfig", "Phi4MultimodalVisionModel", masked_images),
+}
