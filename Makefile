@@ -9,7 +9,7 @@ RELEASE_TESTS := tests/unit/plans tests/unit/commands tests/unit/test_anatomy.py
 FUZZ_TESTS := $(wildcard tests/unit/*/test_*_fuzz.py tests/distributed/*/test_*_fuzz.py)
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all matrix fuzz bench lint versions clean
+.PHONY: demo test test-all matrix proofs fuzz bench lint versions clean
 
 demo: $(VENV)/ready
 	$(PY) -m benchmarks.demo --ranks $(RANKS)
@@ -25,6 +25,12 @@ test-all: lint
 # Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors: about 20 minutes.
 matrix: $(VENV)/ready
 	MATRIX=1 $(PY) -m pytest -n 2 tests/distributed/test_architectures.py
+
+# A small model of every model type of transformers against one process, if its plan has changed, and the tables of
+# model_plans/README.md: less than an hour from the start. SAMPLE=10 proves ten, others every day, and writes nothing.
+proofs: $(VENV)/ready
+	$(PY) -m tests.support.proofs $(if $(SAMPLE),--sample $(SAMPLE))
+	$(if $(SAMPLE),,$(PY) -m tests.support.readme)
 
 # 10 times as many cases of every fuzz test, about two minutes; FUZZ=100 makes more. Findings: build/fuzz-findings.
 fuzz: $(VENV)/ready

@@ -7,8 +7,8 @@ over, so that a run that was broken off goes on where it was. The pages' table i
 
     python -m tests.support.proofs                 all types that are not proven with these plan files
     python -m tests.support.proofs llama qwen3     these, whatever is known of them
-    python -m tests.support.proofs --sample 10     those that changed, and 10 others, which are other ones every day;
-                                                   nothing is written, and what is not as written is a fault
+    python -m tests.support.proofs --sample 10     ten: those that changed, then others, which are other ones every
+                                                   day; nothing is written, and one that is no more proven is a fault
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -182,9 +184,15 @@ def one_line(proof: Proof, reason: str) -> Iterator[None]:
     try:
         yield
     except TensorParallelError as error:
-        setattr(proof, reason, " ".join(str(error).split())[:400])
+        setattr(proof, reason, shortened(str(error)))
     except Exception as error:
-        setattr(proof, reason, " ".join(f"{type(error).__name__}: {error}".split())[:200])
+        setattr(proof, reason, shortened(f"{type(error).__name__}: {error}"))
+
+
+def shortened(message: str) -> str:
+    """The beginning of a message, in one line, without the folders of this machine and our own help."""
+    told = re.sub(r"(?<![\w.])/[\w./-]*/", "", " ".join(message.split()))
+    return textwrap.shorten(told.partition(", expected a model that transformers can make")[0], 240, placeholder=" ...")
 
 
 def prove(model_type: str, kinds: list[str], pool: Pool) -> Proof:
@@ -225,7 +233,7 @@ def prove(model_type: str, kinds: list[str], pool: Pool) -> Proof:
         proof.proven = [verdict.size for verdict in verdicts if verdict.ok]
         proof.notes = list(dict.fromkeys(note for verdict in verdicts for note in verdict.notes if "tried" in note))
         faults = (f"{v.size} ranks: {' '.join(fault.split())}" for v in verdicts for fault in v.faults)
-        proof.unproven = next(faults, "")[:400]
+        proof.unproven = shortened(next(faults, ""))
     return proof
 
 
@@ -274,16 +282,16 @@ def summary(proofs: Mapping[str, Proof]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types (default: all that are not proven with these plans)")
-    parser.add_argument("--sample", type=int, metavar="N", help="prove what changed and N others again, write nothing")
+    parser.add_argument("--sample", type=int, metavar="N", help="prove N again, write nothing")
     parser.add_argument("--processes", type=int, default=1, help="proofs at a time (default: 1)")
     arguments = parser.parse_args()
     every, known = types(), read()
     changed = [name for name in every if name not in known or not is_current(known[name])]
     names = arguments.types or changed
     if arguments.sample is not None:
-        others = [name for name, proof in known.items() if proof.proven and name in every and name not in names]
-        day = random.Random(int(time.time() // 86400))
-        names = [*names, *day.sample(others, min(arguments.sample, len(others)))]
+        proven_before = [name for name, proof in known.items() if proof.proven and name in every]
+        random.Random(int(time.time() // 86400)).shuffle(proven_before)
+        names = sorted(proven_before, key=lambda name: name not in changed)[: arguments.sample]
     worse = []
     for name, proof, seconds in proven(names, arguments.processes):
         reason = proof.unmade or proof.refused or proof.unproven

@@ -1,7 +1,7 @@
 """The pages of the project, as tests know them: code blocks, links, and tables that are generated from the code.
 
 `python -m tests.support.readme` writes the generated parts into the pages, between the markers `<!-- NAME -->` and
-`<!-- /NAME -->`: the table of architectures, the table of public names, and tables of contents.
+`<!-- /NAME -->`: the tables of architectures, of proofs and of public names, and tables of contents.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def proofs(page: Path) -> str:
     """A table for each kind of model with one row a type: what each rank holds, the errors, and what stays whole."""
     known = read()
     releases = sorted({proof.release for proof in known.values()})
-    text = [f"Looked at with transformers {' and '.join(releases)}; proven on {' and '.join(map(str, PROVEN_ON))} ranks."]
+    sizes = " and ".join(map(str, PROVEN_ON))
+    text = [f"Looked at with transformers {' and '.join(releases)}, proven on {sizes} ranks."]
     seen: set[str] = set()
     for kind in KINDS:
         rows = {name: proof for name, proof in known.items() if kind in proof.kinds and name not in seen}
