@@ -54,7 +54,7 @@ class SharedInputs:
 
 
 class Communication:
-    """The half of a strategy that runs in a forward; `attach` hooks it to the module.
+    """The half of a strategy that runs in a forward; `attach` puts it around that of the module.
 
     A class implements `before` and `after`, or their static forms `_prepare_input_fn` and `_prepare_output_fn`; each
     form is derived from the other, so that the most derived class counts, whichever it implements.

@@ -221,7 +221,7 @@ class RowwiseParallel(_WeightParallel):
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x = inputs[0]
         if self.is_embedding:
-            # Ids of other ranks' rows look up any row here; the output hook zeroes what they found.
+            # Ids of other ranks' rows look up any row here; `after` zeroes what they found.
             start, stop = self.input_split.ranges[self.rank][0]
             # Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
             outside = ((x >= 0) & (x < start)) | ((x >= stop) & (x < self.in_features))
