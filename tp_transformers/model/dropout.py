@@ -17,6 +17,7 @@ torch.utils.checkpoint restores the shared state, the same masks are drawn again
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -28,7 +29,7 @@ from ..marks import untyped
 from ..ranks.collectives import Group, all_gather_number
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
-from ..strategies import TensorParallelLayer
+from ..strategies import TensorParallelLayer, wrap_forward
 from ..strategies.regions.sequence import is_cut
 
 _STEP = 0x9E3779B97F4A7C15
@@ -61,10 +62,10 @@ class OwnRandomness:
         If there is none, or a forward raises, it is the end of `module` (recomputation stops by raising). For a
         part of a sequence, draw as this rank from the end of a block, which joins the parts, to the start of the next.
         """
-        module.register_forward_pre_hook(self.begin)
-        module.register_forward_hook(self.leave, always_call=True)
+        untyped(module).tp_randomness = self
+        wrap_forward(module, _drawing)
 
-    def begin(self, module: nn.Module, *_: Any) -> None:
+    def begin(self, module: nn.Module) -> None:
         """Before the module: find out whether it drops anything, and the layers that it is made of by now."""
         self.leave()
         self.draws = module.training and _drops(module)
@@ -116,6 +117,17 @@ class OwnRandomness:
         return self.shared is not None and _generator(self.device).initial_seed() == self.seed
 
 
+def _drawing(call: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    randomness: OwnRandomness = module.tp_randomness
+    if not (module.training or randomness.draws):
+        return call(module, *args, **kwargs)
+    randomness.begin(module)
+    try:
+        return call(module, *args, **kwargs)
+    finally:
+        randomness.leave()
+
+
 class SharedRandomness:
     """Lets the ranks draw alike in a module that computes on the samples of all, while each draws its own outside."""
 
@@ -158,9 +170,10 @@ def _strategy(module: nn.Module) -> TensorParallelLayer | None:
 
 def _drops(module: nn.Module) -> bool:
     """True if a module drops anything itself: by a setting of its own or of its config, or with a dropout in it."""
-    config = getattr(module, "config", None)
-    settings = {**(vars(config) if config is not None else {}), **vars(module)}
-    by_setting = any("drop" in name and isinstance(value, float) and value > 0 for name, value in settings.items())
+    settings = (vars(module), vars(getattr(module, "config", module)))
+    by_setting = any(
+        "drop" in name and isinstance(value := each[name], float) and value > 0 for each in settings for name in each
+    )
     return by_setting or any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.children())
 
 

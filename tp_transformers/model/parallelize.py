@@ -13,7 +13,7 @@ from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
 from ..plans.shares import check_layers_are_cut
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import LocalConfig, ParamShard, TensorParallelLayer, attach
+from ..strategies import LocalConfig, ParamShard, TensorParallelLayer, attach, share_inputs
 from .attentions import return_whole_attentions
 from .dropout import OwnRandomness, SharedRandomness
 from .state_dict import keep_state
@@ -83,6 +83,7 @@ def parallelize(
             for name, strategy in resolution.module_strategies.items()
             if strategy.leaves_sharded_output or strategy.joins_sequence
         ):
+            share_inputs(model.get_submodule(name))
             OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
         for name, strategy in resolution.module_strategies.items():
             if strategy.draws_alike:  # after what is inside: its own states begin in the shared one

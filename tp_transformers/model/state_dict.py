@@ -192,7 +192,7 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
 def _whole_module(module: nn.Module, made: dict[int, nn.Parameter]) -> nn.Module:
     """`module` as one process has it: whole parameters, and no communication around it."""
     whole = copy.copy(module)
-    for mark in ("tp_strategy", "tp_forwards", "_distribute_module_applied"):  # the last is torch's
+    for mark in ("tp_strategy", "tp_forwards", "forward", "_distribute_module_applied"):  # the last is torch's
         whole.__dict__.pop(mark, None)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks"):
         setattr(whole, hooks, OrderedDict())

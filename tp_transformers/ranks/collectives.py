@@ -36,8 +36,14 @@ def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = N
     return _apply(_CopyToRegion, x, group, reduce_dtype) if torch.is_grad_enabled() and x.requires_grad else x
 
 
-def reduce_from_region(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks of `group` (all-reduce); backward is the identity."""
+def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
+    """Sum over the ranks of `group` (all-reduce); backward is the identity.
+
+    `in_place`: nobody else reads `x`, so that its memory may take the sum where there is no backward.
+    """
+    if in_place and not torch.is_grad_enabled() and x.is_contiguous():
+        dist.all_reduce(x, group=group)
+        return x
     return _apply(_ReduceFromRegion, x, group, None)
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import dropwhile, takewhile
+from types import MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.functional import linear
 
 from ..marks import untyped
 from ..slices.layout import even_widths
-from .communication import Communication
+from .communication import Communication, SharedInputs
 from .shards.shard import ParamShard
 
 
@@ -34,64 +37,122 @@ def attach(
         takes_dtensors: True if the module may be given DTensors; if False, and nothing else is to be done, its
             forward is left alone.
     """
-    # The hooks take all that is the module's own from the module that they are called for, which may be a deep copy.
     untyped(module).tp_strategy = strategy
     untyped(module).tp_forwards = []
-    strategy.arguments = argument_names(module)
+    strategy.arguments, strategy.rank = argument_names(module), mesh.get_local_rank()
     strategy.attached(module, shards, mesh)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
     if not (views or takes_dtensors or strategy.acts):
         return
-    rank = mesh.get_local_rank()
+    is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
 
-    def begin(mod: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # Read directly: torch.compile loses what a hook restores where a mark reads the module.
+    def around(call: Callable[..., Any], mod: Any, *args: Any, **kwargs: Any) -> Any:
+        # Read directly: torch.compile loses what is restored where a mark reads the module.
         strategy: Communication = mod.tp_strategy
-        forward = Forward({**dict(zip(strategy.arguments, args, strict=False)), **kwargs})
-        outer: list[Forward] = mod.tp_forwards
-        is_local = any(other.replaced is not None for other in outer)
-        outer.append(forward)
-        names = _input_names(strategy.arguments, args, kwargs)
-        inputs = (*args, *(kwargs[name] for name in names))
-        given = len(inputs)
-        inputs = strategy.before(mod, inputs, mesh)
-        if not is_local:
-            is_dtensor = any(isinstance(value, DTensor) for value in inputs)
-            forward.replaced = (
-                _enter_dtensor_view(mod, shards, mesh) if is_dtensor else _enter_local_view(mod, strategy, views, rank)
-            )
-        count = len(args) if len(inputs) == given else len(inputs)
-        kwargs = {name: value for name, value in kwargs.items() if name not in names}
-        kwargs.update(zip(names, inputs[count:], strict=False))
-        args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
-        forward.given = {}
-        return args, kwargs
-
-    def end(mod: Any, args: tuple[Any, ...], output: Any) -> Any:
-        strategy: Communication = mod.tp_strategy
+        forward = Forward(strategy.arguments, args, kwargs)
         forwards: list[Forward] = mod.tp_forwards
-        if not forwards:  # another hook raised before this forward began
-            return None
+        is_local = any(other.replaced is not None for other in forwards)
+        forwards.append(forward)
         try:
-            if forwards[-1].replaced is not None:
-                mod._parameters.update(forwards[-1].replaced[0])
-                mod.__dict__.update(forwards[-1].replaced[1])
-            if output is None:  # the forward raised
-                strategy.interrupted(mod, mesh)
-                return None
+            names = _input_names(strategy.arguments, args, kwargs)
+            inputs = (*args, *(kwargs[name] for name in names))
+            given = len(inputs)
+            inputs = strategy.before(mod, inputs, mesh)
+            if not is_local:
+                is_dtensor = any(isinstance(value, DTensor) for value in inputs)
+                forward.replaced = (
+                    _enter_dtensor_view(mod, shards, mesh) if is_dtensor else _enter_local_view(mod, strategy, views)
+                )
+            count = len(args) if len(inputs) == given else len(inputs)
+            kwargs = {name: value for name, value in kwargs.items() if name not in names}
+            kwargs.update(zip(names, inputs[count:], strict=False))
+            args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
+            forward.given = {}
+            output = call(mod, *args, **kwargs)
+        except BaseException:
+            _leave_view(mod, forward)
+            strategy.interrupted(mod, mesh)
+            forwards.pop()
+            raise
+        try:
+            _leave_view(mod, forward)
             return strategy.after(mod, output, mesh)
         finally:
             forwards.pop()
 
-    module.register_forward_pre_hook(begin, with_kwargs=True)
-    module.register_forward_hook(end, always_call=True)
+    wrap_forward(module, around)
+    if is_plain and strategy.is_simple and not strategy.widths:
+        forward = _forward_of_linear(untyped(module).forward.__func__, strategy, views, mesh)
+        untyped(module).forward = MethodType(forward, module)
+
+
+def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let `around(call, module, *args, **kwargs)` be called for the module's forward, which is `call(module, ...)`.
+
+    It is a method of the module, and so that of a deep copy is called for the copy: `around` has to take all that is
+    the module's own from there. Hooks of users run outside of it.
+    """
+    own = module.__dict__.get("forward")
+    if own is None:
+        call = type(module).forward
+    elif isinstance(own, MethodType) and own.__self__ is module:
+        call = own.__func__
+    else:
+        call = wraps(own)(lambda _, *args, **kwargs: own(*args, **kwargs))
+
+    @wraps(call)
+    def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(call, mod, *args, **kwargs)
+
+    untyped(module).forward = MethodType(forward, module)
+
+
+def share_inputs(module: nn.Module) -> None:
+    """Let the layers right inside of `module` that are given one input sum its gradient before they communicate it."""
+    strategies = [vars(child)["tp_strategy"] for child in module.children() if "tp_strategy" in vars(child)]
+    if len(strategies) < 2:
+        return
+    inputs = SharedInputs()
+    for strategy in strategies:
+        strategy.inputs = inputs
+    untyped(module).tp_inputs = inputs
+
+    def around(call: Callable[..., Any], mod: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs: SharedInputs = mod.tp_inputs
+        return inputs.around(call, mod, *args, **kwargs)
+
+    wrap_forward(module, around)
+
+
+def _forward_of_linear(
+    otherwise: Callable[..., Any], strategy: Communication, views: Mapping[str, ParamShard], mesh: DeviceMesh
+) -> Callable[..., Any]:
+    """The forward of a linear whose strategy is simple, in as few steps as there are; `otherwise` is for DTensors."""
+    of_weight, of_bias, hides_bias = views.get("weight"), views.get("bias"), "bias" in strategy.hidden
+
+    @wraps(nn.Linear.forward)
+    def forward(module: Any, input: Tensor) -> Any:
+        if type(input) is not Tensor:
+            return otherwise(module, input)
+        strategy: Communication = module.tp_strategy
+        (x,) = strategy.before(module, (input,), mesh)
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        if of_weight is not None:
+            weight = of_weight.view(weight)
+        if bias is not None:
+            bias = None if hides_bias else bias if of_bias is None else of_bias.view(bias)
+        return strategy.after(module, linear(x, weight, bias), mesh)
+
+    return forward
 
 
 class Forward:
     """The state of one forward of one module, which a deep copy of the module begins without."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
+    def __init__(
+        self, names: Sequence[str] = (), args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         """The arguments by name, until the module's own forward begins."""
         self.replaced: tuple[dict[str, Any], dict[str, Any]] | None = None
         """The parameters and the attributes of the module in whose place it sees local ones."""
@@ -99,7 +160,7 @@ class Forward:
         """Values that the strategy keeps from the input to the output."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        return Forward({})
+        return Forward()
 
 
 def forward_of(module: Any) -> Forward:
@@ -112,7 +173,7 @@ def forward_of(module: Any) -> Forward:
 def begun_forward(module: Any) -> Iterator[None]:
     """Let a strategy's input and output functions be called for `module` without its forward."""
     forwards: list[Forward] = module.tp_forwards
-    forwards.append(Forward({}))
+    forwards.append(Forward())
     try:
         yield
     finally:
@@ -136,6 +197,13 @@ def _input_names(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[
     return tuple(takewhile(lambda name: name in kwargs, rest))
 
 
+def _leave_view(module: nn.Module, forward: Forward) -> None:
+    """Give the module its own parameters and attributes back."""
+    if forward.replaced is not None:
+        module._parameters.update(forward.replaced[0])
+        module.__dict__.update(forward.replaced[1])
+
+
 def _enter_dtensor_view(
     module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -155,7 +223,7 @@ def _enter_dtensor_view(
 
 
 def _enter_local_view(
-    module: nn.Module, strategy: Communication, views: Mapping[str, ParamShard], rank: int
+    module: nn.Module, strategy: Communication, views: Mapping[str, ParamShard]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Let the module see local tensors in place of its parameters; returns what was there."""
     parameters = module._parameters
@@ -166,8 +234,8 @@ def _enter_local_view(
         hidden = name in strategy.hidden
         local = strategy.local_hidden(module, name) if hidden else views[name].view(param)
         parameters[name] = local  # type: ignore[assignment]
-    widths = {name: even_widths(width, strategy.size)[rank] for name, width in strategy.widths.items()}
-    attributes = {**widths, **strategy.local_attributes(module, rank)}
+    widths = {name: even_widths(width, strategy.size)[strategy.rank] for name, width in strategy.widths.items()}
+    attributes = {**widths, **strategy.local_attributes(module, strategy.rank)}
     saved_attributes = {name: module.__dict__[name] for name in attributes}
     module.__dict__.update(attributes)
     return saved, saved_attributes

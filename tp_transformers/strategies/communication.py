@@ -10,14 +10,51 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ..ranks.collectives import Group, copy_to_region
 from ..slices.layout import Split
 from .shards.shard import ParamShard
 
 Placements = Sequence[Placement] | Placement | None
 
 
+class SharedInputs:
+    """Copies of the inputs of a block's layers, while a forward of the block is under way.
+
+    Layers that are given one tensor, such as query, key and value projections, get one copy of it. Autograd adds up
+    their gradients there, on each rank, and the backward has one all-reduce in place of one a layer.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.last: tuple[Tensor, int, Tensor] | None = None
+        """An input, its version, and its copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInputs:
+        return SharedInputs()
+
+    def copy(self, x: Tensor, group: Group) -> Tensor:
+        """A copy of `x` for the region where ranks compute on their own features; see `copy_to_region`."""
+        last = self.last
+        if last is not None and last[0] is x and last[1] == x._version:
+            return last[2]
+        copied = copy_to_region(x, group)
+        if self.is_open:
+            self.last = (x, x._version, copied)
+        return copied
+
+    def around(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the block."""
+        if self.is_open or not torch.is_grad_enabled():
+            return call(module, *args, **kwargs)
+        self.is_open = True
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self.is_open, self.last = False, None
+
+
 class Communication:
-    """The half of a strategy that runs in a forward; `attach` hooks it to the module.
+    """The half of a strategy that runs in a forward; `attach` puts it around that of the module.
 
     A class implements `before` and `after`, or their static forms `_prepare_input_fn` and `_prepare_output_fn`; each
     form is derived from the other, so that the most derived class counts, whichever it implements.
@@ -57,6 +94,10 @@ class Communication:
     """Attributes of the module that are cut evenly in its forward, with their unsharded values."""
     size: int
     """Number of ranks."""
+    rank: int
+    """This process among them, once the strategy is attached."""
+    inputs: SharedInputs | None = None
+    """The inputs that it shares with other layers of one block, once `share_inputs` has joined them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Derive `before` from `_prepare_input_fn` where the class has only that, and the reverse; likewise `after`."""
@@ -106,6 +147,11 @@ class Communication:
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Called once the parameters of `module` are cut: `shards` are this rank's, by name in the module."""
+
+    @property
+    def is_simple(self) -> bool:
+        """True if `before` and `after` ask for the input and the output alone, and keep nothing meanwhile."""
+        return False
 
     @property
     def acts(self) -> bool:

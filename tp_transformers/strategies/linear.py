@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -32,6 +33,10 @@ class _WeightParallel(TensorParallelLayer):
     """Input features of the unsharded module: the rows of an embedding."""
     out_features = 0
     """Output features of the unsharded module."""
+    is_input_sharded = False
+    """True if features arrive sharded; the placements, read once."""
+    is_output_whole = False
+    """True if features leave whole."""
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
         """See `TensorParallelLayer.bind`; the module's features are read here, once."""
@@ -39,7 +44,13 @@ class _WeightParallel(TensorParallelLayer):
         assert isinstance(bound, _WeightParallel)
         bound.is_transposed = is_transposed(module)
         bound.in_features, bound.out_features = features(module) or (0, 0)
+        bound.is_input_sharded = isinstance(only(bound.input_layouts), Shard)
+        bound.is_output_whole = isinstance(only(bound.output_layouts), Replicate)
         return bound
+
+    @property
+    def is_simple(self) -> bool:
+        return self.is_built_in and not self.is_embedding
 
     def check(self, module: nn.Module) -> None:
         """They cut linears, whose weight is (out_features, in_features), Conv1D, and embeddings without parts."""
@@ -116,17 +127,19 @@ class ColwiseParallel(_WeightParallel):
         x = inputs[0]
         if isinstance(x, DTensor):
             x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        elif self.is_input_sharded:
+            widths, group = even_widths(self.in_features, self.size), mesh.get_group()
+            x = copy_to_region(gather_from_region(x, widths, group), group)
         else:
-            if isinstance(only(self.input_layouts), Shard):
-                widths = even_widths(self.in_features, self.size)
-                x = gather_from_region(x, widths, mesh.get_group())
-            elif not self.is_embedding:
+            if not self.is_embedding:
                 self.check_width(x, self.in_features)
-            x = copy_to_region(x, mesh.get_group())
+            if x.requires_grad and torch.is_grad_enabled():
+                group = mesh.get_group()
+                x = copy_to_region(x, group) if self.inputs is None else self.inputs.copy(x, group)
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        if isinstance(only(self.output_layouts), Replicate):
+        if self.is_output_whole:
             outputs = gather_from_region(outputs, self.output_split.widths, mesh.get_group())
         if self.use_local_output:
             return outputs
@@ -208,8 +221,8 @@ class RowwiseParallel(_WeightParallel):
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x = inputs[0]
         if self.is_embedding:
-            # Ids of other ranks' rows look up any row here; the output hook zeroes what they found.
-            start, stop = self.input_split.ranges[mesh.get_local_rank()][0]
+            # Ids of other ranks' rows look up any row here; `after` zeroes what they found.
+            start, stop = self.input_split.ranges[self.rank][0]
             # Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
             outside = ((x >= 0) & (x < start)) | ((x >= stop) & (x < self.in_features))
             forward_of(module).notes["outside"] = outside
@@ -220,19 +233,18 @@ class RowwiseParallel(_WeightParallel):
                 x = x.redistribute(mesh, [Shard(x.ndim - 1)]).to_local()
             else:  # no placement describes the cut
                 x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-                x = take(x, Layout(x.ndim - 1, self.input_split), mesh.get_local_rank())
-        elif isinstance(only(self.input_layouts), Replicate):
+                x = take(x, Layout(x.ndim - 1, self.input_split), self.rank)
+        elif self.is_input_sharded:
+            self.check_width(x, self.input_split.widths[self.rank])
+        else:
             self.check_width(x, self.in_features)
             x = scatter_to_region(x, self.input_split.widths, mesh.get_group())
-        else:
-            self.check_width(x, self.input_split.widths[mesh.get_local_rank()])
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        outside = forward_of(module).notes.get("outside")
-        if outside is not None:
-            outputs = outputs.masked_fill(outside.unsqueeze(LAST), 0)
-        outputs = reduce_from_region(outputs, mesh.get_group())
+        if self.is_embedding:
+            outputs = outputs.masked_fill(forward_of(module).notes["outside"].unsqueeze(LAST), 0)
+        outputs = reduce_from_region(outputs, mesh.get_group(), in_place=True)
         bias = module._parameters.get("bias")
         if bias is not None:
             outputs = outputs + (bias.to_local() if isinstance(bias, DTensor) else bias)

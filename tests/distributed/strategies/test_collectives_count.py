@@ -1,4 +1,4 @@
-"""How often one forward communicates: two all-reduces a layer, and no all-gather inside one."""
+"""How often a model communicates: two all-reduces a layer, forward and backward, and no all-gather inside one."""
 
 from __future__ import annotations
 
@@ -104,3 +104,29 @@ def test_collectives_of_one_forward_whose_sequence_is_cut(pool: Pool, tmp_path: 
         assert inside == halves | ({"all_reduce": LAYERS} if experts else {})
         # Outside the layers: the sum of the embedding, the last norm, and the logits.
         assert everywhere == inside + Counter(all_reduce=1, all_gather=2)
+
+
+def backward(name: str, folder: str) -> Counter[str]:
+    """Collectives of one backward."""
+    model = load(folder, getattr(transformers, ARCHITECTURES[name].model))
+    output = model(PROMPTS, labels=PROMPTS)
+    seen: Counter[str] = Counter()
+    original = dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen["all_reduce"] += 1
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        output.loss.backward()
+    finally:
+        dist.all_reduce = original
+    return seen
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_layers_of_a_block_sum_the_gradient_of_their_input_together(pool: Pool, tmp_path: Path, name: str) -> None:
+    ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
+    for seen in pool.run(2, backward, name, str(tmp_path)):
+        assert seen == {"all_reduce": 2 * LAYERS + 1}  # one is that of the logits

@@ -137,6 +137,7 @@ class BatchColwise(ColwiseParallel):
     """
 
     splits_batch = True
+    is_simple = False
 
     def __init__(self, name: str) -> None:
         """`name`: what a plan calls the strategy that it is."""

@@ -42,6 +42,8 @@ class _Cut:
     """Number of the backward that computes a layer again, of which it is the sequence; -1 in a forward."""
     scope: str
     """Name of that layer."""
+    whole: Tensor | None = None
+    """The states that were cut, which a model may return among its own."""
 
     def holds(self, name: str) -> bool:
         """True if the module `name`, which runs now, is given parts of this sequence."""
@@ -138,7 +140,7 @@ class SequenceScatterParallel(TensorParallelLayer):
         # Re-entrant checkpointing runs forwards that are trained without gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
         widths = even_widths(length, mesh.size()) if trains or length >= mesh.size() else None
-        _current[mesh.get_group()] = _Cut(widths, in_backward(), f"{self.name}.")
+        _current[mesh.get_group()] = _Cut(widths, in_backward(), f"{self.name}.", x)
         return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE), *others)
 
 
@@ -203,13 +205,15 @@ class SequenceStatesParallel(TensorParallelLayer):
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         group = mesh.get_group()
         cut = _current.pop(group, None)
-        widths = cut.widths if cut is not None else None
-        if widths is None:
+        if cut is None or cut.widths is None:
             return outputs
+        widths = cut.widths
         last = outputs[0]
 
         def whole(state: Tensor | None) -> Tensor | None:
-            return state if state is None or state is last else gather_from_region(state, widths, group, dim=SEQUENCE)
+            if state is None or state is last or state is cut.whole:
+                return state
+            return gather_from_region(state, widths, group, dim=SEQUENCE)
 
         if isinstance(outputs, tuple):  # return_dict=False
             return tuple(tuple(map(whole, value)) if _are_states(value, last) else value for value in outputs)
