@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="older processors are others"),
 ]
-QUICK = {"llava", "qwen3_vl", "whisper"}
+QUICK = {"qwen3_vl", "whisper"}
 
 
 def compare(folder: str, kind: Any, inputs: dict[str, Tensor]) -> tuple[float, bool, int]:

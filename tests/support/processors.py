@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,15 +42,12 @@ def wave(seconds: float = 0.25) -> np.ndarray[Any, Any]:
 
 
 def tokenizer(special: dict[str, str], ids: dict[str, int | None]) -> PreTrainedTokenizerFast:
-    """Words w0, w1, ...; the special tokens, by their names as attributes, have the ids of a config where it has any."""
-    taken = {found: special[name] for name in special if (found := ids.get(name)) is not None}
-    free = iter(index for index in range(3, 48) if index not in taken)
-    taken |= {next(free): token for name, token in special.items() if token not in taken.values()}
+    """Words w48, w49, ...; special tokens, by their names as attributes, with the ids that a config has for them."""
+    taken = {0: "<pad>", 1: "<unk>", 2: "<s>"}
+    taken |= {found: special[name] for name in special if (found := ids.get(name)) is not None}
+    free = iter(index for index in range(48) if index not in taken)
+    taken |= {next(free): token for token in special.values() if token not in taken.values()}
     words = {taken.get(index, f"w{index}"): index for index in range(192)}
-    words = {
-        "<pad>" if word == "w0" else "<unk>" if word == "w1" else "<s>" if word == "w2" else word: index
-        for word, index in words.items()
-    }
     built = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -69,7 +66,8 @@ class Family:
     make: Callable[[Any, Any], Callable[..., Any]]
     """(config, tokenizer) -> a function of the prompts that calls the processor."""
     prompt: str
-    changes: dict[str, Any]
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Settings of its config, beside the defaults."""
 
     def config(self) -> Any:
         kind = CONFIG_MAPPING[self.model_type]
@@ -77,6 +75,8 @@ class Family:
         for level in levels_of(whole):
             settings = TEXT if level is whole.get("text_config") else PART
             level.update({name: value for name, value in settings.items() if level.get(name) is not None})
+            if level.get("kv_lora_rank"):  # latent attention has as many keys as queries
+                level["num_key_value_heads"] = level["num_attention_heads"]
         return shrink(kind.from_dict(whole))
 
     def inputs(self, config: Any) -> dict[str, Tensor]:
@@ -277,32 +277,33 @@ QWEN = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
 }  # fmt: skip
+SEEN = "<|vision_start|> <|image_pad|> <|vision_end|>"
 GLM = {"image_token": "<|image|>", "video_token": "<|video|>"}
 GEMMA = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+GEMMA4 = {"image_token": "<|image|>", "audio_token": "<|audio|>", "video_token": "<|video|>"}
+LLAMA = {"image_token": "<|patch|>", "i": "<|image|>", "s": "<|image_start|>", "e": "<|image_end|>"}
+HEARD = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
+LARGE = {"mm_tokens_per_image": 256, "vision_config": {"image_size": 896, "patch_size": 14}}
+QWEN_IMAGES = _grids("Qwen2VLImageProcessorPil", "<|image_pad|>")
+GLM_IMAGES = _grids("Glm4vImageProcessorPil", "<|image|>")
 FAMILIES = {
-    "llava": Family("llava", IMAGE, _llava, "<image>", {}),
-    "gemma3": Family("gemma3", GEMMA, _gemma3, "<start_of_image>", {"mm_tokens_per_image": 256,
-        "vision_config": {"image_size": 896, "patch_size": 14}}),
-    "paligemma": Family("paligemma", IMAGE, _paligemma, "<image>", {}),
-    "mistral3": Family("mistral3", {"image_token": "[IMG]", "b": "[IMG_BREAK]", "e": "[IMG_END]"}, _mistral3, "[IMG]", {}),
-    "mllama": Family("mllama", {"image_token": "<|image|>"}, _mllama, "<|image|>", {}),
-    "llama4": Family("llama4", {"image_token": "<|patch|>", "i": "<|image|>", "s": "<|image_start|>", "e": "<|image_end|>",
-        "x": "<|tile_x_separator|>", "y": "<|tile_y_separator|>"}, _llama4, "<|image_start|> <|image|> <|patch|> <|image_end|>", {}),
-    "kimi_k25": Family("kimi_k25", {"image_token": "<|media_pad|>"}, _kimi, "<|media_pad|>", {}),
-    "smolvlm": Family("smolvlm", {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>",
-        "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"}, _smolvlm, "<image>", {}),
-    "internvl": Family("internvl", {"image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}, _internvl, "<IMG_CONTEXT>", {}),
-    "qwen3_vl": Family("qwen3_vl", QWEN, _grids("Qwen2VLImageProcessorPil", "<|image_pad|>"),
-        "<|vision_start|> <|image_pad|> <|vision_end|>", {}),
-    "qwen3_5": Family("qwen3_5", QWEN, _grids("Qwen2VLImageProcessorPil", "<|image_pad|>"),
-        "<|vision_start|> <|image_pad|> <|vision_end|>", {}),
-    "glm4v": Family("glm4v", GLM, _grids("Glm4vImageProcessorPil", "<|image|>"), "<|image|>", {}),
-    "gemma4": Family("gemma4", {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>",
-        "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>", "video_token": "<|video|>"},
-        _gemma4, "<|image|>", {"vision_config": {}}),
-    "whisper": Family("whisper", {}, _whisper, "w90", {}),
-    "voxtral": Family("voxtral", {"audio_token": "[AUDIO]"}, _voxtral, "[AUDIO]", {}),
-    "qwen2_audio": Family("qwen2_audio", {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>",
-        "audio_eos_token": "<|audio_eos|>"}, _qwen2_audio, "<|audio_bos|> <|AUDIO|> <|audio_eos|>", {}),
-}  # fmt: skip
+    family.model_type: family
+    for family in (
+        Family("llava", IMAGE, _llava, "<image>"),
+        Family("gemma3", GEMMA, _gemma3, "<start_of_image>", LARGE),
+        Family("paligemma", IMAGE, _paligemma, "<image>"),
+        Family("mistral3", {"image_token": "[IMG]"}, _mistral3, "[IMG]"),
+        Family("mllama", {"image_token": "<|image|>"}, _mllama, "<|image|>"),
+        Family("llama4", LLAMA, _llama4, "<|image_start|> <|image|> <|patch|> <|image_end|>"),
+        Family("kimi_k25", {"image_token": "<|media_pad|>"}, _kimi, "<|media_pad|>", {"projection_hidden_size": 192}),
+        Family("smolvlm", IMAGE, _smolvlm, "<image>"),
+        Family("internvl", {"image_token": "<IMG_CONTEXT>"}, _internvl, "<IMG_CONTEXT>"),
+        Family("qwen3_vl", QWEN, QWEN_IMAGES, SEEN),
+        Family("qwen3_5", QWEN, QWEN_IMAGES, SEEN),
+        Family("glm4v", GLM, GLM_IMAGES, "<|image|>"),
+        Family("gemma4", GEMMA4, _gemma4, "<|image|>", {"vision_config": {}}),
+        Family("whisper", {}, _whisper, "w90"),
+        Family("voxtral", {"audio_token": "[AUDIO]"}, _voxtral, "[AUDIO]"),
+        Family("qwen2_audio", HEARD, _qwen2_audio, "<|audio_bos|> <|AUDIO|> <|audio_eos|>"),
+    )
+}

@@ -56,7 +56,7 @@ def kind(layer: nn.Module) -> tuple[Any, ...]:
             tuple(
                 (key, value)
                 for key, value in vars(module).items()
-                if isinstance(value, bool | str | int | None) and not key.endswith(("idx", "index", "id"))
+                if isinstance(value, bool | str | int | None) and not key.endswith(("idx", "index", "id", "number"))
             ),
         )
         for name, module in layer.named_modules()

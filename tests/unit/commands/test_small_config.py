@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 import tp_transformers
 from tp_transformers.anatomy.classes import generating_class, known_class
 from tp_transformers.infer import small_model as probe
-from tp_transformers.infer.small_config import shrink, supported
+from tp_transformers.infer.small_config import LIMIT, shrink, supported
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.rules import Plan
@@ -83,8 +83,7 @@ def test_a_small_config_has_the_same_counts_and_kinds(model_type: str) -> None:
             assert fills[0] == fills[1]
     true, model = outline(config), outline(small)
     assert {type(module) for module in model.modules()} == {type(module) for module in true.modules()}
-    # 19 million of Qwen3-MoE's, whose 128 experts are as wide as 32 heads; most have less than one.
-    assert sum(param.numel() for param in model.parameters()) < 20e6
+    assert sum(param.numel() for param in model.parameters()) <= LIMIT
     plan = Plan.for_model(model)
     assert plan is not None
     cut, cut_small = (
@@ -134,6 +133,57 @@ def test_a_small_model_of_a_published_one_answers_with_all_it_has(name: str) -> 
     assert not {key for key in unused if "vision_tower.head" not in key}  # of SigLIP, which Gemma does not use
     assert seen.trace.calls[-1].name == ""
     assert all(param.std() > 0 for param in model.parameters() if param.numel() > 1)
+
+
+# Sums and ratios of widths, stages, depths by another name, models in a model, tokens that a config leaves open.
+OTHERS = (
+    *(
+        "deepseek_v4",
+        "dots3_note_text",
+        "gemma3n_text",
+        "gpt_neox_japanese",
+        "hrm_text",
+        "janus",
+        "llava_next",
+        "mllama",
+    ),
+    *("mobilebert", "molmo2", "muse_glimmer", "paligemma", "t5gemma", "vibevoice_asr", "xlnet", "zamba2"),
+)
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
+def test_a_config_with_constraints_of_its_own_shrinks_too(model_type: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("a later release has it")
+    small = shrink(CONFIG_MAPPING[model_type]())
+    cls = generating_class(small)
+    assert sum(param.numel() for param in outline(small).parameters()) <= LIMIT
+    model = probe.make(cls, small)
+    question, *_ = probe.questions(model)
+    assert probe.answer(model, question).isfinite().all()
+
+
+# A form of images, or of sound, each: patches with a grid, with positions, tiles, pinpoints, flat ones; mel features.
+MEDIA = {
+    "blip-2": "pixel_values", "glm4v": "image_grid_thw", "idefics3": "pixel_values", "llava_next": "image_sizes",
+    "mllama": "aspect_ratio_ids", "pix2struct": "flattened_patches", "qwen2_audio": "feature_attention_mask",
+    "qwen2_vl": "image_grid_thw", "whisper": "input_features",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model_type", [name if name == "glm4v" else pytest.param(name, marks=pytest.mark.slow) for name in MEDIA]
+)
+def test_a_small_model_is_given_images_or_sound(model_type: str) -> None:
+    small = shrink(CONFIG_MAPPING[model_type]())
+    model = probe.make(generating_class(small), small)
+    question, _, given = probe.questions(model)
+    assert given
+    assert MEDIA[model_type] in question
+    medium = next(name for name in ("pixel_values", "flattened_patches", "input_features") if name in question)
+    logits = probe.answer(model, question)
+    others = probe.answer(model, {**question, medium: question[medium].flip(0) * 2})
+    assert not torch.equal(logits, others)
 
 
 def test_a_config_that_cannot_be_shrunk_is_refused() -> None:
