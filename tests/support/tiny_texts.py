@@ -204,6 +204,7 @@ TEXTS = {
             ("layer_types", ["linear_attention", "indexed_attention"]),
             ("mlp_layer_types", ["dense", "sparse"]),
         ),
+        since="5.23",
     ),
     "nemotron_h": Tiny(
         "NemotronHConfig",
@@ -252,7 +253,7 @@ TEXTS = {
     "zaya": Tiny(
         "ZayaConfig", "ZayaForCausalLM", tokens, (*EXPERTS, ("num_experts_per_tok", 1), ("num_hidden_layers", 3))
     ),
-    "dbrx": Tiny("DbrxConfig", "DbrxForCausalLM", tokens, STACKED),
+    "dbrx": Tiny("DbrxConfig", "DbrxForCausalLM", tokens, STACKED, since="5.17"),
     "hy_v4": Tiny("HYV4Config", "HYV4ForCausalLM", tokens, (*EXPERTS, *LATENT, ("index_topk", 4))),
     "axk2": Tiny("AXK2Config", "AXK2ForCausalLM", tokens, (*EXPERTS, *LATENT, ("index_topk", 4))),
 }

@@ -111,11 +111,11 @@ TOWERS = {
         placed_patches,
         (("patch_embed_hidden_size", CHANNELS * PATCH**2), ("max_num_patches", 16)),
     ),
-    "paddleocr_vl_vision": Tiny("PaddleOCRVisionConfig", "PaddleOCRVisionModel", square_patches),
+    "paddleocr_vl_vision": Tiny("PaddleOCRVisionConfig", "PaddleOCRVisionModel", square_patches, since="5.17"),
     "molmo2_vision": Tiny(
         "Molmo2VisionConfig", "Molmo2VisionModel", rows_of_patches, (("image_size", [IMAGE, IMAGE]),)
     ),
-    "got_ocr2_vision": Tiny("GotOcr2VisionConfig", "GotOcr2VisionEncoder", images, SEGMENTS),
+    "got_ocr2_vision": Tiny("GotOcr2VisionConfig", "GotOcr2VisionEncoder", images, SEGMENTS, since="5.23"),
     "pp_formulanet_vision": Tiny(
         "PPFormulaNetVisionConfig",
         "PPFormulaNetVisionModel",
@@ -127,6 +127,7 @@ TOWERS = {
             ("post_conv_out_channels", 8),
             ("decoder_hidden_size", 8),
         ),
+        since="5.23",
     ),
     "florence_vision": Tiny(
         "Florence2VisionConfig",
@@ -147,7 +148,7 @@ TOWERS = {
         grid_patches,
         CONVOLVING,
     ),
-    "radio": Tiny("RadioConfig", "RadioModel", images, (("mlp_ratio", 1.25), ("max_img_size", 32))),
+    "radio": Tiny("RadioConfig", "RadioModel", images, (("mlp_ratio", 1.25), ("max_img_size", 32)), since="5.23"),
     "qwen2_5_omni_vision_encoder": Tiny("Qwen2_5OmniVisionEncoderConfig", "Qwen2_5OmniVisionEncoder", patches, WINDOWS),
     "qwen2_5_omni_audio_encoder": Tiny(
         "Qwen2_5OmniAudioEncoderConfig", "Qwen2_5OmniAudioEncoder", sounds_in_a_row, (("n_window", 5),)
