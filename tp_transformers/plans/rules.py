@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -187,7 +187,7 @@ class Plan:
         """
         path = available_plans().get(model.config.model_type)
         whole = cls("", (), declared=True, extends_declared=True) if path is None else cls.from_yaml(path)
-        plan = whole.completed(model)._with_parts(model)
+        plan = whole.completed(model)._with_parts(model, whole.rules)
         return plan if plan.rules else None
 
     def completed(self, model: PreTrainedModel) -> Plan:
@@ -214,11 +214,11 @@ class Plan:
                 rules += [replace(rule, pattern=name, in_base_model=False, implied=False) for name in free]
         return replace(self, source=source, rules=tuple(rules), extends_declared=False)
 
-    def _with_parts(self, model: PreTrainedModel) -> Plan:
+    def _with_parts(self, model: PreTrainedModel, own: Sequence[Rule]) -> Plan:
         """This plan with our plans for the parts of `model`, at the names that they have in it.
 
-        A part in which this plan has rules keeps those, unless they are declared by transformers. The plan of the
-        language model cuts the output embedding, too.
+        A part in which this plan has rules keeps those, unless it completes a declared plan: then its `own` rules come
+        before those of the parts. The plan of the language model cuts the output embedding, too.
 
             llava ─┬─ vision_tower    clip_vision_model ── clip_vision_model.yaml, at model.vision_tower
                    └─ language_model  llama             ── llama.yaml, at model.language_model, and its lm_head
@@ -241,14 +241,17 @@ class Plan:
                 rules += [replace(rule, optional=True) for rule in plan.rules if not rule.in_base_model]
         if not parts:
             return self
+        written = {rule.full(prefix) for rule in own if self.declared}
+        rules = [rule for rule in rules if rule.pattern not in written]
         added = {rule.pattern for rule in rules}
         whole = replace(self, parts=tuple(parts))
-        others = (rule for rule in self.rules if not whole.part_around(rule.full(prefix)))
-        own = [rule for rule in others if rule.pattern not in added]
+        others = (
+            rule for rule in self.rules if rule.full(prefix) in written or not whole.part_around(rule.full(prefix))
+        )
         return replace(
             whole,
             source=f"{self.source}, with ours for {', '.join(parts)}" if self.declared else self.source,
-            rules=(*own, *rules),
+            rules=(*(rule for rule in others if rule.pattern not in added), *rules),
             attention=(*self.attention, *attention),
         )
 
