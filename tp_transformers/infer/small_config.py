@@ -60,6 +60,8 @@ LENGTHS = {
 
 LIMIT = 10_000_000
 """Parameters of a small model, at most, if it can be."""
+MOST = 20 * LIMIT
+"""Parameters of a small model that is still tried."""
 FACTORS = (64, 32, 16, 8, 4, 2)
 """Numbers to divide all widths by where a config refuses widths of their own."""
 LONGEST = 400
@@ -108,7 +110,10 @@ def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -
         if not found:
             assert refused is not None
             raise refused
-        return min(found, key=lambda each: each[0])[1]
+        count, small = min(found, key=lambda each: each[0])
+        if count > MOST:
+            raise ValueError(f"its small model has {count:,} parameters")
+        return small
 
 
 def _narrowed(

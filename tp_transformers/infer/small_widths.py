@@ -63,8 +63,8 @@ def shrink_widths(levels: list[Level]) -> None:
     for level in levels:
         heads, hidden, head = _attention(level)
         if head:
-            base = next(width for width in HEAD_WIDTHS if _rotates(width, level))
-            least = min(width for _, width in _head_widths(level)) if _head_widths(level) else head
+            least = min([width for _, width in _head_widths(level)] or [head])
+            base = next(width for width in HEAD_WIDTHS if _rotates(head * width // least, level))
             scale = small[hidden] / hidden if heads and hidden == heads * head else min(1.0, base / least)
             for each in (level, *of_layers(level)):
                 _shrink_heads(each, scale)

@@ -167,7 +167,7 @@ def test_a_config_with_constraints_of_its_own_shrinks_too(model_type: str) -> No
 MEDIA = {
     "blip-2": "pixel_values", "glm4v": "image_grid_thw", "idefics3": "pixel_values", "llava_next": "image_sizes",
     "mllama": "aspect_ratio_ids", "pix2struct": "flattened_patches", "qwen2_audio": "feature_attention_mask",
-    "qwen2_vl": "image_grid_thw", "whisper": "input_features",
+    "whisper": "input_features",
 }  # fmt: skip
 
 
