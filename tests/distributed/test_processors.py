@@ -38,8 +38,6 @@ def compare(folder: str, kind: Any, inputs: dict[str, Tensor]) -> tuple[float, b
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_what_a_processor_makes_is_answered_as_by_one_process(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
-    if name == "gemma4" and size == 2:
-        pytest.xfail("its forward reads the embedding of padding from a DTensor")
     family = FAMILIES[name]
     model = family.model()
     inputs = family.inputs(model.config)

@@ -111,3 +111,16 @@ def test_projections_in_two_modules_are_cut_by_the_same_heads(size: int, expecte
     assert list(resolution.attention) == (
         [] if expected is None else [f"bert.encoder.layer.{i}.attention.self" for i in (0, 1)]
     )
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4Config"), reason="transformers has no Gemma 4 yet")
+def test_rules_of_a_plan_that_completes_a_declared_one_come_before_those_of_its_parts() -> None:
+    model_class: Any = transformers.AutoModelForImageTextToText
+    with torch.device("meta"):
+        model = model_class.from_config(transformers.Gemma4Config())
+    plan = Plan.for_model(model)
+    assert plan is not None
+    names = resolve(plan, model, 2).rule_names
+    assert names["model.language_model.embed_tokens.weight"] == "replicate"
+    assert names["model.language_model.layers.0.mlp.up_proj.weight"] == "colwise"
+    assert names["model.language_model.embed_tokens_per_layer.weight"] == "embedding_rowwise"
