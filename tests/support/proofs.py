@@ -260,11 +260,13 @@ def _prove(model_type: str, kinds: list[str]) -> tuple[Proof, float]:
 
 def proven(names: Iterable[str], processes: int) -> Iterator[tuple[str, Proof, float]]:
     """(type, what was found, seconds) of every type of `names`, as they come."""
-    every, context = types(), multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start, max_tasks_per_child=25) as executor:
-        asked = {name: executor.submit(_prove, name, every[name]) for name in names}
-        for name, answer in asked.items():
-            yield name, *answer.result()
+    every, context, left = types(), multiprocessing.get_context("spawn"), list(names)
+    while left:  # new processes now and then: a type that failed for lack of memory may leave little
+        some, left = left[: 25 * processes], left[25 * processes :]
+        with ProcessPoolExecutor(processes, context, _start) as executor:
+            asked = {name: executor.submit(_prove, name, every[name]) for name in some}
+            for name, answer in asked.items():
+                yield name, *answer.result()
 
 
 def summary(proofs: Mapping[str, Proof]) -> str:
