@@ -30,6 +30,7 @@ from ..plans.bind import Resolution
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
+from ..training.trainer_patch import TRAINER
 from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo, extract_commit_hash
 from .choose_plan import plan_for, read_plan
 from .load import LoadResult, load, pad_locally, partition_initialized
@@ -130,6 +131,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     partition_initialized(model, current.resolution, group)
     guard_if_asked(model)
     # 6. From now on, ranks hear when another one fails; those that something stands in for do not exist.
+    TRAINER.hold_for(model)
     if instead is None:
         watch(model, options.tp_watch)
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from ..patches import Patch, Undo, replace
+from ..training.trainer_patch import TRAINER
 from ..transformers_api import auto_classes, check, modeling_utils
 from .from_pretrained import find_quantizer, from_pretrained, load_pretrained_model, resolve_files
 
@@ -43,6 +44,7 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
         if self._turned_on:
             check()
             _HOOK.hold()
+            TRAINER.hold()
 
     def __enter__(self) -> enable:
         return self
@@ -59,3 +61,4 @@ def disable() -> None:
     """
     if _HOOK.is_on:
         _HOOK.release()
+        TRAINER.release()
