@@ -54,13 +54,12 @@ def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str
     return {**arguments, "parallelism_config": parallelism}
 
 
-def create_accelerator_and_postprocess(original: Any, self: Any) -> None:
+def evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """See `transformers.Trainer`; what is gathered for metrics is of one rank of each copy."""
-    original(self)
     if is_tensor_parallel(self.model):
         gather = partial(_gather_for_metrics, self.accelerator, self.model.tp_size)
-        self.accelerator.gather_for_metrics = gather
         self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+    return original(self, *args, **kwargs)
 
 
 def prediction_step(
@@ -117,7 +116,7 @@ def _get_grad_norm(original: Any, self: Any, model: Any, grad_norm: Any = None) 
 
 _CHANGES = (
     _build_accelerator_args,
-    create_accelerator_and_postprocess,
+    evaluation_loop,
     prediction_step,
     compute_loss,
     create_optimizer,
