@@ -6,9 +6,12 @@ A patch is held by every tensor-parallel model for as long as it lives, or by `e
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 Undo = Callable[[], None]
@@ -71,3 +74,43 @@ def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Undo:
             setattr(owner, name, descriptor)
 
     return undo
+
+
+def when_imported(name: str, install: Callable[[], Undo]) -> Undo:
+    """Run `install` at once where the module `name` is imported, else when it has been; returns what undoes either."""
+    if name in sys.modules:
+        return install()
+    waiting = _Waiting(name, install)
+    sys.meta_path.insert(0, waiting)
+    return waiting.undo
+
+
+class _Waiting(MetaPathFinder):
+    """A finder in `sys.meta_path` that finds what the others do, and runs a function after one module's code."""
+
+    def __init__(self, name: str, install: Callable[[], Undo]) -> None:
+        self._name, self._install = name, install
+        self._undo: Undo | None = None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in others if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_install(module: Any) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._undo = self._install()
+
+            spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
+        return spec
+
+    def undo(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+        if self._undo is not None:
+            self._undo()

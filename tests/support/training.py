@@ -40,15 +40,23 @@ class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def with_trainer(
-    folder: str, saved: str, copies: int, adapted: bool = False, loss: bool = False, fp16: bool = False
+    folder: str,
+    saved: str,
+    copies: int,
+    adapted: bool = False,
+    loss: bool = False,
+    fp16: bool = False,
+    own: bool = True,
 ) -> dict[str, Any]:
     """Train on batches of two in all, evaluate, save; `copies`: of the model, which has two ranks each; 0 for one
-    process. `adapted`: train LoRA alone; `loss`: with logits that are cut; `fp16`: with a scaler that begins too high.
+    process. `adapted`: train LoRA alone; `loss`: with logits that are cut; `fp16`: with a scaler that begins too high;
+    `own`: with our Trainer, else with transformers'.
     """
     from accelerate.state import AcceleratorState
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-    from tp_transformers.training.trainer import Trainer
+    if own:
+        from tp_transformers.training.trainer import Trainer  # type: ignore[assignment]
 
     if not copies:  # for accelerate, torchrun's environment makes one process a distributed one
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import Conv1D
@@ -36,6 +38,11 @@ def is_transposed(module: nn.Module) -> bool:
 def has_inputs_first(module: nn.Module) -> bool:
     """True if rows of the matrices are input features, for drawings: a Conv1D, an embedding, transposed experts."""
     return isinstance(module, nn.Embedding | Conv1D) or bool(getattr(module, "is_transposed", False))
+
+
+def embeds_states(module: nn.Module, config: Any) -> bool:
+    """True for an embedding of hidden states, of which norms and sums take all features."""
+    return isinstance(module, nn.Embedding) and module.embedding_dim == getattr(config, "hidden_size", None)
 
 
 def holds_experts(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from .. import __version__
 from ..errors import TensorParallelError
 from . import plans, run
 from .plan import command as plan
+from .serve import command as serve
 from .shard import command as shard
 from .suggest import command as suggest
 from .verify import command as verify
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Any] = {
     "suggest": suggest,
     "shard": shard,
     "run": run,
+    "serve": serve,
 }
 """Name -> module; see `commands`. None imports torch or transformers before it runs, so that `--help` is fast."""
 
@@ -54,7 +56,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
-    arguments = parser().parse_args(argv)
+    whole = parser()
+    arguments, others = whole.parse_known_args(argv)
+    if others and not hasattr(arguments, "options"):
+        whole.error(f"unrecognized arguments: {' '.join(others)}")
+    arguments.options = others  # of a command that passes them on
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..anatomy.names import base_prefix
 from ..errors import PlanError, shown
 from ..logs import get_logger
 from ..plans.catalogue import available_plans
@@ -20,16 +22,33 @@ _told: set[str] = set()
 """The model types whose declared plans were told of."""
 
 
-def read_plan(tp_plan: Any) -> Plan | str:
-    """The plan that the caller means; "auto" and "infer" stay, until the model is known.
+@dataclass(frozen=True)
+class ChangedPlan:
+    """The plan of "auto", with other rules in place of those for the same names."""
 
-    Raises PlanError on anything else.
+    rules: Mapping[str, Any]
+    """{name in the full model: strategy}."""
+
+    def plan(self, model: PreTrainedModel, *, quietly: bool) -> Plan:
+        """The plan for `model`. Raises PlanError on malformed rules, or where there is no plan to change."""
+        base, prefix = auto_plan(model, quietly=quietly), base_prefix(model)
+        source = f"{base.source}, with rules of distributed_config"
+        own = Plan.from_dict(self.rules, source=source).rules
+        names = {rule.full(prefix) for rule in own}
+        kept = (rule for rule in base.rules if rule.full(prefix) not in names)
+        return replace(base, source=source, rules=(*kept, *own))
+
+
+def read_plan(tp_plan: Any) -> Plan | ChangedPlan | str:
+    """The plan that the caller means; "auto" and "infer" stay, and changes to "auto", until the model is known.
+
+    Raises PlanError on anything else, and on a dict without rules.
     """
-    if isinstance(tp_plan, Plan):
+    if isinstance(tp_plan, Plan | ChangedPlan):
         return tp_plan
     if isinstance(tp_plan, str) and tp_plan in ("auto", "infer"):
         return tp_plan
-    if isinstance(tp_plan, Mapping):
+    if isinstance(tp_plan, Mapping) and tp_plan:
         return Plan.from_dict(tp_plan)
     if isinstance(tp_plan, str | os.PathLike):
         return Plan.from_yaml(os.fspath(tp_plan))
@@ -59,7 +78,7 @@ def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
     return plan
 
 
-def plan_for(model: PreTrainedModel, tp_plan: Plan | str, group: TensorParallelGroup) -> Plan:
+def plan_for(model: PreTrainedModel, tp_plan: Plan | ChangedPlan | str, group: TensorParallelGroup) -> Plan:
     """The plan for `model`, which is on the meta device, of what `read_plan` returned.
 
     Raises:
@@ -68,6 +87,8 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | str, group: TensorParallelG
     """
     if isinstance(tp_plan, Plan):
         return tp_plan
+    if isinstance(tp_plan, ChangedPlan):
+        return tp_plan.plan(model, quietly=group.rank > 0)
     if tp_plan == "auto":
         return auto_plan(model, quietly=group.rank > 0)
     # The first rank looks: what reaches what is found by random numbers, and all ranks have to cut alike.

@@ -30,8 +30,10 @@ from ..plans.bind import Resolution
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
+from ..training.trainer_patch import TRAINER
 from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo, extract_commit_hash
-from .choose_plan import plan_for, read_plan
+from .choose_plan import ChangedPlan, plan_for, read_plan
+from .distributed_config import read_distributed_config
 from .load import LoadResult, load, pad_locally, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
@@ -44,7 +46,7 @@ Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadR
 class _Load:
     """A `from_pretrained(tp_plan=...)` that is under way."""
 
-    tp_plan: Plan | str
+    tp_plan: Plan | ChangedPlan | str
     group: TensorParallelGroup
     options: Options
     sharded: Manifest | None = None
@@ -68,7 +70,17 @@ _instead: ContextVar[Instead | None] = ContextVar("tp_transformers_instead", def
 
 
 def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-    """`from_pretrained` of a model or Auto class: `original`, unless there is a `tp_plan`."""
+    """`from_pretrained` of a model or Auto class: `original`, unless there is a `tp_plan`, also in the form of a
+    `distributed_config`."""
+    parallelism = read_distributed_config(kwargs)
+    if parallelism is not None:
+        del kwargs["distributed_config"]
+        mesh = parallelism.mesh()
+        result = _load_tensor_parallel(
+            partial(original, cls), args, {**kwargs, **parallelism.arguments, "device_mesh": mesh}
+        )
+        parallelism.make_copies(result[0] if isinstance(result, tuple) else result, mesh)
+        return result
     if kwargs.get("tp_plan") is None:
         folder = _sharded_folder(args, kwargs)
         refuse_without_tp_plan(kwargs)
@@ -130,6 +142,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     partition_initialized(model, current.resolution, group)
     guard_if_asked(model)
     # 6. From now on, ranks hear when another one fails; those that something stands in for do not exist.
+    TRAINER.hold_for(model)
     if instead is None:
         watch(model, options.tp_watch)
     return result

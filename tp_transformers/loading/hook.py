@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ..patches import Patch, Undo, replace
+from ..patches import Patch, Undo, replace, when_imported
+from ..training.trainer_patch import TRAINER
 from ..transformers_api import auto_classes, check, modeling_utils
 from .from_pretrained import find_quantizer, from_pretrained, load_pretrained_model, resolve_files
+from .pipelines import change_pipeline
 
 
 def _replace_all() -> Undo:
@@ -14,6 +16,7 @@ def _replace_all() -> Undo:
         replace(PreTrainedModel, "_load_pretrained_model", load_pretrained_model),
         replace(modeling_utils, "_get_resolved_checkpoint_files", resolve_files),
         replace(modeling_utils, "get_hf_quantizer", find_quantizer),
+        when_imported("transformers.pipelines", change_pipeline),
         *(replace(cls, "from_pretrained", from_pretrained) for cls in (PreTrainedModel, *auto_classes())),
     ]
 
@@ -24,7 +27,7 @@ def _replace_all() -> Undo:
     return undo_all
 
 
-_HOOK = Patch("transformers", "from_pretrained, and three functions that it calls", _replace_all)
+_HOOK = Patch("transformers", "from_pretrained, three functions that it calls, and pipeline", _replace_all)
 
 
 class enable:  # noqa: N801 - used as a function, returns its own context manager
@@ -43,6 +46,7 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
         if self._turned_on:
             check()
             _HOOK.hold()
+            TRAINER.hold()
 
     def __enter__(self) -> enable:
         return self
@@ -59,3 +63,4 @@ def disable() -> None:
     """
     if _HOOK.is_on:
         _HOOK.release()
+        TRAINER.release()

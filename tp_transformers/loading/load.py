@@ -29,7 +29,7 @@ from ..plans.bind import Resolution
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, Resident
 from ..slices.stored import Stored
-from ..strategies import local_tensor, whole_like
+from ..strategies import take, whole_like
 from ..strategies.shards.shard import SHARD
 from ..text import size
 from .request import LoadRequest, Mismatched, express, leaves, open_checkpoint
@@ -202,9 +202,8 @@ def _partition(
     strategy = resolution.param_strategies.get(name)
     if strategy is None:
         return expression
-    param_type = name.rpartition(".")[2]
-    shard = strategy.partition_tensor(expression, whole, param_type, None, True, group.rank, group.device_mesh)
-    return shard if isinstance(shard, LazyTensor) else Resident(local_tensor(shard))
+    layout = strategy.layout(name.rpartition(".")[2], whole.shape, group.size)
+    return take(expression, layout, group.rank)
 
 
 def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:

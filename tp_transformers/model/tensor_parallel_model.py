@@ -24,6 +24,7 @@ from ..strategies.shards.scaler import SHARED_INFINITIES
 from .adapters.files import load_adapter, save_adapter
 from .adapters.inject import WATCH_ADAPTERS
 from .clip import WHOLE_NORMS
+from .continuous_batching import OWN_CACHE
 from .failures import WatchedModel
 from .generate import TensorParallelGeneration
 from .kernels import check_kernels
@@ -162,7 +163,7 @@ class TensorParallelModel(WatchedModel, _Model):
 
 def hold_patches(model: object) -> None:
     """As long as `model` lives, torch's optimizers, GradScaler and clipping know shards, and peft knows the model."""
-    for patch in (WATCH_ADAPTERS, SPLIT_STEPS, SHARED_INFINITIES, WHOLE_NORMS):
+    for patch in (WATCH_ADAPTERS, SPLIT_STEPS, SHARED_INFINITIES, WHOLE_NORMS, OWN_CACHE):
         patch.hold_for(model)
 
 

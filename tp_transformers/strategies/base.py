@@ -22,7 +22,7 @@ from ..slices.layout import Layout, Split
 from ..slices.lazy import LazyTensor
 from .attach import attach
 from .communication import Communication, Placements, only
-from .shards.shard import ParamShard, local_tensor, shard_of, whole_like
+from .shards.shard import ParamShard, shard_of
 from .shards.slicing import split_of, take
 from .shards.trace import traced_layout
 
@@ -54,6 +54,20 @@ class TensorParallelLayer(Communication, ParallelStyle):
     parts: int | Sequence[int | str] | None = None
     """Number of equal parts of a fused projection, or their lengths; each is cut by itself."""
 
+    input_layouts: Placements = None
+    output_layouts: Placements = None
+    desired_input_layouts: Placements = None
+    use_local_output = True
+    use_dtensor = True
+    split: Split | None = None
+    unit: int | None = None
+    size = 1
+    is_embedding = False
+    holds_experts = False
+    config: Any = None
+    name = "the module"
+    # All of these for a subclass, too, of which `__init__` does not call this one's.
+
     def __init__(
         self,
         *,
@@ -77,15 +91,6 @@ class TensorParallelLayer(Communication, ParallelStyle):
         self.desired_input_layouts = desired_input_layouts
         self.use_local_output = use_local_output
         self.use_dtensor = use_dtensor
-        self.split: Split | None = None
-        self.unit: int | None = None
-        self.widths: dict[str, int] = {}
-        self.size = 1
-        self.is_embedding = False
-        self.holds_experts = False
-        self.config: Any = None
-        self.name = "the module"
-        self._splits: dict[tuple[int, int, int], Split] = {}
 
     def bind(
         self,
@@ -111,7 +116,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         bound.size = size
         bound.config = config
         bound.widths = {key: vars(module)[key] for key in widths if key in vars(module)}
-        bound._splits = {}
+        vars(bound)["_splits"] = {}
         if parts is not None:
             bound.parts = parts
         if unit is not None:
@@ -138,6 +143,9 @@ class TensorParallelLayer(Communication, ParallelStyle):
         """
         if type(self).partition_tensor is not TensorParallelLayer.partition_tensor:
             return traced_layout(self.partition_tensor, param_type, shape, size)
+        return self._layout(param_type, shape, size)
+
+    def _layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout | None:
         dim = self.split_dim(param_type, len(shape))
         if dim is None:
             return None
@@ -167,9 +175,10 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
         Raises ValueError where it is not made up of whole heads or of the parts.
         """
-        if (length, size, unit) not in self._splits:
-            self._splits[length, size, unit] = self._cut(length, size, unit)
-        return self._splits[length, size, unit]
+        splits: dict[tuple[int, int, int], Split] = vars(self).setdefault("_splits", {})
+        if (length, size, unit) not in splits:
+            splits[length, size, unit] = self._cut(length, size, unit)
+        return splits[length, size, unit]
 
     def _cut(self, length: int, size: int, unit: int) -> Split:
         return split_of(length, size, unit, self.split, self.parts)
@@ -184,22 +193,25 @@ class TensorParallelLayer(Communication, ParallelStyle):
         rank: int,
         device_mesh: DeviceMesh | None,
     ) -> Tensor | LazyTensor:
-        """This rank's shard of a parameter.
+        """This rank's shard of a parameter: a slice of it, plain or in a DTensor or an `nn.Parameter`.
+
+        A load does not call it with values. Before there are ranks, it is called for each rank with a tensor that has
+        none, and the slice that it takes is what that rank reads.
 
         Args:
-            param: the whole parameter, or a lazy tensor of which only the slice that is returned will be read.
+            param: the whole parameter.
             empty_param: meta tensor of the whole shape.
             param_type: name of the parameter within its module, such as "weight".
-            param_casting_dtype: dtype to cast to; None to keep. The loader casts lazy shards itself.
+            param_casting_dtype: dtype to cast to; None to keep. The load casts to the model's.
             to_contiguous: whether a shard that is a view is made contiguous.
             rank: this process on the `tp` axis.
-            device_mesh: the 1-D mesh of the `tp` axis; None for one process. Plans are checked before there are
-                ranks: then it is a stand-in of which only `size()` can be asked.
+            device_mesh: the 1-D mesh of the `tp` axis, maybe without process groups; None for one process.
         """
         size = device_mesh.size() if device_mesh is not None else 1
-        shard = take(param, self.layout(param_type, empty_param.shape, size), rank)
-        if isinstance(shard, LazyTensor):
-            return shard
+        layout = self._layout(param_type, empty_param.shape, size)
+        if isinstance(param, LazyTensor):
+            return take(param, layout, rank)
+        shard = take(param, layout, rank)
         if param_casting_dtype is not None:
             shard = shard.to(param_casting_dtype)
         return shard.contiguous() if to_contiguous else shard
@@ -273,8 +285,7 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
             if not param.is_meta:
                 dist.broadcast(whole, group=group.process_group, group_src=0)
             shard = strategy.shard(name, param.shape, group)
-            part = strategy.partition_tensor(whole, whole_like(param), name, None, True, group.rank, mesh)
-            own = local_tensor(part).clone()  # type: ignore[arg-type]
+            own = take(whole, shard.layout, group.rank).clone()
             param.tp_part = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]
         shards[name] = module._parameters[name].tp_shard  # type: ignore[union-attr]
     attach(module, strategy, shards, mesh)

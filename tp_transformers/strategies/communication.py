@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class Communication:
     output_layouts: Placements
     desired_input_layouts: Placements
     use_local_output: bool
-    widths: dict[str, int]
+    widths: Mapping[str, int] = MappingProxyType({})
     """Attributes of the module that are cut evenly in its forward, with their unsharded values."""
     size: int
     """Number of ranks."""
@@ -104,8 +105,8 @@ class Communication:
         super().__init_subclass__(**options)
         own = vars(cls)
         if "_prepare_input_fn" in own and "before" not in own:
-            cls.before = lambda self, module, inputs, mesh: cls._prepare_input_fn(  # type: ignore[method-assign]
-                self.input_layouts, self.desired_input_layouts, module, inputs, mesh
+            cls.before = lambda self, module, inputs, mesh: _as_inputs(  # type: ignore[method-assign]
+                cls._prepare_input_fn(self.input_layouts, self.desired_input_layouts, module, inputs, mesh), inputs
             )
         elif "before" in own and "_prepare_input_fn" not in own:
             cls._prepare_input_fn = staticmethod(  # type: ignore[method-assign,assignment]
@@ -196,7 +197,10 @@ class Communication:
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
     ) -> tuple[Any, ...]:
-        """`before` as a static method, for strategies of users. The bound strategy is `mod.tp_strategy`."""
+        """`before` as a static method, for strategies of users; it may return the first input alone.
+
+        The bound strategy is `mod.tp_strategy`.
+        """
         return inputs
 
     @staticmethod
@@ -212,6 +216,13 @@ class Communication:
 
 
 _ACTS = ("before", "after", "prepare_beside", "local_attributes", "interrupted")
+
+
+def _as_inputs(found: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All inputs of a module, of which a user's function may return the first alone, or nothing to change none."""
+    if found is None:
+        return inputs
+    return found if isinstance(found, tuple) else (found, *inputs[1:])
 
 
 def only(layouts: Placements) -> Placement | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..anatomy.linears import features, is_transposed
+from ..anatomy.linears import embeds_states, features, is_transposed
 from ..errors import PlanError
 from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..slices.layout import Layout, Split, even_widths
@@ -58,6 +58,11 @@ class _WeightParallel(TensorParallelLayer):
             raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise cut")
         if self.parts is not None and self.is_embedding:
             raise ValueError("an embedding has no packed parts")
+        if self.leaves_sharded_output and self.use_local_output and embeds_states(module, self.config):
+            raise ValueError(
+                "it would leave each rank a part of the hidden features, of which what follows takes all; use "
+                "'embedding_rowwise' or 'embedding_colwise'"
+            )
 
     def check_width(self, x: Tensor, expected: int) -> None:
         """Raise PlanError, before anything is communicated, where the input is not `expected` features wide."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from typing import ClassVar
 
 from torch.distributed.tensor import Replicate
 
@@ -73,14 +74,23 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
 
 
 class ParallelInterface(UserDict[str, TensorParallelLayer]):
-    """Names to strategies: the built-in ones, and those that `register_strategy` adds."""
+    """Names to strategies: the built-in ones, and those that `register_strategy` adds, in every instance."""
+
+    _names: ClassVar[dict[str, TensorParallelLayer]] = dict(BUILT_IN)
 
     def __init__(self) -> None:
-        super().__init__(BUILT_IN)
+        self.data = self._names
 
-    def register_strategy(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
+    @classmethod
+    def register_strategy(cls, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
         """Make `strategy` (a class or an instance) available to plans as `name`; replaces one of that name."""
-        self[name] = strategy  # type: ignore[assignment]
+        cls()[name] = strategy  # type: ignore[assignment]
+
+    register = register_strategy
+
+    def valid_keys(self) -> list[str]:
+        """All names, as transformers' interface lists them."""
+        return list(self)
 
     def __setitem__(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
         instance = as_strategy(strategy() if isinstance(strategy, type) else strategy)

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
 )
 
+from ..anatomy.linears import embeds_states
 from ..slices.layout import Split, chunked
 from .base import TensorParallelLayer
 from .communication import only
@@ -85,6 +86,11 @@ class StyleParallel(TensorParallelLayer):
             )
         if self.takes_sequence_part and any(module.children()):
             raise ValueError(f"torch's {style} is for a norm or a dropout, not for a {kind} with modules of its own")
+        if self.leaves_sharded_output and self.use_local_output and embeds_states(module, self.config):
+            raise ValueError(
+                f"torch's {style} would leave each rank a part of the hidden features, of which what follows takes "
+                "all; give it output_layouts=Replicate()"
+            )
         if self.sums_own_output and self.is_embedding and self.input_layouts == (Shard(-1),):
             raise ValueError(
                 f"torch's {style} takes ids that are cut over the ranks; give it input_layouts=Replicate()"

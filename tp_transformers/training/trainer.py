@@ -5,45 +5,141 @@ Not imported by the package itself: transformers' own takes a second to import.
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate import ParallelismConfig  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType, gather_object, recursively_apply  # type: ignore[import-untyped]
 from torch import nn
-from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
-from ..checkpoint.reading.distributed import load_distributed_checkpoint
-from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
-from ..errors import CheckpointError, MeshError, UnsupportedError
-from ..logs import get_logger
+from ..errors import MeshError, UnsupportedError
 from ..model.clip import clip_grad_norm_
 from ..model.optimizer_groups import parameter_groups
 from ..model.parallelize import is_tensor_parallel
-from ..ranks.random_state import random_state, set_random_state
+from ..patches import Undo, replace
 from ..strategies import batch_sharded
 from ..strategies.loss.head import whole_logits
-from .replicas import check_replicas
+from . import trainer_checkpoints
+from .trainer_patch import TRAINER
 
-logger = get_logger(__name__)
 
-OPTIMIZER_FOLDER = "optimizer"
-"""Folder in a checkpoint of a tensor-parallel model that has the optimizer's state, as a distributed checkpoint."""
+def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str, Any]:
+    model = self.model
+    if not is_tensor_parallel(model) or model.tp_size == 1:
+        arguments: dict[str, Any] = original(self, **kwargs)
+        return arguments
+    copies = dist.get_world_size() // model.tp_size
+    if copies > 1 and not hasattr(model, "set_requires_gradient_sync"):
+        raise MeshError(
+            "Trainer",
+            got=f"{copies} copies of a model that is not data-parallel",
+            expected="copies whose gradients are averaged",
+            fix="Call tp_transformers.data_parallel(model, mesh) first.",
+        )
+    if any(batch_sharded(model)):
+        raise UnsupportedError(
+            "Trainer gives the ranks that share a model one batch. Load it without tp_batch_sharded, or train in a "
+            "loop of your own."
+        )
+    parallelism = _Parallelism(tp_size=model.tp_size, dp_shard_size=copies)
+    with _distributed_config(model, copies):
+        arguments = original(self, **kwargs)
+    return {**arguments, "parallelism_config": parallelism}
+
+
+def evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """See `transformers.Trainer`; what is gathered for metrics is of one rank of each copy."""
+    if is_tensor_parallel(self.model):
+        gather = partial(_gather_for_metrics, self.accelerator, self.model.tp_size)
+        self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+    return original(self, *args, **kwargs)
+
+
+def prediction_step(
+    original: Any, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+) -> Any:
+    """See `transformers.Trainer`; logits are whole."""
+    if prediction_loss_only or not is_tensor_parallel(self.model):
+        return original(self, model, inputs, prediction_loss_only, ignore_keys)
+    handle = self.model.register_forward_hook(_with_whole_logits)
+    try:
+        return original(self, model, inputs, prediction_loss_only, ignore_keys)
+    finally:
+        handle.remove()
+
+
+def compute_loss(
+    original: Any, self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+) -> Any:
+    """See `transformers.Trainer`, of which older ones scale a loss by the ranks that share it, too."""
+    if not is_tensor_parallel(self.model):
+        return original(self, model, inputs, return_outputs, num_items_in_batch)
+    averages = self.args.average_tokens_across_devices
+    self.args.average_tokens_across_devices = False
+    try:
+        loss, outputs = original(self, model, inputs, True, num_items_in_batch)
+    finally:
+        self.args.average_tokens_across_devices = averages
+    counts_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func
+    if averages and counts_tokens and num_items_in_batch is not None:
+        loss = loss * (self.args.world_size // self.model.tp_size)
+    return (loss, outputs) if return_outputs else loss
+
+
+def create_optimizer(original: Any, self: Any, model: Any = None) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = original(self, model)
+    if is_tensor_parallel(self.model):
+        optimizer.param_groups[:] = parameter_groups(optimizer.param_groups)
+    return optimizer
+
+
+def _clip_grad_norm(original: Any, self: Any, model: Any) -> Any:
+    if not is_tensor_parallel(model):
+        return original(self, model)
+    self.accelerator.unscale_gradients()
+    return clip_grad_norm_(model, self.args.max_grad_norm)
+
+
+def _get_grad_norm(original: Any, self: Any, model: Any, grad_norm: Any = None) -> Any:
+    if grad_norm is None and is_tensor_parallel(model):
+        self.accelerator.unscale_gradients()
+        grad_norm = clip_grad_norm_(model, float("inf"))
+    return original(self, model, grad_norm=grad_norm)
+
+
+_CHANGES = (
+    _build_accelerator_args,
+    evaluation_loop,
+    prediction_step,
+    compute_loss,
+    create_optimizer,
+    _clip_grad_norm,
+    _get_grad_norm,
+    *trainer_checkpoints.CHANGES,
+)
+"""Functions that run in place of the methods of their names."""
+
+
+def change_methods() -> Undo:
+    """Put `_CHANGES` in place of the methods of `transformers.Trainer`; returns the undoing."""
+    undos = [replace(transformers.Trainer, change.__name__, change) for change in _CHANGES]
+
+    def undo_all() -> None:
+        for undo in undos:
+            undo()
+
+    return undo_all
 
 
 class Trainer(transformers.Trainer):
-    """transformers' Trainer, with what a tensor-parallel model needs otherwise.
+    """transformers' Trainer, which trains tensor-parallel models for as long as it lives, also without `enable()`.
 
     Gradients are clipped by the norm of the whole model's. Optimizers get groups that do not mix DTensors with plain
     parameters. Values that ranks share and that have drifted apart are brought together at every checkpoint. All ranks
@@ -52,8 +148,8 @@ class Trainer(transformers.Trainer):
     is transformers'; a model without a plan is trained by it alone.
 
     With more ranks than the `tp` axis has, the model has to have been through `tp_transformers.data_parallel`.
-    Training goes on from a checkpoint on any mesh, and in one process, with this class: the optimizer's state, which
-    differs from rank to rank, is a distributed checkpoint in it.
+    Training goes on from a checkpoint on any mesh, and in one process: the optimizer's state, which differs from rank
+    to rank, is a distributed checkpoint in it.
 
     Raises:
         MeshError: where ranks beyond the `tp` axis would train copies of the model that do not meet.
@@ -61,159 +157,9 @@ class Trainer(transformers.Trainer):
         UnsupportedError: where ranks that share a model have batches of their own.
     """
 
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        model = self.model
-        if not is_tensor_parallel(model) or model.tp_size == 1:
-            arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-            return arguments
-        copies = dist.get_world_size() // model.tp_size
-        if copies > 1 and not hasattr(model, "set_requires_gradient_sync"):
-            raise MeshError(
-                "Trainer",
-                got=f"{copies} copies of a model that is not data-parallel",
-                expected="copies whose gradients are averaged",
-                fix="Call tp_transformers.data_parallel(model, mesh) first.",
-            )
-        if any(batch_sharded(model)):
-            raise UnsupportedError(
-                "Trainer gives the ranks that share a model one batch. Load it without tp_batch_sharded, or train in a "
-                "loop of your own."
-            )
-        parallelism = _Parallelism(tp_size=model.tp_size, dp_shard_size=copies)
-        with _distributed_config(model, copies):
-            arguments = super()._build_accelerator_args(**kwargs)
-        return {**arguments, "parallelism_config": parallelism}
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """See `transformers.Trainer`; what is gathered for metrics is of one rank of each copy."""
-        super().create_accelerator_and_postprocess()
-        if is_tensor_parallel(self.model):
-            gather = partial(_gather_for_metrics, self.accelerator, self.model.tp_size)
-            self.accelerator.gather_for_metrics = gather
-            self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
-
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """See `transformers.Trainer`; logits are whole."""
-        if prediction_loss_only or not is_tensor_parallel(self.model):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        handle = self.model.register_forward_hook(_with_whole_logits)
-        try:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        finally:
-            handle.remove()
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """See `transformers.Trainer`, of which older ones scale a loss by the ranks that share it, too."""
-        if not is_tensor_parallel(self.model):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        averages = self.args.average_tokens_across_devices
-        self.args.average_tokens_across_devices = False
-        try:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        finally:
-            self.args.average_tokens_across_devices = averages
-        counts_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func
-        if averages and counts_tokens and num_items_in_batch is not None:
-            loss = loss * (self.args.world_size // self.model.tp_size)
-        return (loss, outputs) if return_outputs else loss
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        if is_tensor_parallel(self.model):
-            optimizer.param_groups[:] = parameter_groups(optimizer.param_groups)
-        return optimizer
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        if not is_tensor_parallel(model):
-            return super()._clip_grad_norm(model)
-        self.accelerator.unscale_gradients()
-        return clip_grad_norm_(model, self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if grad_norm is None and is_tensor_parallel(model):
-            self.accelerator.unscale_gradients()
-            grad_norm = clip_grad_norm_(model, float("inf"))
-        return super()._get_grad_norm(model, grad_norm=grad_norm)
-
-    def _save_checkpoint(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """All ranks go on with what the checkpoint has of values that they share: those of the first rank."""
-        if is_tensor_parallel(self.model):
-            found = check_replicas(self.model, _plain(self.optimizer), synchronize=True)
-            if found and self.model.tp_group.rank == 0:
-                worst = max(found, key=lambda name: found[name])
-                logger.warning(
-                    "%d tensors that several ranks hold had drifted apart, %s by %.1e; all ranks take the first one's",
-                    *(len(found), worst, found[worst]),
-                )
-        super()._save_checkpoint(model, *args, **kwargs)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model from all ranks, and what else there is from the first; see `transformers.Trainer`."""
-        if not is_tensor_parallel(self.model):
-            super().save_model(output_dir, _internal_call)
-            return
-        folder = self.args.output_dir if output_dir is None else output_dir
-        self.model.save_pretrained(folder)
-        if self.args.should_save:
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)
-            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not is_tensor_parallel(self.model):
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        state = optimizer_state_dict(self.model, _plain(self.optimizer))
-        save(state, checkpoint_id=os.path.join(output_dir, OPTIMIZER_FOLDER))
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        folder, file = (os.path.join(checkpoint, name) for name in (OPTIMIZER_FOLDER, OPTIMIZER_NAME))
-        if not os.path.isdir(folder):
-            if is_tensor_parallel(self.model) and os.path.isfile(file):
-                raise CheckpointError(
-                    checkpoint,
-                    got=f"{OPTIMIZER_NAME}, the state of an optimizer of one process",
-                    expected=f"the folder {OPTIMIZER_FOLDER}, which this Trainer writes of a tensor-parallel model",
-                    fix=f"Go on in one process, or remove {OPTIMIZER_NAME} to begin with a new optimizer.",
-                )
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        optimizer = _plain(self.optimizer)
-        state = optimizer_state_dict(self.model, optimizer)
-        load_distributed_checkpoint(state, folder)
-        load_optimizer_state_dict(self.model, optimizer, state)
-        schedule = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
-        # How many groups there are differs with the mesh: what a scheduler has of each is the optimizer's, or its own.
-        groups, own = optimizer.param_groups, self.lr_scheduler.state_dict()
-        own |= {
-            "base_lrs": [group.get("initial_lr") for group in groups],
-            "_last_lr": [group["lr"] for group in groups],
-        }
-        lists = {name: own.get(name, value) for name, value in schedule.items() if isinstance(value, list)}
-        self.lr_scheduler.load_state_dict({**schedule, **lists})
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None and is_tensor_parallel(self.model):  # another mesh has other files, or none
-            group = self.model.tp_group
-            own = (random.getstate(), np.random.get_state(), torch.get_rng_state(), random_state(group.device))
-            python, numpy, cpu, device = group.gather(own)[0]
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(cpu)
-            set_random_state(group.device, device)
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that accelerate has wrapped."""
-    plain: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return plain
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        TRAINER.hold_for(self)
+        super().__init__(*args, **kwargs)
 
 
 def _gather_for_metrics(accelerator: Any, tp_size: int, data: Any, use_gather_object: bool = False) -> Any:

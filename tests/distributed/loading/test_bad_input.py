@@ -28,11 +28,16 @@ def bad_size(folder: str) -> None:
     load(folder, tp_size=3)
 
 
+def no_rules(folder: str) -> None:
+    load(folder, tp_plan={})
+
+
 def test_bad_meshes_and_sizes(pool: Any, cases: Any) -> None:
     folder = cases(8, 4).folder
     for size, function, says in (
         (4, bad_mesh, "MeshError: device_mesh: got 2 axes named ('dp', 'pp')"),
         (2, bad_size, "MeshError: tp_size: got 3, expected 2"),
+        (2, no_rules, 'PlanError: tp_plan: got {}, expected "auto", "infer", a dict of names and strategies'),
     ):
         assert pool.error(size, function, folder).startswith(says)
 

@@ -245,7 +245,7 @@ def test_ways_to_generate(pool: Any, cases: Any, heads: tuple[int, int], size: i
     assert pool.run(size, ways_to_generate, cases(*heads).folder) == [[]] * size
 
 
-def through_pipeline(folder: str) -> tuple[bool, Any, Any]:
+def through_pipeline(folder: str) -> tuple[Any, ...]:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -255,12 +255,19 @@ def through_pipeline(folder: str) -> tuple[bool, Any, Any]:
         )
         ready = load(folder)
         given = pipeline("text-generation", model=ready, tokenizer=tokenizer)
+        short = pipeline("text-generation", model=folder, tokenizer=tokenizer, tp_plan="auto", tp_watch=False)
+        with pytest.raises(tp_transformers.PlanError, match="pipeline: got tp_plan and a LlamaForCausalLM, which is"):
+            pipeline("text-generation", model=ready, tokenizer=tokenizer, tp_plan="auto")
     plain = pipeline("text-generation", model=LlamaForCausalLM.from_pretrained(folder), tokenizer=tokenizer)
     texts = [
         p("w5 w17 w98", max_new_tokens=6, do_sample=False, return_full_text=False)[0]["generated_text"]
-        for p in (pipe, given, plain)
+        for p in (pipe, given, short, plain)
     ]
-    return tp_transformers.is_tensor_parallel(pipe.model), texts[0] == texts[2] != "", texts[1] == texts[2]
+    return (
+        *(tp_transformers.is_tensor_parallel(p.model) for p in (pipe, short)),
+        texts[3] != "",
+        texts == [texts[3]] * 4,
+    )
 
 
 def test_pipelines(pool: Any, cases: Any, tmp_path: Path) -> None:
@@ -272,7 +279,7 @@ def test_pipelines(pool: Any, cases: Any, tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w3"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(folder)
-    assert pool.run(2, through_pipeline, str(folder)) == [(True, True, True)] * 2
+    assert pool.run(2, through_pipeline, str(folder)) == [(True, True, True, True)] * 2
 
 
 def casts_and_copies(folder: str, cast: str, copied: str) -> bool:

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.distributed
 
 def test_trainer_trains_and_evaluates_as_one_process(pool: Pool, cases: Any, tmp_path: Path) -> None:
     folder = cases(9, 3).folder
-    for adapted, ways in ((False, ((1, False), (2, True))), (True, ((1, True),))):
+    for adapted, ways in ((False, ((1, False, True), (2, True, False))), (True, ((1, True, False),))):
         saved = str(tmp_path / f"one {adapted}")
         (expected,) = pool.run(1, with_trainer, folder, saved, 0, adapted)
         one = read_folder(saved)
-        for copies, loss in ways:
+        for copies, loss, own in ways:
             saved = str(tmp_path / f"{copies} copies {adapted}")
-            for result in pool.run(2 * copies, with_trainer, folder, saved, copies, adapted, loss):
+            for result in pool.run(2 * copies, with_trainer, folder, saved, copies, adapted, loss, False, own):
                 assert len(result["losses"]) == 3
                 assert relative(result["losses"], expected["losses"]) < LOSS_TOLERANCE
                 assert relative(result["norms"], expected["norms"]) < NORM_TOLERANCE

@@ -78,6 +78,16 @@ def own(partition: Any) -> TensorParallelLayer:
             [[(0, 2), (6, 8)], [(2, 4), (8, 10)], [(4, 5), (10, 11)], [(5, 6), (11, 12)]],
         ),
         (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3], 0, [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]]),
+        (
+            lambda param, empty, rank, mesh: nn.Parameter(param.chunk(4)[rank].contiguous()),
+            0,
+            [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]],
+        ),
+        (
+            lambda param, empty, rank, mesh: torch.cat([part.chunk(4)[rank] for part in param.split([4, 8])]),
+            0,
+            [[(0, 1), (4, 6)], [(1, 2), (6, 8)], [(2, 3), (8, 10)], [(3, 4), (10, 12)]],
+        ),
         # Two ranks share a half; the last rank of a short cut holds nothing.
         (lambda param, empty, rank, mesh: param[rank // 2 * 6 :][:6], 0, [[(0, 6)], [(0, 6)], [(6, 12)], [(6, 12)]]),
         (
@@ -99,7 +109,17 @@ def own(partition: Any) -> TensorParallelLayer:
             [[(0, 3), (4, 5), (7, 8), (10, 11)], [(3, 4), (5, 6)], [(6, 7), (8, 9)], [(9, 10), (11, 12)]],
         ),
     ],
-    ids=["even", "even along the last dim", "packed", "slices", "shared", "an empty shard", "lists of ranges"],
+    ids=[
+        "even",
+        "even along the last dim",
+        "packed",
+        "slices",
+        "a parameter",
+        "joined",
+        "shared",
+        "an empty shard",
+        "lists of ranges",
+    ],
 )
 def test_a_strategy_of_your_own_is_asked_what_it_cuts(partition: Any, dim: int, ranges: Any) -> None:
     layer, whole = own(partition), torch.randn(12, 6)
@@ -128,13 +148,15 @@ def test_a_strategy_of_your_own_may_cut_nothing() -> None:
             "cuts dim 0 on one rank, dim 1 on another",
         ),
         (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3] * 2, "not values computed from it"),
-        (lambda param, empty, rank, mesh: torch.cat([param[:2], param[4:]]), "not values computed from it"),
+        (lambda param, empty, rank, mesh: torch.cat([param[:2], param[4:]]), "leaves out indices of dim 0"),
+        (lambda param, empty, rank, mesh: torch.cat([param[:2], empty[4:]]), "not values computed from it"),
+        (lambda param, empty, rank, mesh: param[::2], "not values computed from it"),
         (lambda param, empty, rank, mesh: None, "not values computed from it"),
         (
-            lambda param, empty, rank, mesh: param[mesh.get_local_rank()],
-            "fails on a lazy tensor: AttributeError: .*get_local_rank",
+            lambda param, empty, rank, mesh: torch.distributed.all_reduce(param, group=mesh.get_group()),
+            "fails without data: RuntimeError: .*process groups",
         ),
-        (lambda param, empty, rank, mesh: param[:, :, :1], "fails on a lazy tensor: IndexError: too many indices"),
+        (lambda param, empty, rank, mesh: param[:, :, :1], "fails without data: IndexError: too many indices"),
     ],
     ids=[
         "gaps",
@@ -143,9 +165,11 @@ def test_a_strategy_of_your_own_may_cut_nothing() -> None:
         "two dims",
         "another dim on another rank",
         "computed",
-        "joined",
+        "joined with gaps",
+        "joined with another",
+        "every second",
         "nothing",
-        "asks the mesh for a rank",
+        "communicates",
         "too many indices",
     ],
 )

@@ -170,6 +170,13 @@ WRONG: dict[str, tuple[Any, Any, int, str]] = {
     "a block along the sequence": (llama, {MLP: SequenceParallel()}, 2, "not for a LlamaMLP with modules of its own"),
     "a sequence that is whole": (llama, {"model.norm": SequenceParallel()}, 2, "which no rule cuts before it"),
     "ids taken for parts": (llama, {"model.embed_tokens": ROWWISE}, 2, "give it input_layouts=Replicate()"),
+    "embeddings of parts": (
+        llama,
+        {"model.embed_tokens": COLWISE},
+        2,
+        "the hidden features, of which what follows takes all",
+    ),
+    "embeddings of parts, by name": (llama, {"model.embed_tokens": "colwise"}, 2, "use 'embedding_rowwise' or 'emb"),
     "a head of parts": (llama, {HEAD: COLWISE}, 2, "each rank would return its own part of the output"),
     "half a pair": (llama, {f"{MLP}.up_proj": COLWISE}, 2, "down_proj, which takes as many, expects the whole"),
     "parts that torch loses track of": (llama, mlp, 3, "100 features do not divide by 3 ranks, and torch takes"),

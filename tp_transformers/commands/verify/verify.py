@@ -32,7 +32,8 @@ from ...plans.catalogue import available_plans
 from ...plans.rules import Plan
 from ...plans.shares import check_layers_are_cut
 from ...ranks.launch import torchrun
-from ...strategies import STRATEGIES, ParallelInterface
+from ...strategies import STRATEGIES
+from ...strategies.registry import BUILT_IN
 from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, relative
 
 Launch = Callable[[Path, Path, int, float], int]
@@ -167,8 +168,7 @@ class _Proof:
                 self.dtype = torch.float32
                 asked = self._ask(cls, made)
         torch.save((*asked, self.gradients), folder / "questions.pt")
-        built_in = ParallelInterface()
-        own = {name: strategy for name, strategy in STRATEGIES.items() if built_in.get(name) is not strategy}
+        own = {name: strategy for name, strategy in STRATEGIES.items() if BUILT_IN.get(name) is not strategy}
         with (folder / "request.pickle").open("wb") as file:
             pickle.dump(sys.path, file)  # first: needed to unpickle the rest
             pickle.dump((cls, plan, own, grads, self.dtype), file)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from ...slices.layout import Layout, Split, chunked, even, packed
 from ...slices.lazy import LazyTensor, Resident
 
+T = TypeVar("T", Tensor, LazyTensor)
 
-def take(param: Tensor | LazyTensor, layout: Layout | None, rank: int) -> Tensor | LazyTensor:
+
+def take(param: T, layout: Layout | None, rank: int) -> T:
     """The shard of `rank`: a lazy slice of a lazy tensor, a view (one range) or a copy of a tensor."""
     if layout is None:
         return param
@@ -21,9 +23,7 @@ def take(param: Tensor | LazyTensor, layout: Layout | None, rank: int) -> Tensor
     return Resident(param).select(layout.dim, ranges).tensor
 
 
-def get_tensor_shard(
-    param: Tensor | LazyTensor, empty_param: Tensor, device_mesh: Any, rank: int, dim: int
-) -> Tensor | LazyTensor:
+def get_tensor_shard(param: T, empty_param: Tensor, device_mesh: Any, rank: int, dim: int) -> T:
     """The slice of `rank` of a parameter that is cut along `dim` as DTensor's `Shard(dim)` cuts it: by `torch.chunk`.
 
     Args:
@@ -37,9 +37,7 @@ def get_tensor_shard(
     return take(param, Layout(dim, chunked(empty_param.shape[dim], device_mesh.size())), rank)
 
 
-def get_packed_weights(
-    param: Tensor | LazyTensor, empty_param: Tensor, device_mesh: Any, rank: int, dim: int, *, parts: int = 2
-) -> Tensor | LazyTensor:
+def get_packed_weights(param: T, empty_param: Tensor, device_mesh: Any, rank: int, dim: int, *, parts: int = 2) -> T:
     """The slice of `rank` of a fused parameter, each of whose equal `parts` is cut along `dim`: `AABB -> [AB, AB]`.
 
     The other arguments are those of `get_tensor_shard`. Raises ValueError where the length is not `parts` equal parts.

@@ -1,0 +1,95 @@
+"""transformers' `DistributedConfig` after `enable()`: tensor parallelism alone, or with data-parallel copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.support.models import PROMPTS, Case, load, logits_of, relative
+from tests.support.pool import Pool
+
+DistributedConfig = pytest.importorskip("transformers.distributed.configuration_utils").DistributedConfig
+if not hasattr(DistributedConfig(), "tp_size"):
+    pytest.skip("this release's DistributedConfig has no tp_size", allow_module_level=True)
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+
+
+def logits(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Run on every rank."""
+    model = load(folder, tp_plan=None, distributed_config=DistributedConfig(**fields))
+    shown = model.tp_plan["model.layers.*.mlp.gate_proj"]
+    return {"logits": logits_of(model), "size": model.tp_size, "gate": shown, "source": model.tp_resolution.plan.source}
+
+
+def test_tensor_parallelism_alone_is_ours(pool: Pool, cases: Any) -> None:
+    case: Case = cases(9, 3)
+    reference = torch.load(case.reference)["logits"]
+    rules = {"model.layers.*.mlp.gate_proj": "colwise_rep", "model.layers.*.mlp.up_proj": "colwise_rep"}
+    rules["model.layers.*.mlp.down_proj"] = "rowwise_rep"
+    for fields, gate in (
+        ({"tp_size": 2}, "colwise"),
+        ({"tp_plan": "auto"}, "colwise"),
+        ({"tp_size": 2, "tp_plan": rules}, "colwise_rep"),
+    ):
+        for found in pool.run(2, logits, case.folder, fields):
+            assert relative(found["logits"], reference) < TOLERANCE
+            assert found["size"] == 2
+            assert found["gate"] == gate
+
+
+def gradients(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Run on every rank: gradients of the mean of the copies' losses, of a prompt each."""
+    model = load(folder, tp_plan=None, distributed_config=DistributedConfig(tp_size=2, **fields)).train()
+    own = PROMPTS[torch.distributed.get_rank() // 2 :][:1]
+    model(own, labels=own).loss.backward()
+    return {name: tp_transformers.full_tensor(param, param.grad) for name, param in model.named_parameters()}
+
+
+def test_copies_train_as_one_process(pool: Pool, cases: Any) -> None:
+    folder = cases(9, 3).folder
+    one = AutoModelForCausalLM.from_pretrained(folder).train()
+    sum(one(own[None], labels=own[None]).loss / 2 for own in PROMPTS).backward()
+    for fields in ({"fsdp_size": 2}, {"dp_replicate_size": 2}):
+        if not fields.keys() <= vars(DistributedConfig()).keys():
+            continue
+        for found in pool.run(4, gradients, folder, fields):
+            for name, param in one.named_parameters():
+                assert relative(found[name], param.grad) < TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"tp_size": 2, "pp_size": 2}, "got pp_size=2 beside tensor parallelism"),
+        ({"tp_size": 2, "ep_size": 2}, "got enable_expert_parallel=True, ep_size=2 beside"),
+        ({"tp_size": 2, "fsdp_mixed_precision": True}, "got fsdp_mixed_precision without fsdp_size beside"),
+        ({"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2}, "got both fsdp_size=2 and dp_replicate_size=2"),
+        ({"tp_size": 2, "tp_plan": {}}, "got tp_plan={} beside"),
+        ({"tp_size": 3}, "tp_size: got 3, expected 1, the number of ranks"),
+        ({"tp_size": 2, "fsdp_size": 2}, "got 2 copies of a model on 2 ranks each, expected 1 ranks"),
+    ],
+)
+def test_the_rest_is_refused_by_name(cases: Any, fields: dict[str, Any], expected: str) -> None:
+    if not fields.keys() <= vars(DistributedConfig()).keys():
+        pytest.skip("this release has no such field")
+    with pytest.raises(tp_transformers.TensorParallelError, match=expected):
+        load(cases(9, 3).folder, tp_plan=None, distributed_config=DistributedConfig(**fields))
+
+
+def test_one_argument_says_how_many_ranks(cases: Any) -> None:
+    with pytest.raises(tp_transformers.PlanError, match="got both distributed_config and device_map, expected one"):
+        load(cases(9, 3).folder, tp_plan=None, device_map="cpu", distributed_config=DistributedConfig(tp_size=2))
+    with pytest.raises(tp_transformers.PlanError, match="got both tp_plan and distributed_config"):
+        load(cases(9, 3).folder, distributed_config=DistributedConfig(tp_size=2))
+
+
+def test_without_tensor_parallelism_transformers_loads(cases: Any) -> None:
+    model = load(cases(9, 3).folder, tp_plan=None, distributed_config=DistributedConfig(tp_size=1))
+    assert not tp_transformers.is_tensor_parallel(model)

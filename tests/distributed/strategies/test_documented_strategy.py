@@ -1,0 +1,135 @@
+"""Strategies in the form that transformers' documentation of tensor parallelism gives them: its contract, step by step.
+
+No `__init__` calls the base class's, `partition_tensor` returns a parameter, functions before and after the forward are
+static or plain functions of the class, and are called in this order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import tp_transformers
+from tests.support.models import bytes_read, headers, held, load, observe, relative
+from tests.support.pool import Pool
+from tests.support.tiers import wide
+from tp_transformers import STRATEGIES, ParallelInterface, TensorParallelLayer, get_tensor_shard
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+CALLS: list[str] = []
+
+
+class Columns(TensorParallelLayer):
+    def __init__(
+        self, *, input_layouts: Any = None, output_layouts: Any = None, use_local_output: bool = True, use_dtensor=True
+    ) -> None:
+        self.input_layouts = (input_layouts or Replicate(),)
+        self.output_layouts = (output_layouts or Shard(-1),)
+        self.desired_input_layouts = (Replicate(),)
+        self.use_local_output = use_local_output
+        self.use_dtensor = use_dtensor
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+        CALLS.append(f"input {type(mod).__name__}")
+        x = inputs[0]
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, device_mesh, input_layouts, run_check=False)
+        if input_layouts != desired_input_layouts:
+            x = x.redistribute(placements=desired_input_layouts, async_op=True)
+        return x
+
+    def partition_tensor(self, param, empty_param, param_type, param_casting_dtype, to_contiguous, rank, device_mesh):
+        shard = get_tensor_shard(param, empty_param, device_mesh, rank, -1 if param_type == "bias" else -2)
+        shard = shard.to(param_casting_dtype)
+        if to_contiguous:
+            shard = shard.contiguous()
+        if self.use_dtensor:
+            placements = [Shard(-1 if param_type == "bias" else -2)]
+            shape, stride = empty_param.size(), empty_param.stride()
+            shard = DTensor.from_local(shard, device_mesh, placements, run_check=False, shape=shape, stride=stride)
+        return nn.Parameter(shard, requires_grad=shard.is_floating_point())
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        CALLS.append(f"output {type(mod).__name__}")
+        if outputs.placements != output_layouts:
+            outputs = outputs.redistribute(placements=output_layouts, async_op=True)
+        return outputs.to_local() if use_local_output else outputs
+
+
+class Rows(Columns):
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Shard(-1), output_layouts=Replicate())
+        self.desired_input_layouts = (Shard(-1),)
+
+    def partition_tensor(self, param, empty_param, param_type, param_casting_dtype, to_contiguous, rank, device_mesh):
+        shard = get_tensor_shard(param, empty_param, device_mesh, rank, -1)
+        return nn.Parameter(DTensor.from_local(shard, device_mesh, [Shard(-1)], run_check=False))
+
+
+class Plain(TensorParallelLayer):
+    """Returns a slice; its functions are not static."""
+
+    def partition_tensor(self, param, empty_param, param_type, param_casting_dtype, to_contiguous, rank, device_mesh):
+        return get_tensor_shard(param, empty_param, device_mesh, rank, 0)
+
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):  # noqa: N805
+        CALLS.append("plain input")
+        x = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
+        return x.to_local(grad_placements=[Partial()])  # each rank's columns give a part of the gradient
+
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):  # noqa: N805
+        CALLS.append("plain output")
+        return DTensor.from_local(outputs, device_mesh, [Shard(-1)], run_check=False).full_tensor()
+
+
+def compare(folder: str, reference_file: str) -> dict[str, Any]:
+    """Run on every rank."""
+    ParallelInterface.register_strategy("columns", Columns)
+    STRATEGIES.register_strategy("rows", Rows)
+    ParallelInterface()["plain"] = Plain()
+    try:
+        assert {"columns", "rows", "plain", "colwise"} <= set(STRATEGIES.valid_keys())
+        layers = "model.layers.*"
+        plan = {f"{layers}.self_attn.{name}_proj": "columns" for name in "qkv"}
+        plan |= {f"{layers}.mlp.gate_proj": "plain", f"{layers}.mlp.up_proj": "plain"}
+        plan |= {f"{layers}.self_attn.o_proj": "rows"}
+        model = load(folder, tp_plan=plan)
+        CALLS.clear()
+        seen, reference = observe(model), torch.load(reference_file)
+    finally:
+        for name in ("columns", "rows", "plain"):
+            del STRATEGIES[name]
+    return {
+        "logits": relative(seen["logits"], reference["logits"]),
+        "tokens": torch.equal(seen["tokens"], reference["tokens"]),
+        "grads": max(
+            relative(tp_transformers.full_tensor(param, param.grad), reference["grads"][name])
+            for name, param in model.named_parameters()
+        ),
+        "types": [
+            type(model.model.layers[0].mlp.gate_proj.weight),
+            type(model.model.layers[0].self_attn.q_proj.weight),
+        ],
+        "calls": [*CALLS[:2], *CALLS[8:10]],
+        "read": bytes_read(model) - held(model) - headers(folder),
+    }
+
+
+@pytest.mark.parametrize("size", wide([2, 4], 1))
+def test_the_documented_contract_holds(pool: Pool, cases: Any, size: int) -> None:
+    case = cases(8, 4)
+    for result in pool.run(size, compare, case.folder, case.reference):
+        assert result["logits"] < TOLERANCE
+        assert result["tokens"]
+        assert result["grads"] < TOLERANCE
+        assert result["types"] == [DTensor, DTensor]
+        assert result["calls"] == ["input Linear", "output Linear", "plain input", "plain output"]
+        assert result["read"] == 0  # only the slices were read

@@ -1,0 +1,130 @@
+"""transformers' `DistributedConfig`, where it asks for tensor parallelism, as arguments of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import MeshError, PlanError, UnsupportedError, shown
+from ..ranks.group import TP_AXIS
+from ..ranks.mesh import join
+from .choose_plan import ChangedPlan
+
+_SERVED = {
+    "tp_size",
+    "tp_plan",
+    "enable_sequence_parallel",
+    "fsdp_size",
+    "dp_replicate_size",
+    "fsdp_cpu_offload",
+    "fsdp_mixed_precision",
+}
+"""Fields that a load here follows; the others have to have values that ask for nothing."""
+
+_DP_AXIS = "dp"
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """The part of a `DistributedConfig` that a load here follows."""
+
+    arguments: Mapping[str, Any]
+    """Arguments of ours that mean the same."""
+    tp_size: int
+    copies: int = 1
+    mode: Literal["replicate", "shard"] = "replicate"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `fully_shard`."""
+
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the copies and the ranks that share each; None for one copy.
+
+        Raises MeshError where as many ranks were not started.
+        """
+        if self.copies == 1:
+            return None
+        group, expected = join(), self.copies * self.tp_size
+        if group.size != expected:
+            raise MeshError(
+                "distributed_config",
+                got=f"{self.copies} copies of a model on {self.tp_size} ranks each",
+                expected=f"{group.size} ranks in all, as were started",
+                fix=f"Launch with torchrun --nproc-per-node {expected}.",
+            )
+        names = (_DP_AXIS, TP_AXIS)
+        return init_device_mesh(group.device.type, (self.copies, self.tp_size), mesh_dim_names=names)
+
+    def make_copies(self, model: Any, mesh: DeviceMesh | None) -> None:
+        """Let the copies of `model` train on batches of their own; see `data_parallel`."""
+        if mesh is not None:
+            from ..training.data_parallel import data_parallel  # few need it
+
+            data_parallel(model, mesh, mode=self.mode, axis=_DP_AXIS, **self.options)
+
+
+def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
+    """The parallelism of the `distributed_config` among the arguments of a `from_pretrained`.
+
+    None where there is none, or it asks for no tensor parallelism, which transformers serves.
+    Raises UnsupportedError with the fields that cannot be served beside tensor parallelism, PlanError where another
+    argument says the same.
+    """
+    config = kwargs.get("distributed_config")
+    tp_plan, tp_size = getattr(config, "tp_plan", None), getattr(config, "tp_size", None)
+    if kwargs.get("tp_plan") is not None or (tp_plan is None and tp_size in (None, 1)):
+        return None
+    sharded, replicas = (getattr(config, name, None) or 1 for name in ("fsdp_size", "dp_replicate_size"))
+    faults = [
+        f"{each.name}={shown(getattr(config, each.name))}"
+        for each in fields(config)  # type: ignore[arg-type]
+        if each.name not in _SERVED and repr(getattr(config, each.name)) not in ("None", "1", repr(each.default))
+    ]
+    if tp_plan == {}:
+        faults.append("tp_plan={}")
+    if sharded > 1 and replicas > 1:
+        faults.append(f"both fsdp_size={sharded} and dp_replicate_size={replicas}")
+    asked = [name for name in ("fsdp_cpu_offload", "fsdp_mixed_precision") if getattr(config, name, False)]
+    if sharded == 1:
+        faults += [f"{name} without fsdp_size" for name in asked]
+    if faults:
+        raise UnsupportedError(
+            "distributed_config",
+            got=f"{', '.join(faults)} beside tensor parallelism",
+            expected="tp_size, tp_plan, enable_sequence_parallel, and one of fsdp_size and dp_replicate_size",
+            fix="Leave it out, or call tp_transformers.disable() to load by transformers' own.",
+        )
+    for name in ("tp_size", "device_mesh", "device_map"):
+        if kwargs.get(name) is not None:
+            raise PlanError(
+                "from_pretrained",
+                got=f"both distributed_config and {name}",
+                expected="one of them",
+                fix=f"Leave out {name}.",
+            )
+    arguments: dict[str, Any] = {"tp_plan": ChangedPlan(tp_plan) if isinstance(tp_plan, Mapping) else "auto"}
+    if isinstance(tp_plan, str):
+        arguments["tp_plan"] = tp_plan
+    if getattr(config, "enable_sequence_parallel", False):
+        arguments["tp_sequence_parallel"] = True
+    copies = sharded * replicas
+    if copies == 1:
+        arguments["tp_size"] = tp_size
+    return Parallelism(arguments, int(tp_size or 1), copies, "shard" if sharded > 1 else "replicate", _options(asked))
+
+
+def _options(asked: Collection[str]) -> dict[str, Any]:
+    """Options of `fully_shard` that mean the same as fields of a `DistributedConfig`."""
+    if not asked:
+        return {}
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # few need it
+
+    options: dict[str, Any] = {}
+    if "fsdp_cpu_offload" in asked:
+        options["offload_policy"] = CPUOffloadPolicy()
+    if "fsdp_mixed_precision" in asked:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return options

@@ -1,0 +1,65 @@
+"""`pipeline(..., tp_plan="auto")`: arguments of ours go to `from_pretrained`, as those in `model_kwargs` do."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import FunctionType
+from typing import Any
+
+from ..errors import PlanError
+from ..patches import Undo
+from .options import INSTEAD, OPTIONS
+
+_OURS = ("tp_plan", "tp_size", "device_mesh", "distributed_config", *OPTIONS)
+
+_original: Any = None
+"""transformers' `pipeline`, while another function runs in its place."""
+
+
+def pipeline(*args: Any, **kwargs: Any) -> Any:
+    """transformers' `pipeline`, which takes an argument that it does not know for one of the forward.
+
+    Raises PlanError where a model is given that is loaded already.
+    """
+    found = {name: kwargs.pop(name) for name in _OURS if kwargs.get(name) is not None}
+    if not found:
+        return _original(*args, **kwargs)
+    asked = inspect.signature(_original).bind(*args, **kwargs)
+    model = asked.arguments.get("model")
+    if model is not None and not isinstance(model, str):
+        raise PlanError(
+            "pipeline",
+            got=f"{', '.join(found)} and a {type(model).__name__}, which is loaded already",
+            expected="one of them",
+            fix="Load it with from_pretrained(name, tp_plan=...), or pass its name.",
+        )
+    for other in INSTEAD:
+        if asked.arguments.get(other) is not None:  # from_pretrained says why not
+            found[other] = asked.arguments.pop(other)
+    asked.arguments["model_kwargs"] = {**(asked.arguments.get("model_kwargs") or {}), **found}
+    return _original(*asked.args, **asked.kwargs)
+
+
+def _stand_in(*args: Any, **kwargs: Any) -> Any:
+    """Runs with the globals of transformers' module, so that it imports what it calls."""
+    from tp_transformers.loading.pipelines import pipeline
+
+    return pipeline(*args, **kwargs)
+
+
+def change_pipeline() -> Undo:
+    """Let the function object itself run ours, since scripts import its name before they call `enable()`."""
+    global _original
+    function: Any = sys.modules["transformers.pipelines"].pipeline
+    code = function.__code__
+    _original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    _original.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = inspect.signature(function)
+    function.__code__ = _stand_in.__code__
+
+    def undo() -> None:
+        function.__code__ = code
+        del function.__signature__
+
+    return undo

@@ -1,0 +1,81 @@
+"""transformers' continuous batching, whose cache gets this rank's heads."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+from ..errors import UnsupportedError
+from ..patches import Patch, Undo, replace, when_imported
+from ..ranks.group import GROUP
+from ..strategies import LocalConfig
+
+_MODULE = "transformers.generation.continuous_batching.continuous_api"
+
+_kv_heads: ContextVar[int | None] = ContextVar("tp_transformers_kv_heads", default=None)
+"""KV heads of this rank, while the cache of a tensor-parallel model is made."""
+
+
+def _create_batch_processor(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The method of `ContinuousBatchingManager` that makes the cache."""
+    if GROUP.find(self.model) is None:
+        return original(self, *args, **kwargs)
+    token = _kv_heads.set(_own_kv_heads(self.model))
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _kv_heads.reset(token)
+
+
+def _make_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """`PagedAttentionCache.__init__`, with a config of this rank's heads, which are not divided again."""
+    heads = _kv_heads.get()
+    if heads is not None:
+        asked = inspect.signature(original).bind(self, *args, **kwargs)
+        given = asked.arguments
+        given["config"] = LocalConfig(given["config"], num_key_value_heads=heads)
+        if "distributed_helper" in given:
+            given["distributed_helper"] = LocalConfig(given["distributed_helper"], are_kv_heads_tp_ed=lambda: False)
+        for name, nothing in (("tp_plan", {}), ("tp_size", None)):  # what older releases ask
+            if name in given:
+                given[name] = nothing
+        args, kwargs = asked.args[1:], asked.kwargs
+    original(self, *args, **kwargs)
+
+
+def _own_kv_heads(model: Any) -> int | None:
+    """KV heads of this rank in every layer; None where attention is not cut.
+
+    Raises UnsupportedError where layers have different numbers of them.
+    """
+    rank = model.tp_group.rank
+    found = {heads.kv.widths[rank] for heads in model.tp_resolution.attention.values()}
+    if len(found) > 1:
+        raise UnsupportedError(
+            "continuous batching",
+            got=f"layers with {', '.join(map(str, sorted(found)))} KV heads on rank {rank}",
+            expected="layers that have as many",
+            fix="Call generate.",
+        )
+    return found.pop() if found else None
+
+
+def _install() -> Undo:
+    module = sys.modules[_MODULE]
+    undos = [
+        replace(module.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor),
+        replace(module.PagedAttentionCache, "__init__", _make_cache),
+    ]
+
+    def undo_all() -> None:
+        for undo in undos:
+            undo()
+
+    return undo_all
+
+
+OWN_CACHE = Patch(
+    "transformers", "ContinuousBatchingManager, PagedAttentionCache", lambda: when_imported(_MODULE, _install)
+)

@@ -1,0 +1,118 @@
+"""Checkpoints of transformers' Trainer with a tensor-parallel model: functions in place of its methods."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from ..checkpoint.reading.distributed import load_distributed_checkpoint
+from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
+from ..errors import CheckpointError
+from ..logs import get_logger
+from ..model.parallelize import is_tensor_parallel
+from ..ranks.random_state import random_state, set_random_state
+from .replicas import check_replicas
+
+logger = get_logger(__name__)
+
+OPTIMIZER_FOLDER = "optimizer"
+"""Folder in a checkpoint of a tensor-parallel model that has the optimizer's state, as a distributed checkpoint."""
+
+
+def _save_checkpoint(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """All ranks go on with what the checkpoint has of values that they share: those of the first rank."""
+    if is_tensor_parallel(self.model):
+        found = check_replicas(self.model, _plain(self.optimizer), synchronize=True)
+        if found and self.model.tp_group.rank == 0:
+            worst = max(found, key=lambda name: found[name])
+            logger.warning(
+                "%d tensors that several ranks hold had drifted apart, %s by %.1e; all ranks take the first one's",
+                *(len(found), worst, found[worst]),
+            )
+    original(self, model, *args, **kwargs)
+
+
+def save_model(original: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    """Save the model from all ranks, and what else there is from the first; see `transformers.Trainer`."""
+    if not is_tensor_parallel(self.model):
+        original(self, output_dir, _internal_call)
+        return
+    folder = self.args.output_dir if output_dir is None else output_dir
+    self.model.save_pretrained(folder)
+    if self.args.should_save:
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+
+def _save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> None:
+    if not is_tensor_parallel(self.model):
+        original(self, output_dir)
+        return
+    state = optimizer_state_dict(self.model, _plain(self.optimizer))
+    save(state, checkpoint_id=os.path.join(output_dir, OPTIMIZER_FOLDER))
+    if self.args.should_save:
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+
+def _load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | None) -> None:
+    if checkpoint is None:
+        return
+    folder, file = (os.path.join(checkpoint, name) for name in (OPTIMIZER_FOLDER, OPTIMIZER_NAME))
+    if not os.path.isdir(folder):
+        if is_tensor_parallel(self.model) and os.path.isfile(file):
+            raise CheckpointError(
+                checkpoint,
+                got=f"{OPTIMIZER_NAME}, the state of an optimizer of one process",
+                expected=f"the folder {OPTIMIZER_FOLDER}, which this Trainer writes of a tensor-parallel model",
+                fix=f"Go on in one process, or remove {OPTIMIZER_NAME} to begin with a new optimizer.",
+            )
+        original(self, checkpoint)
+        return
+    optimizer = _plain(self.optimizer)
+    state = optimizer_state_dict(self.model, optimizer)
+    load_distributed_checkpoint(state, folder)
+    load_optimizer_state_dict(self.model, optimizer, state)
+    schedule = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
+    # How many groups there are differs with the mesh: what a scheduler has of each is the optimizer's, or its own.
+    groups, own = optimizer.param_groups, self.lr_scheduler.state_dict()
+    own |= {
+        "base_lrs": [group.get("initial_lr") for group in groups],
+        "_last_lr": [group["lr"] for group in groups],
+    }
+    lists = {name: own.get(name, value) for name, value in schedule.items() if isinstance(value, list)}
+    self.lr_scheduler.load_state_dict({**schedule, **lists})
+
+
+def _load_rng_state(original: Any, self: Any, checkpoint: str | None) -> None:
+    original(self, checkpoint)
+    if checkpoint is not None and is_tensor_parallel(self.model):  # another mesh has other files, or none
+        group = self.model.tp_group
+        own = (random.getstate(), np.random.get_state(), torch.get_rng_state(), random_state(group.device))
+        python, numpy, cpu, device = group.gather(own)[0]
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        set_random_state(group.device, device)
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that accelerate has wrapped."""
+    plain: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return plain
+
+
+CHANGES = (
+    _save_checkpoint,
+    save_model,
+    _save_optimizer_and_scheduler,
+    _load_optimizer_and_scheduler,
+    _load_rng_state,
+)
+"""Functions that run in place of the methods of their names."""
