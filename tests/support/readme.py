@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import tp_transformers
 from tests.support.proofs import KINDS, PROVEN_ON, Proof, read
+from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.listing import catalogue
 
 ROOT = Path(__file__).parents[2]
@@ -128,23 +130,35 @@ def proofs(page: Path) -> str:
                 [
                     "| `model_type` | plan | of 2, 3, 4 | output | gradient | whole on every rank, and why not more |",
                     "| --- | --- | --- | --- | --- | --- |",
-                    *(_row(name, proof) for name, proof in made.items()),
+                    *(
+                        _row(name, proof, _around(name, known) if kind == "encoder" else "")
+                        for name, proof in made.items()
+                    ),
                 ]
             ),
         ]
         if unmade := [f"`{name}`" for name in rows if name not in made]:
-            text.append(f"Not made by transformers from default configs: {', '.join(unmade)}.")
+            told = f"Not made by transformers from default configs: {', '.join(unmade)}."
+            text.append(textwrap.fill(told, 120, break_on_hyphens=False))
     return "\n\n".join(text)
 
 
-def _row(name: str, proof: Proof) -> str:
+def _row(name: str, proof: Proof, around: str) -> str:
     plans = ", ".join(f"[{file.removesuffix('.yaml')}]({file})" for file in proof.plans) or "transformers'"
     shares = " ".join(f"{share:.2f}".removeprefix("0") for share in proof.shares.values()) or "-"
     errors = ["-" if error is None else f"{error:.0e}" for error in (proof.output, proof.gradient)]
     whole = ", ".join(f"`{param}` {share:.0%}" for param, share in list(proof.whole.items())[:3])
-    reason = proof.refused or (f"unproven: {proof.unproven}" if proof.unproven else "")
-    told = "; ".join(filter(None, (whole if proof.shares else "", *proof.notes, reason))).replace("|", "\\|") or "-"
-    return f"| `{name}` | {plans if proof.shares else '-'} | {shares} | {' | '.join(errors)} | {told} |"
+    unproven = f"proven in {around}" if around else f"unproven: {proof.unproven}"
+    told = (whole if proof.shares else "", *proof.notes, proof.refused or (unproven if proof.unproven else ""))
+    why = "; ".join(filter(None, told)).replace("|", "\\|") or "-"
+    return f"| `{name}` | {plans if proof.shares else '-'} | {shares} | {' | '.join(errors)} | {why} |"
+
+
+def _around(name: str, known: dict[str, Proof]) -> str:
+    """The first proven models with a part of that type; "" for none."""
+    file = available_plans()[name].name if name in available_plans() else ""
+    found = [other for other, proof in known.items() if proof.proven and "encoder" not in proof.kinds]
+    return ", ".join(f"`{other}`" for other in [each for each in found if file in known[each].plans][:3])
 
 
 def public_names(page: Path) -> str:

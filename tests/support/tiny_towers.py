@@ -30,7 +30,7 @@ from tests.support.tiny_inputs import (
 )
 from tests.support.tiny_model import FROM_IMAGES, HEARING, Tiny
 
-WINDOWS = (("window_size", 8), ("fullatt_block_indexes", [1]), ("num_key_value_heads", 1))
+WINDOWS = (("window_size", 8), ("fullatt_block_indexes", [1]))
 IN_TWO = (("image_size", (IMAGE, IMAGE)), ("patch_size", (PATCH, PATCH)))
 SEGMENTS = (("mlp_dim", 50), ("window_size", 2), ("global_attn_indexes", [1]), ("output_channels", 8))
 STACKED = (("num_mel_bins", 4), ("num_stacked_frames", 3), ("num_timestamp_prediction_layers", 1))
@@ -70,7 +70,9 @@ TOWERS = {
     "glm4v_vision": Tiny("Glm4vVisionConfig", "Glm4vVisionModel", patches),
     "glm4v_moe_vision": Tiny("Glm4vMoeVisionConfig", "Glm4vMoeVisionModel", patches),
     "qwen2_5_vl_vision": Tiny("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel", patches, WINDOWS),
-    "exaone4_5_vision": Tiny("Exaone4_5_VisionConfig", "Exaone4_5_VisionModel", patches, WINDOWS),
+    "exaone4_5_vision": Tiny(
+        "Exaone4_5_VisionConfig", "Exaone4_5_VisionModel", patches, (*WINDOWS, ("num_key_value_heads", 1))
+    ),
     "glm_ocr_vision": Tiny("GlmOcrVisionConfig", "GlmOcrVisionModel", patches),
     "mllama_vision_model": Tiny(
         "MllamaVisionConfig",

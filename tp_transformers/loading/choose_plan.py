@@ -100,9 +100,10 @@ def _infer(model: PreTrainedModel, size: int) -> dict[str, Any]:
     """The data of a plan that is inferred for `model`, which is told of."""
     from ..infer.suggestion import suggest  # few need it
 
-    suggestion = suggest(model.config, size=max(2, size), cls=type(model))
+    size = max(2, size)
+    suggestion = suggest(model.config, size=size, cls=type(model))
     logger.warning(
         "inferred, but not proven as `tp-transformers suggest` does it; the plan for %s",
-        "\n  ".join(suggestion.report(max(2, size))),
+        "\n  ".join(suggestion.report(size)),
     )
     return suggestion.data()
