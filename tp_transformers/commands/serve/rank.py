@@ -23,6 +23,9 @@ from transformers.cli.serving.utils import CBGenerateManager
 from ...loading.hook import enable
 from ...patches import replace
 
+CPU_MEMORY = 0.1
+"""Share of the memory that is free on a CPU, for the caches of all ranks; transformers would take all, on each."""
+
 _SETTINGS = "tp_transformers/serve"
 """Key of the settings in the store; empty where there was no request."""
 
@@ -38,6 +41,8 @@ def serve(model: Any, name: str, options: Sequence[str]) -> None:
 
     replace(ModelManager, "_load_model", lambda original, self, *args, **kwargs: model)
     replace(CBGenerateManager, "init_cb", init)
+    if model.device.type == "cpu" and not any(option.startswith(("--cb-num", "--cb-max-memory")) for option in options):
+        options = [*options, "--cb-max-memory-percent", str(CPU_MEMORY / model.tp_size)]
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     try:
