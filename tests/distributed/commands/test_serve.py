@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +62,19 @@ def served(folder: str, ranks: int) -> Iterator[tuple[Any, subprocess.Popen[byte
                     time.sleep(0.5)
             yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120), process
         finally:
-            for pid in ranks_of(process):
+            for pid in ranks_of(folder):
                 os.kill(pid, signal.SIGKILL)
             process.kill()
 
 
-def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
-    """Processes of the server's session that are ranks."""
+def ranks_of(folder: str) -> list[int]:
+    """Processes that are ranks of a server of `folder`, in the order of their start."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command, stat = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
-            except OSError:
-                continue
-            state, _, _, session = stat.rpartition(")")[2].split()[:4]
-            if int(session) == process.pid and b"serve.rank" in command and b"torch.distributed.run" not in command:
-                found += [int(entry.name)] if state != "Z" else []
+        with suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if folder.encode() in words and b"tp_transformers.commands.serve.rank" in words:
+                found += [int(entry.name)] if b"torch.distributed.run" not in words else []
     return sorted(found)
 
 
@@ -107,11 +103,11 @@ def answers(folder: str) -> list[str]:
     return found
 
 
-def wait_for_end(process: subprocess.Popen[bytes]) -> None:
+def wait_for_end(folder: str) -> None:
     deadline = time.monotonic() + END
-    while ranks_of(process) and time.monotonic() < deadline:
+    while ranks_of(folder) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not ranks_of(process)
+    assert not ranks_of(folder)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -128,14 +124,14 @@ def test_concurrent_answers_are_those_of_one_process(folder: str, ranks: int) ->
         next(iter(stream))
         stream.close()  # cancels
         assert ask(client, folder, QUESTIONS[0], False) == expected[0]
-        assert len(ranks_of(process)) == ranks
+        assert len(ranks_of(folder)) == ranks
         process.send_signal(signal.SIGTERM)
-        wait_for_end(process)
+        wait_for_end(folder)
 
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_dies_ends_all(folder: str, killed: int) -> None:
-    with served(folder, 2) as (client, process):
+    with served(folder, 2) as (client, _):
         ask(client, folder, QUESTIONS[0], False)
-        os.kill(ranks_of(process)[killed], signal.SIGKILL)
-        wait_for_end(process)
+        os.kill(ranks_of(folder)[killed], signal.SIGKILL)
+        wait_for_end(folder)
