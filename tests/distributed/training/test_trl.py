@@ -74,9 +74,8 @@ def train(kind: str, folder: str, target: str, alone: bool) -> list[dict[str, fl
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "grpo"])
-def test_trl_trains_as_in_one_process(pool: Pool, cases: Any, tmp_path: Path, kind: str, size: int) -> None:
+def test_trl_trains_as_in_one_process(pool: Pool, cases: Any, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(cases(9, 3).folder, folder)
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w3"))
@@ -84,6 +83,9 @@ def test_trl_trains_as_in_one_process(pool: Pool, cases: Any, tmp_path: Path, ki
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2").save_pretrained(folder)
     (expected,) = pool.run(1, train, kind, str(folder), str(tmp_path / "one"), True)
     assert len(expected) == 3
-    for found in pool.run(size, train, kind, str(folder), str(tmp_path / "cut"), False):
+    for found in pool.run(2, train, kind, str(folder), str(tmp_path / "cut"), False):
         for mine, theirs in zip(found, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=TOLERANCE, abs=1e-5)
+    # TRL multiplies by the head's weight itself, which is no DTensor where 199 rows are cut for 3 ranks.
+    said = pool.error(3, train, kind, str(folder), str(tmp_path / "odd"), False)
+    assert "expected 199 rows that divide by 3 ranks" in said
