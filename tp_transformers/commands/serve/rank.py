@@ -54,13 +54,13 @@ def serve(model: Any, name: str, options: Sequence[str]) -> None:
 
 def follow(model: Any) -> int:
     """Decode what the first rank's server has to; returns 1 where that failed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank stops all
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while not _store().check([_SETTINGS]):
         time.sleep(0.05)
     settings = _store().get(_SETTINGS)
     if not settings:
         return 0
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank stops all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     generation_config, batching_config = pickle.loads(settings)
     manager = model.init_continuous_batching(
         generation_config=generation_config, continuous_batching_config=batching_config
