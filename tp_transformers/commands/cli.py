@@ -17,6 +17,7 @@ from .. import __version__
 from ..errors import TensorParallelError
 from . import plans, run
 from .plan import command as plan
+from .serve import chat
 from .serve import command as serve
 from .shard import command as shard
 from .suggest import command as suggest
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Any] = {
     "shard": shard,
     "run": run,
     "serve": serve,
+    "chat": chat,
 }
 """Name -> module; see `commands`. None imports torch or transformers before it runs, so that `--help` is fast."""
 

@@ -24,7 +24,7 @@ from ..model.clip import clip_grad_norm_
 from ..model.optimizer_groups import parameter_groups
 from ..model.parallelize import is_tensor_parallel
 from ..patches import Undo, replace
-from ..strategies import batch_sharded
+from ..strategies import batch_sharded, shard_of
 from ..strategies.loss.head import whole_logits
 from . import trainer_checkpoints
 from .trainer_patch import TRAINER
@@ -94,6 +94,8 @@ def compute_loss(
 
 
 def create_optimizer(original: Any, self: Any, model: Any = None) -> torch.optim.Optimizer:
+    if is_tensor_parallel(self.model):
+        _check_forward(self.model)
     optimizer: torch.optim.Optimizer = original(self, model)
     if is_tensor_parallel(self.model):
         optimizer.param_groups[:] = parameter_groups(optimizer.param_groups)
@@ -160,6 +162,24 @@ class Trainer(transformers.Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         TRAINER.hold_for(self)
         super().__init__(*args, **kwargs)
+
+
+def _check_forward(model: Any) -> None:
+    """Raise UnsupportedError where another library's forward, such as TRL's, may take this rank's rows of the output
+    embedding for all: it gathers DTensors alone."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head, forward = base.get_output_embeddings(), vars(base).get("forward")
+    module = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+    shard = shard_of(getattr(head, "weight", None))
+    if forward is None or module.startswith("accelerate.") or shard is None or shard.layout is None:
+        return
+    if shard.placement is None:
+        raise UnsupportedError(
+            "Trainer",
+            got=f"a forward of {module or 'another library'}, which multiplies by the weight of the output embedding",
+            expected=f"{shard.shape[0]} rows that divide by {shard.group.size} ranks",
+            fix='Take as many ranks as divide them, or a plan that says "replicate" for the output embedding.',
+        )
 
 
 def _gather_for_metrics(accelerator: Any, tp_size: int, data: Any, use_gather_object: bool = False) -> Any:

@@ -6,6 +6,7 @@ import copy
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -234,3 +235,19 @@ def other_ways(folder: str, scratch: str) -> None:
 
 def test_other_ways_to_adapters(pool: Any, cases: Any, tmp_path: Path) -> None:
     pool.run(2, other_ways, cases(9, 3).folder, str(tmp_path))
+
+
+def save_to_full_disk(folder: str, target: str) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    adapted = get_peft_model(load(folder), LoraConfig(target_modules=["q_proj"]))
+    with mock.patch("peft.peft_model.safe_save_file", fail):
+        adapted.save_pretrained(target)
+
+
+def test_a_full_disk_is_told_with_the_folder(pool: Any, cases: Any, tmp_path: Path) -> None:
+    target = tmp_path / "adapter"
+    said = pool.error(2, save_to_full_disk, cases(9, 3).folder, str(target))
+    assert f"folder {target}: got [Errno 28] No space left on device, expected that" in said
+    assert not any(target.rglob("*"))

@@ -23,6 +23,9 @@ from transformers.cli.serving.utils import CBGenerateManager
 from ...loading.hook import enable
 from ...patches import replace
 
+CPU_MEMORY = 0.1
+"""Share of the memory that is free on a CPU, for the caches of all ranks; transformers would take all, on each."""
+
 _SETTINGS = "tp_transformers/serve"
 """Key of the settings in the store; empty where there was no request."""
 
@@ -38,6 +41,8 @@ def serve(model: Any, name: str, options: Sequence[str]) -> None:
 
     replace(ModelManager, "_load_model", lambda original, self, *args, **kwargs: model)
     replace(CBGenerateManager, "init_cb", init)
+    if model.device.type == "cpu" and not any(option.startswith(("--cb-num", "--cb-max-memory")) for option in options):
+        options = [*options, "--cb-max-memory-percent", str(CPU_MEMORY / model.tp_size)]
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     try:
@@ -49,13 +54,13 @@ def serve(model: Any, name: str, options: Sequence[str]) -> None:
 
 def follow(model: Any) -> int:
     """Decode what the first rank's server has to; returns 1 where that failed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank stops all
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while not _store().check([_SETTINGS]):
         time.sleep(0.05)
     settings = _store().get(_SETTINGS)
     if not settings:
         return 0
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank stops all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     generation_config, batching_config = pickle.loads(settings)
     manager = model.init_continuous_batching(
         generation_config=generation_config, continuous_batching_config=batching_config

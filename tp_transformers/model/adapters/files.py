@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -39,7 +40,26 @@ def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
     whole = {name: gather(value, group) if id(value) in wanted else torch.empty(0) for name, value in state.items()}
     with group.agree():
         if group.writes:
-            save(peft_model, **{"state_dict": whole, **options})
+            with _complete(Path(options["save_directory"])):
+                save(peft_model, **{"state_dict": whole, **options})
+
+
+@contextmanager
+def _complete(folder: Path) -> Iterator[None]:
+    """Remove new files again where not all can be written; raises CheckpointError, with the folder, then."""
+    before = {*folder.rglob("*")}
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        for path in {*folder.rglob("*")} - before:
+            with suppress(OSError):  # folders, too
+                path.unlink()
+        raise CheckpointError(
+            f"folder {folder}",
+            got=str(error),
+            expected="that an adapter can be written",
+            fix="Make room, or choose another folder.",
+        ) from error
 
 
 def push_peft_model(peft_model: Any, repo_id: str, **options: Any) -> Any:

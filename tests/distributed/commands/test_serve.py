@@ -1,0 +1,137 @@
+"""`tp-transformers serve` over HTTP, by the `openai` client, answers as one process does; its ranks end together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.support.models import VOCAB
+from tests.support.pool import free_port
+
+openai = pytest.importorskip("openai")
+for package in ("fastapi", "uvicorn"):
+    pytest.importorskip(package)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+QUESTIONS = ["w5 w17", "w98", "w3 w77 w12 w9", "w150 w41"]
+NEW = 8
+END = 15
+"""Seconds in which all ranks have to end."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, cases: Any) -> str:
+    target = tmp_path_factory.mktemp("served") / "checkpoint"
+    shutil.copytree(cases(9, 3).folder, target)
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", chat_template=template).save_pretrained(target)
+    return str(target)
+
+
+@contextmanager
+def served(folder: str, ranks: int) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
+    """A client of a server that answers, and its process."""
+    port = free_port()
+    options = ["--host", "127.0.0.1", "--port", str(port), "--cb-num-blocks", "40", "--cb-max-batch-tokens", "256"]
+    command = [sys.executable, "-m", "tp_transformers", "serve", folder, "-n", str(ranks), *options]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            for _ in range(240):
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                    break
+                except OSError:
+                    assert process.poll() is None
+                    time.sleep(0.5)
+            yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120), process
+        finally:
+            for pid in ranks_of(folder):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+
+
+def ranks_of(folder: str) -> list[int]:
+    """Processes that are ranks of a server of `folder`, in the order of their start."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if folder.encode() in words and b"tp_transformers.commands.serve.rank" in words:
+                found += [int(entry.name)] if b"torch.distributed.run" not in words else []
+    return sorted(found)
+
+
+def ask(client: Any, folder: str, question: str, stream: bool) -> str:
+    answer = client.chat.completions.create(
+        model=folder,
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=NEW,
+        stream=stream,
+    )
+    if not stream:
+        return str(answer.choices[0].message.content)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+
+
+def answers(folder: str) -> list[str]:
+    """The answers of one process."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    found = []
+    for question in QUESTIONS:
+        chat = [{"role": "user", "content": question}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        tokens = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        found.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    return found
+
+
+def wait_for_end(folder: str) -> None:
+    deadline = time.monotonic() + END
+    while ranks_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not ranks_of(folder)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_concurrent_answers_are_those_of_one_process(folder: str, ranks: int) -> None:
+    expected = answers(folder)
+    with served(folder, ranks) as (client, process):
+        assert [ask(client, folder, question, False) for question in QUESTIONS] == expected
+        with ThreadPoolExecutor(32) as threads:
+            given = threads.map(lambda index: ask(client, folder, QUESTIONS[index % 4], True), range(32))
+            assert list(given) == expected * 8
+        stream = client.chat.completions.create(
+            model=folder, messages=[{"role": "user", "content": "w5"}], max_tokens=200, stream=True
+        )
+        next(iter(stream))
+        stream.close()  # cancels
+        assert ask(client, folder, QUESTIONS[0], False) == expected[0]
+        assert len(ranks_of(folder)) == ranks
+        process.send_signal(signal.SIGTERM)
+        wait_for_end(folder)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_dies_ends_all(folder: str, killed: int) -> None:
+    with served(folder, 2) as (client, _):
+        ask(client, folder, QUESTIONS[0], False)
+        os.kill(ranks_of(folder)[killed], signal.SIGKILL)
+        wait_for_end(folder)

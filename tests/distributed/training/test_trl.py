@@ -1,0 +1,91 @@
+"""TRL's trainers, as they come, on tensor-parallel models: losses, norms and rewards of one process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+
+import tp_transformers
+from tests.support.models import VOCAB
+from tests.support.pool import Pool
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+TOLERANCE = 1e-3  # TRL rounds some of what it logs; sums in fp32, in another order, through three steps
+TEXTS = ["w5 w17 w98", "w23 w9 w41 w198", "w3 w77", "w12 w150 w6", "w8 w8 w8", "w100 w101"]
+LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "reward", "rewards/margins")
+
+
+def train(kind: str, folder: str, target: str, alone: bool) -> list[dict[str, float]]:
+    """Run on every rank: what the trainer logs of three steps."""
+    from accelerate.state import AcceleratorState
+
+    options = {} if alone else {"tp_plan": "auto"}
+    if alone:  # for accelerate, torchrun's environment makes one process a distributed one
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name)
+    logging.disable(logging.WARNING)
+    settings: dict[str, Any] = {
+        "output_dir": target,
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "bf16": False,
+        "save_strategy": "no",
+    }
+    texts: dict[str, Any] = {"prompt": TEXTS}
+    try:
+        with tp_transformers.enable():
+            model = AutoModelForCausalLM.from_pretrained(folder, **options)
+            given: dict[str, Any] = {"processing_class": PreTrainedTokenizerFast.from_pretrained(folder)}
+            set_seed(1)
+            if kind in ("sft", "lora"):
+                texts, arguments, cls = {"text": TEXTS}, trl.SFTConfig(**settings, max_length=16), trl.SFTTrainer
+                if kind == "lora":
+                    given["peft_config"] = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+            elif kind == "dpo":
+                texts |= {"chosen": [" w7 w9"] * 6, "rejected": [" w4 w150"] * 6}
+                arguments, cls = trl.DPOConfig(**settings, max_length=32), trl.DPOTrainer
+            else:
+                settings |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
+                arguments, cls = trl.GRPOConfig(**settings), trl.GRPOTrainer
+                given["reward_funcs"] = lambda completions, **_: [float(len(each)) for each in completions]
+            trainer = cls(model, args=arguments, train_dataset=datasets.Dataset.from_dict(texts), **given)
+            trainer.train()
+            trainer.save_model()
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+        return [{name: float(entry[name]) for name in LOGGED if name in entry} for entry in history]
+    finally:
+        logging.disable(logging.NOTSET)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "grpo"])
+def test_trl_trains_as_in_one_process(pool: Pool, cases: Any, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(cases(9, 3).folder, folder)
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2").save_pretrained(folder)
+    (expected,) = pool.run(1, train, kind, str(folder), str(tmp_path / "one"), True)
+    assert len(expected) == 3
+    for found in pool.run(2, train, kind, str(folder), str(tmp_path / "cut"), False):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=TOLERANCE, abs=1e-5)
+    # TRL multiplies by the head's weight itself, which is no DTensor where 199 rows are cut for 3 ranks.
+    said = pool.error(3, train, kind, str(folder), str(tmp_path / "odd"), False)
+    assert "expected 199 rows that divide by 3 ranks" in said

@@ -1,0 +1,49 @@
+"""`tp-transformers chat MODEL -n 2`: transformers' own chat in a terminal, with a server that N ranks share."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+from ...errors import UsageError
+
+SUMMARY = "talk in the terminal to a model on N ranks of this machine, by transformers' own chat"
+EXAMPLE = "tp-transformers chat HuggingFaceTB/SmolLM2-135M-Instruct -n 2"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a folder or a name on the Hub")
+    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks share the model")
+    parser.set_defaults(options=[])
+    parser.epilog = f"All other options are those of `transformers chat`. {parser.epilog}"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start a server on a port of this machine, talk, and stop it; returns the exit code of transformers' chat."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    python, url = [sys.executable, "-m"], f"http://127.0.0.1:{port}"
+    serve = ["tp_transformers", "serve", arguments.model, "-n", str(arguments.ranks)]
+    with subprocess.Popen([*python, *serve, "--host", "127.0.0.1", "--port", str(port)]) as server:
+        try:
+            while not _answers(url):
+                if server.poll() is not None:
+                    raise UsageError("chat", got="a server that ended", expected="one", fix="See its message above.")
+                time.sleep(0.2)
+            chat = [*python, "transformers.cli.transformers", "chat", arguments.model, url, *arguments.options]
+            return subprocess.run(chat).returncode
+        finally:
+            server.terminate()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return True
+    except OSError:
+        return False
