@@ -211,7 +211,8 @@ def _first_layers(
     stacks = [module for module in true.modules() if isinstance(module, nn.ModuleList) and len(module) in depths]
     kinds = [[kind(layer) for layer in stack] for stack in stacks]
     all_kinds = {each for stack in kinds for each in stack}
-    needed = max([2, *(stack.index(each) + 1 for stack in kinds for each in stack)])
+    alternate = [level["layer_types"][:4] for level in levels_of(whole) if level.get("layer_types")]
+    needed = max([2, *(stack.index(each) + 1 for stack in (*kinds, *alternate) for each in stack)])
     for count in range(2 if needed > 4 else needed, max([*depths, 2]) + 1):
         try:
             small, model = _built(kind_of_config, cls, _of_depth(whole, count))

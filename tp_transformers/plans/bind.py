@@ -164,7 +164,8 @@ class _Resolver:
         matched: dict[str, Rule] = {}
         for rule in rules:
             for name in rule.match(names, self.prefix):
-                if rule.optional and isinstance(names[name], nn.Identity):  # what a config leaves out
+                left_out = rule.optional and isinstance(names[name], nn.Identity)  # by the config, with few exceptions
+                if left_out and not (rule.instance is not None and rule.instance.is_for_identity):
                     continue
                 if name in matched:
                     self.faults.append(f"{name}: two rules match it, {matched[name].pattern} and {rule.pattern}")

@@ -84,6 +84,8 @@ class Communication:
     """True if what follows computes on this rank's part of the sequence."""
     splits_batch = False
     """True if the module takes samples of each rank's own, and computes on those of all ranks."""
+    is_for_identity = False
+    """True for a module without parameters that returns its input."""
     draws_alike = False
     """True if the ranks, which draw random numbers of their own outside of the module, draw the same inside."""
 

@@ -122,6 +122,8 @@ class MoEExpertsParallel(IsolatedParallel):
 class IdentityExpertParallel(TensorParallelLayer):
     """An expert that returns its input, on every rank: their outputs are summed, so it is divided by their number."""
 
+    is_for_identity = True
+
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return (inputs[0] / mesh.size(), *inputs[1:])
 

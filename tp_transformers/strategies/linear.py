@@ -196,6 +196,13 @@ class RowwiseParallel(_WeightParallel):
             return None
         return -2 if self.is_transposed else -1
 
+    def check(self, module: nn.Module) -> None:
+        """See `ColwiseParallel.check`; an embedding is looked up by ids that count from this rank's rows."""
+        super().check(module)
+        if self.is_embedding and len(own := dict(module.named_parameters(recurse=False))) > 1:
+            others = ", ".join(name for name in own if name != "weight")
+            raise ValueError(f"an embedding with {others} beside its weight looks at ids by itself; replicate it")
+
     @property
     def input_split(self) -> Split:
         """Split of the input features, or the rows of an embedding, over the ranks."""

@@ -141,7 +141,6 @@ def test_a_small_model_of_a_published_one_answers_with_all_it_has(name: str) -> 
 # Sums and ratios of widths, stages, depths by another name, models in a model, tokens that a config leaves open.
 OTHERS = (
     *(
-        "deepseek_v4",
         "dots3_note_text",
         "gemma3n_text",
         "gpt_neox_japanese",

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from tp_transformers import PlanError
+from tp_transformers.infer.small_config import shrink
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.rules import Plan
 from tp_transformers.plans.shares import check_layers_are_cut, largest_share
@@ -198,3 +199,15 @@ def test_a_query_projection_that_makes_gates_as_well_is_cut_by_its_heads() -> No
     layout = resolution.layouts["model.layers.3.self_attn.q_proj.weight"]
     assert layout is not None
     assert layout.split.widths == (64, 64, 128)  # a query and a gate of 16 features each, for every head
+
+
+@pytest.mark.skipif(not hasattr(transformers, "LongcatFlashConfig"), reason="transformers has no LongCat yet")
+def test_identity_experts_of_a_declared_plan_share_their_output() -> None:
+    config = shrink(transformers.LongcatFlashConfig())
+    with torch.device("meta"):
+        model = transformers.LongcatFlashForCausalLM(config)
+    plan = Plan.for_model(model)
+    assert plan is not None
+    strategies = resolve(plan, model, 2).module_strategies
+    kinds = [type(strategy).__name__ for name, strategy in strategies.items() if name.endswith("identity_expert")]
+    assert kinds == ["IdentityExpertParallel"] * config.num_layers
