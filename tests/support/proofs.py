@@ -69,12 +69,40 @@ BYTES = 6 << 30
 NOTED = 0.02
 """Smallest part of a model, by bytes, that is told of as whole."""
 
+MIXED = ["attention" if layer % 8 == 5 else "mamba" for layer in range(32)]
+OMNI = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 NEEDED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8}},
+    "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_intermediate_size": 1408},
+    "ernie4_5_vl_moe": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [22, 22, 20]}}
+    },
+    "gemma4": {"vision_config": {}, "audio_config": {}},
+    "gemma4_unified": {"vision_config": {}, "audio_config": {}},
+    "granitemoehybrid": {"layer_types": MIXED},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "jamba": {"num_hidden_layers": 16},
     "lfm2_moe": {"layer_types": ["full_attention" if layer % 4 == 2 else "conv" for layer in range(32)]},
+    "ministral": {"head_dim": 128},
+    "moonshine_streaming": {"num_key_value_heads": 8},
+    "nemotron": {"num_key_value_heads": 8},
+    "qwen2_5_omni_thinker": {**OMNI, "audio_start_token_id": 151647, "audio_end_token_id": 151648},
+    "qwen3_omni_moe_thinker": {
+        **OMNI,
+        "audio_start_token_id": 151669,
+        "audio_end_token_id": 151670,
+        "text_config": {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+    },
+    "reformer": {"is_decoder": True},
+    "step3p7": {
+        "text_config": {
+            "sliding_window": 512,
+            "layer_types": ["sliding_attention" if layer % 4 else "full_attention" for layer in range(45)],
+        }
+    },
 }
 """Fields of configs whose defaults make no model, or one of no use."""
 

@@ -185,5 +185,5 @@ PAIRS = {
         placed_text,
         (("max_2d_position_embeddings", 64), ("decoder_start_token_id", 2)),
     ),
-    "pp_formulanet_text": Tiny("PPFormulaNetTextConfig", "PPFormulaNetTextModel", tokens_and_states),
+    "pp_formulanet_text": Tiny("PPFormulaNetTextConfig", "PPFormulaNetTextModel", tokens_and_states, since="5.23"),
 }

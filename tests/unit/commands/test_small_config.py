@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 import tp_transformers
+from tests.support.tiny import MODELS
 from tp_transformers.anatomy.classes import generating_class, known_class
 from tp_transformers.infer import small_model as probe
 from tp_transformers.infer.small_config import LIMIT, shrink, supported
@@ -63,8 +64,12 @@ def outline(config: PretrainedConfig) -> PreTrainedModel:
         return generating_class(config)._from_config(config)
 
 
-WITH_CLASS = [name for name in available_plans() if name in CONFIG_MAPPING and known_class(CONFIG_MAPPING[name]())]
-"""Some towers have none of their own."""
+WITH_CLASS = [
+    name
+    for name in available_plans()
+    if name in CONFIG_MAPPING and known_class(CONFIG_MAPPING[name]()) and (name not in MODELS or MODELS[name].runs)
+]
+"""Some towers have none of their own; some plans fit later releases."""
 
 
 @pytest.mark.parametrize("model_type", WITH_CLASS)
