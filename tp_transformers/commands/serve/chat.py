@@ -10,16 +10,14 @@ import time
 import urllib.request
 
 from ...errors import UsageError
+from . import command
 
 SUMMARY = "talk in the terminal to a model on N ranks of this machine, by transformers' own chat"
 EXAMPLE = "tp-transformers chat HuggingFaceTB/SmolLM2-135M-Instruct -n 2"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a folder or a name on the Hub")
-    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks share the model")
-    parser.set_defaults(options=[])
-    parser.epilog = f"All other options are those of `transformers chat`. {parser.epilog}"
+    command.configure(parser, passes_on_to="transformers chat")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,11 +14,12 @@ SUMMARY = "serve a model on N ranks of this machine, by transformers' own OpenAI
 EXAMPLE = "tp-transformers serve HuggingFaceTB/SmolLM2-135M-Instruct -n 2 --port 8000"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser, passes_on_to: str = "transformers serve") -> None:
+    """Add the model and its ranks; `passes_on_to` is the command that takes all other options."""
     parser.add_argument("model", help="a folder or a name on the Hub")
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks share the model")
     parser.set_defaults(options=[])
-    parser.epilog = f"All other options are those of `transformers serve`. {parser.epilog}"
+    parser.epilog = f"All other options are those of `{passes_on_to}`. {parser.epilog}"
 
 
 def run(arguments: argparse.Namespace) -> int:
