@@ -6,6 +6,7 @@ verify` does it, but on ranks that are already there. A type that was proven wit
 over, so that a run that was broken off goes on where it was. The pages' table is made of that file (`readme.py`).
 
     python -m tests.support.proofs                 all types that are not proven with these plan files
+    python -m tests.support.proofs --seeds 3       all that are not proven with three models of other weights each
     python -m tests.support.proofs llama qwen3     these, whatever is known of them
     python -m tests.support.proofs --sample 10     ten: those that changed, then others, which are other ones every
                                                    day; nothing is written, and one that is no more proven is a fault
@@ -124,7 +125,9 @@ class Proof:
     """Worst relative error of logits or states, over ranks and sizes."""
     gradient: float | None = None
     proven: list[int] = dataclasses.field(default_factory=list)
-    """Numbers of ranks on which it computed what one process computes."""
+    """Numbers of ranks on which it computed what one process computes, with the weights of every seed."""
+    seeds: int = 1
+    """Number of small models of other weights that it was held against."""
     notes: list[str] = dataclasses.field(default_factory=list)
     refused: str = ""
     """Reason that it does not load."""
@@ -159,10 +162,12 @@ def digest(file: str) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def is_current(proof: Proof) -> bool:
-    """True if no plan file that cut the model has changed since, and none has come for it."""
-    return proof.release == transformers.__version__ and all(
-        (file in _files() and digest(file) == known) for file, known in proof.plans.items()
+def is_current(proof: Proof, seeds: int) -> bool:
+    """True if no plan file that cut the model has changed since, and it was held against `seeds` models or more."""
+    return (
+        proof.release == transformers.__version__
+        and proof.seeds >= seeds
+        and all(file in _files() and digest(file) == known for file, known in proof.plans.items())
     )
 
 
@@ -223,9 +228,9 @@ def shortened(message: str) -> str:
     return textwrap.shorten(told.partition(", expected a model that transformers can make")[0], 240, placeholder=" ...")
 
 
-def prove(model_type: str, kinds: list[str], pool: Pool) -> Proof:
-    """Look at a model type in its default shape, and hold a small model of it against one process."""
-    proof = Proof(kinds, release=transformers.__version__)
+def prove(model_type: str, kinds: list[str], seeds: int, pool: Pool) -> Proof:
+    """Look at a model type in its default shape, and hold a small model of it, `seeds` times, against one process."""
+    proof = Proof(kinds, release=transformers.__version__, seeds=seeds)
     with one_line(proof, "unmade"):
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**NEEDED.get(model_type, {}))
         model = meta_model(model_class(config), config)
@@ -255,10 +260,14 @@ def prove(model_type: str, kinds: list[str], pool: Pool) -> Proof:
         return 0
 
     with one_line(proof, "unproven"):
-        verdicts = verify(config, sizes=loads, grads=True, timeout=SECONDS, launch=launch)
+        verdicts = [
+            verdict
+            for seed in range(seeds)
+            for verdict in verify(config, sizes=loads, grads=True, timeout=SECONDS, seed=seed, launch=launch)
+        ]
         proof.output = max((verdict.logits for verdict in verdicts if verdict.logits is not None), default=None)
         proof.gradient = max((verdict.gradient[1] for verdict in verdicts if verdict.gradient), default=None)
-        proof.proven = [verdict.size for verdict in verdicts if verdict.ok]
+        proof.proven = [size for size in loads if all(verdict.ok for verdict in verdicts if verdict.size == size)]
         proof.notes = list(dict.fromkeys(note for verdict in verdicts for note in verdict.notes if "tried" in note))
         faults = (f"{v.size} ranks: {' '.join(fault.split())}" for v in verdicts for fault in v.faults)
         proof.unproven = shortened(next(faults, ""))
@@ -281,18 +290,18 @@ def _start() -> None:
     _pool.append(Pool())
 
 
-def _prove(model_type: str, kinds: list[str]) -> tuple[Proof, float]:
+def _prove(model_type: str, kinds: list[str], seeds: int) -> tuple[Proof, float]:
     start = time.monotonic()
-    return prove(model_type, kinds, _pool[0]), time.monotonic() - start
+    return prove(model_type, kinds, seeds, _pool[0]), time.monotonic() - start
 
 
-def proven(names: Iterable[str], processes: int) -> Iterator[tuple[str, Proof, float]]:
+def proven(names: Iterable[str], seeds: int, processes: int) -> Iterator[tuple[str, Proof, float]]:
     """(type, what was found, seconds) of every type of `names`, as they come."""
     every, context, left = types(), multiprocessing.get_context("spawn"), list(names)
     while left:  # new processes now and then: a type that failed for lack of memory may leave little
         some, left = left[: 25 * processes], left[25 * processes :]
         with ProcessPoolExecutor(processes, context, _start) as executor:
-            asked = {name: executor.submit(_prove, name, every[name]) for name in some}
+            asked = {name: executor.submit(_prove, name, every[name], seeds) for name in some}
             for name, answer in asked.items():
                 yield name, *answer.result()
 
@@ -313,17 +322,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types (default: all that are not proven with these plans)")
     parser.add_argument("--sample", type=int, metavar="N", help="prove N again, write nothing")
+    parser.add_argument("--seeds", type=int, default=1, help="small models of a type (default: 1)")
     parser.add_argument("--processes", type=int, default=1, help="proofs at a time (default: 1)")
     arguments = parser.parse_args()
     every, known = types(), read()
-    changed = [name for name in every if name not in known or not is_current(known[name])]
+    changed = [name for name in every if name not in known or not is_current(known[name], arguments.seeds)]
     names = arguments.types or changed
     if arguments.sample is not None:
         proven_before = [name for name, proof in known.items() if proof.proven and name in every]
         random.Random(int(time.time() // 86400)).shuffle(proven_before)
         names = sorted(proven_before, key=lambda name: name not in changed)[: arguments.sample]
     worse = []
-    for name, proof, seconds in proven(names, arguments.processes):
+    for name, proof, seconds in proven(names, arguments.seeds, arguments.processes):
         reason = proof.unmade or proof.refused or proof.unproven
         print(f"{name}: {proof.shares.get('2', '-')} of one of 2, proven on {proof.proven} {reason}", end=" ")
         print(f"({seconds:.0f} s)", flush=True)
