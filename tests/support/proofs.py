@@ -233,6 +233,8 @@ def prove(model_type: str, kinds: list[str], seeds: int, pool: Pool) -> Proof:
     proof = Proof(kinds, release=transformers.__version__, seeds=seeds)
     with one_line(proof, "unmade"):
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**NEEDED.get(model_type, {}))
+        if kinds == ["masked text"]:
+            config.architectures = [KINDS["masked text"][model_type]]
         model = meta_model(model_class(config), config)
     if proof.unmade:
         return proof

@@ -44,4 +44,4 @@ def epsilon(module: nn.Module) -> float | None:
 
 def is_of_norm_or_bias(name: str, ndim: int) -> bool:
     """True if a parameter of that name is a norm's or a bias: a new model has equal values in it."""
-    return ndim == 1 or "norm" in name or "bias" in name.rpartition(".")[2]
+    return ndim < 2 or "norm" in name or "bias" in name.rpartition(".")[2]
