@@ -112,7 +112,7 @@ def _setting(arguments: argparse.Namespace) -> str:
 
 
 def _name(arguments: argparse.Namespace) -> str:
-    kinds = [name for name in ("hub", "presharded", "map", "cold") if getattr(arguments, name)]
+    kinds = [name for name in ("hub", "presharded", "copy", "cold") if getattr(arguments, name)]
     return "-".join(["load", arguments.device, str(arguments.ranks), *kinds])
 
 
@@ -130,10 +130,8 @@ def _parse() -> argparse.Namespace:
     compared.add_argument(
         "--hub", action="store_true", help="load over HTTP from this machine, ours with tp_stream=True"
     )
-    compared.add_argument(
-        "--presharded", action="store_true", help="ours, or with --map transformers, against ours from save_sharded"
-    )
-    add("--map", action="store_true", help="ours with tp_map=True: what it can leave in the files is not copied")
+    compared.add_argument("--presharded", action="store_true", help="transformers against ours from save_sharded")
+    add("--copy", action="store_true", help="ours with tp_map=False: nothing is left in the files")
     cache = Path(tempfile.gettempdir()) / "tp_transformers-bench"
     add("--folder", type=Path, default=cache, help=f"where checkpoints are kept (default: {cache})")
     add("--results", type=Path, default=RESULTS, help="where the numbers and the chart go")

@@ -32,8 +32,8 @@ class Side:
     """Where the files that it reads are."""
     stream: bool = False
     """Whether ours reads from the Hub as it loads."""
-    map: bool = False
-    """Whether ours leaves what it can in the files."""
+    copy: bool = False
+    """Whether ours leaves nothing in the files."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Setting:
                 "reference": str(reference),
                 "target": str(target or ""),
                 "stream": side.stream,
-                "map": side.map,
+                "copy": side.copy,
             }
             results = processes.run(
                 "benchmarks.worker",
@@ -89,13 +89,13 @@ def compared(arguments: argparse.Namespace, model: str, folder: Path) -> Iterato
     """The two sides, the second being what is advertised; and what they need while they run."""
     setting = Setting(arguments.ranks, arguments.rank, arguments.device, arguments.timeout, arguments.folder)
     native = Side("transformers", "native", folder)
-    ours = Side("tp_transformers" + ", tp_map" * arguments.map, "ours", folder, map=arguments.map)
+    ours = Side("tp_transformers" + ", tp_map=False" * arguments.copy, "ours", folder, copy=arguments.copy)
     if arguments.presharded:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
             target = Path(scratch) / "presharded"
             setting.run("save", ours, folder, target)
             presharded = replace(ours, label=f"{ours.label}, presharded", folder=target)
-            yield setting, {**({"native": native} if arguments.map else {"plain": ours}), "presharded": presharded}
+            yield setting, {"native": native, "presharded": presharded}
     elif arguments.hub:
         sides = {
             "native": replace(native, label="transformers, downloads first"),

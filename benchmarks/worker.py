@@ -47,8 +47,8 @@ class Job:
     target: str = ""
     stream: bool = False
     """Whether ours reads from the Hub as it loads."""
-    map: bool = False
-    """Whether ours leaves what it can in the files."""
+    copy: bool = False
+    """Whether ours leaves nothing in the files."""
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ def _arguments(job: Job, mesh: Any) -> dict[str, Any]:
             "dtype": "auto",
             **({"device_mesh": mesh} if mesh is not None else {}),
             **({"tp_stream": True} if job.stream else {}),
-            **({"tp_map": True} if job.map else {}),
+            **({"tp_map": False} if job.copy else {}),
         }
     if {field.name for field in dataclasses.fields(DistributedConfig)} >= {"tp_size", "tp_plan"}:
         return {"distributed_config": DistributedConfig(tp_size=job.size, tp_plan="auto"), "dtype": "auto"}

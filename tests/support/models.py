@@ -165,13 +165,13 @@ def headers(folder: str | Path) -> int:
 
 
 def bytes_read(model: Any) -> int:
-    """Bytes that this rank read for itself, headers included.
+    """Bytes that this rank read for itself, or has in the pages of the files, headers included.
 
     Where a page is not in memory just then, rows are read whole in blocks; what lies between their runs is left out.
     """
     report = model.tp_report
     nbytes, copied, _ = report.methods.get("blocks", (0, 0, 0.0))
-    return int(report.bytes_read - (copied - nbytes))
+    return int(report.bytes_read + report.mapped - (copied - nbytes))
 
 
 def held(model: Any) -> int:

@@ -81,6 +81,8 @@ def about(model: Any, text: Arguments, shown: Sequence[Medium]) -> Asked:
             kinds = _inserted(kinds, KINDS[medium.name], medium.tokens)
     names = _accepted(model)
     prompt = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
+    if shown and "input_ids" not in names:
+        prompt = {}
     if kinds.any():
         prompt |= {name: kinds for name in OF_TOKENS if name in names}
     if "bbox" in names:

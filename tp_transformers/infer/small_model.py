@@ -108,9 +108,9 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give a loaded model's parameters one dtype, those too that their class keeps in fp32."""
+    """Give a loaded model's parameters one dtype, float32 or float64, those too that their class keeps in fp32."""
     if any(param.is_floating_point() and param.dtype != dtype for param in model.parameters()):
-        model.to(dtype)
+        model.double() if dtype == torch.float64 else model.float()  # `to` would make complex buffers real
 
 
 def in_dtype(question: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

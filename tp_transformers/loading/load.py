@@ -78,7 +78,9 @@ def load(
             values, mapped = {}, {}
             for name, shard in shards.items():
                 dtype = dtype_of(name) or whole[name].dtype
-                pages = _pages(shard, dtype) if request.options.tp_map and group.device.type == "cpu" else None
+                pages = (
+                    _pages(shard, dtype) if request.options.tp_map is not False and group.device.type == "cpu" else None
+                )
                 values[name] = empty(shard.shape, dtype, group.device) if pages is None else pages
                 if pages is not None:
                     mapped[name] = shard
@@ -218,7 +220,7 @@ def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     (box,) = boxes
     if not isinstance(box.source, LocalFile):
         return None
-    return box.source.map(own=True).view(box.start, box.span, dtype, outline.shape, outline.stride())
+    return box.source.map(own=True).parameter(box.start, box.span, dtype, outline.shape)
 
 
 def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, str], bool], *, say: bool) -> set[str]:

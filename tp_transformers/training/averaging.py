@@ -1,21 +1,26 @@
-"""Gradients of a model's copies, averaged at the end of a backward."""
+"""Gradients of a model's copies, averaged while a backward goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..strategies import batch_sharded, local_tensor, settle_gradient
 
 BUCKET = 32 << 20
 """Bytes of gradients that travel together."""
+TRAVELLING = 4
+"""Buckets that travel at a time, which bounds the memory that they take."""
+
+T = TypeVar("T", bound=Tensor)
 
 
 def outside(model: nn.Module) -> list[nn.Parameter]:
@@ -25,11 +30,16 @@ def outside(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Average:
-    """Averages the gradients of a model over its copies, once at the end of every backward from its outputs.
+    """Averages the gradients of a model over its copies, in every backward from its outputs.
 
-    The copies first agree on the parameters that have a gradient (one all-reduce of a number a parameter), so that
-    experts which got no token on some copies keep the ranks together. To average once more what is average changes
-    nothing, so gradients may add up over several backwards.
+    Buckets of gradients are sent while the backward goes on, in the reverse order of the model's parameters, which all
+    copies keep: a bucket leaves when all its gradients have come and those before it have left (Li et al. 2020,
+    "PyTorch Distributed", section 3.2.3). It has the parameters that had a gradient on any copy in the backward before.
+    At the end the copies agree on those that have one in this (one all-reduce of a number a parameter), so that
+    experts which got no token on some copies keep the ranks together, and the rest follows.
+
+    To average once more what is average changes nothing, so gradients may add up over several backwards, and may come
+    in parts, as those of a module do that is checkpointed twice.
     """
 
     def __init__(
@@ -41,6 +51,19 @@ class Average:
         """The ranks that share a copy, where each has a batch of its own; else None."""
         self.enabled = True
         self.is_queued = False
+        self._buckets: list[list[nn.Parameter]] = []
+        self._next = 0
+        """Number of buckets that have left in this backward."""
+        self._left: set[nn.Parameter] = set()
+        """The parameters of those."""
+        self._travelling: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
+        """Buckets with the gradients that were sent, one after the other; zeros where there is none."""
+        self._came: set[nn.Parameter] = set()
+        self._late: set[nn.Parameter] = set()
+        """Parameters of which a gradient came when their bucket had left."""
+        self._means: dict[nn.Parameter, Tensor] = {}
+        """The means of gradients that this copy has not."""
+        self._heard = WeakTensorKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Average:
         return Average(self.process_group, self.sharing, self.reduce_dtype)
@@ -50,39 +73,100 @@ class Average:
         self.enabled = requires_gradient_sync
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After a forward: hear of the backward that begins at any of its outputs."""
+        """After a forward: hear of the backward that begins at any of its outputs, and of every gradient."""
         self.is_queued = False  # a backward that failed has not come to its end
         if not torch.is_grad_enabled():
             return
 
         def begun(grad: Tensor) -> None:
             if self.enabled and not self.is_queued:
-                self.is_queued = True
-                Variable._execution_engine.queue_callback(partial(self.average, module))
+                self.is_queued, self._next = True, 0
+                for kept in (self._left, self._travelling, self._came, self._late, self._means):
+                    kept.clear()
+                Variable._execution_engine.queue_callback(partial(self._finish, module))
 
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(begun)
+        for param in module.parameters():
+            if param.requires_grad and param not in self._heard:
+                self._heard[param] = True
+                param.register_hook(partial(self._before, param))
+                param.register_post_accumulate_grad_hook(self._after)
+
+    def _before(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Before a gradient is added: where its bucket has left already, it is added to the mean."""
+        if self.is_queued and param in self._left:
+            self._late.add(param)
+            while self._travelling:
+                self._receive()
+
+    def _after(self, param: Tensor) -> None:
+        """After a gradient was added: send the buckets that are complete."""
+        if not self.is_queued:
+            return
+        assert isinstance(param, nn.Parameter)
+        settle_gradient(param)
+        self._came.add(param)
+        while self._next < len(self._buckets) and self._came.issuperset(self._buckets[self._next]):
+            self._send()
 
     @torch.no_grad()
-    def average(self, module: nn.Module) -> None:
-        """Average what any copy has a gradient of."""
+    def _send(self) -> None:
+        """Let the next bucket leave, if few are travelling."""
+        if len(self._travelling) == TRAVELLING:
+            self._receive()
+        bucket = self._buckets[self._next]
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in bucket]
+        flat = torch.cat([local_tensor(grad).reshape(-1) for grad in grads]).to(self.reduce_dtype or grads[0].dtype)
+        work = dist.all_reduce(flat, group=self.process_group, async_op=True)
+        assert work is not None
+        self._travelling.append((bucket, flat, work))
+        self._left.update(bucket)
+        self._next += 1
+
+    @torch.no_grad()
+    def _receive(self) -> None:
+        """Wait for the bucket that left first; its means are the gradients of those parameters that have one."""
+        bucket, flat, work = self._travelling.pop(0)
+        work.wait()
+        flat /= self.process_group.size()
+        for param, mean in zip(bucket, flat.split([local_tensor(param).numel() for param in bucket]), strict=True):
+            if param.grad is None:
+                self._means[param] = mean.clone()
+            else:
+                local_tensor(param.grad).copy_(mean.view(local_tensor(param.grad).shape))
+
+    @torch.no_grad()
+    def _finish(self, module: nn.Module) -> None:
+        """At the end of a backward: average what has not left, of all parameters that any copy has a gradient of."""
         self.is_queued = False
+        while self._next < len(self._buckets):
+            self._send()
+        while self._travelling:
+            self._receive()
         params = [param for param in module.parameters() if param.requires_grad]
-        has_grad = torch.tensor([float(param.grad is not None) for param in params], device=params[0].device)
+        left = self._left - self._late
+        state = [0 if param.grad is None else 1 if param in left else 2 for param in params]
+        agreed = torch.tensor(state, dtype=torch.float, device=params[0].device)
         for process_group in filter(None, (self.process_group, self.sharing)):
-            dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=process_group)
-        found = [param for param, anywhere in zip(params, has_grad.tolist(), strict=True) if anywhere]
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=process_group)
+        found = [param for param, anywhere in zip(params, agreed.tolist(), strict=True) if anywhere]
+        rest = {param for param, anywhere in zip(params, agreed.tolist(), strict=True) if anywhere == 2}
         for param in found:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
+                if param in self._means:
+                    local_tensor(param.grad).view(-1).copy_(self._means[param])
             settle_gradient(param)
+        self._means.clear()
         alone = set(outside(module)) if self.sharing is not None else set()
-        for process_groups, params in (
-            ((self.sharing, self.process_group), [param for param in found if param in alone]),
-            ((self.process_group,), [param for param in found if param not in alone]),
+        for process_groups, some in (
+            ((self.sharing, self.process_group), alone),
+            ((self.process_group,), set(found) - alone),
         ):
-            _average(params, process_groups, self.reduce_dtype)
+            _average([param for param in found if param in rest and param in some], process_groups, self.reduce_dtype)
+        self._buckets = list(_buckets([param for param in reversed(found) if param not in alone]))
 
 
 def _average(
@@ -100,16 +184,16 @@ def _average(
             grad.copy_(mean.view(grad.shape))
 
 
-def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
     """Tensors of one dtype, about BUCKET bytes at a time."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        kinds.setdefault(grad.dtype, []).append(grad)
-    for tensors in kinds.values():
-        bucket: list[Tensor] = []
-        for tensor in tensors:
+    kinds: dict[torch.dtype, list[T]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    for alike in kinds.values():
+        bucket: list[T] = []
+        for tensor in alike:
             bucket.append(tensor)
-            if sum(held.nbytes for held in bucket) >= BUCKET:
+            if sum(local_tensor(held).nbytes for held in bucket) >= BUCKET:
                 yield bucket
                 bucket = []
         if bucket:

@@ -38,8 +38,8 @@ def data_parallel(
     All copies start with the parameters and buffers of the first (one broadcast each). After a backward every gradient
     is the mean of those of all copies, as the gradient of the mean of their losses is.
 
-    With `replicate`, gradients are averaged at the end of a backward from the model's outputs, 32 MiB an all-reduce,
-    DTensors and plain tensors alike; a parameter that only some copies used counts as zero on the others.
+    With `replicate`, gradients are averaged during a backward from the model's outputs, 32 MiB an all-reduce, DTensors
+    and plain tensors alike; a parameter that only some copies used counts as zero on the others.
 
     Ranks that share a model which was loaded with `tp_batch_sharded` count as copies of what is outside the modules
     that gather their batches: it has the mean over all ranks then, and with `shard` it is cut over those of the mesh's

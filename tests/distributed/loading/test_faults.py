@@ -49,7 +49,7 @@ def load_with(fault: str, rank: int, folder: str) -> None:
     own = int(os.environ["RANK"])
     undo = _FAULTS[fault](Path(folder)) if own == rank else (lambda: None)
     try:
-        load(folder)
+        load(folder, tp_map=False)
     finally:
         undo()
         gc.collect()

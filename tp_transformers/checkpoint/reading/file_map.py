@@ -43,7 +43,13 @@ class FileMap:
         access = mmap.PROT_READ | mmap.PROT_WRITE if own else mmap.PROT_READ
         with warnings.catch_warnings():  # torch warns of memory that is not writable
             warnings.simplefilter("ignore")
-            self._bytes = torch.frombuffer(mmap.mmap(fd, size, flags, access), dtype=torch.uint8)
+            self._pages = mmap.mmap(fd, size, flags, access)
+            self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
+
+    def parameter(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """A contiguous tensor of `nbytes` from `offset` on, whose storage is these bytes alone, as copies expect it."""
+        found = torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes, offset=offset)
+        return found.view(dtype).view(tuple(shape))
 
     def view(
         self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]

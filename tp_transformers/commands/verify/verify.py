@@ -204,10 +204,11 @@ class _Proof:
             got = f"its checkpoint does not reload in one process: {one_line(error)}"
             raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from error
         probe.convert(model, self.dtype)
+        probe.convert(made, self.dtype)
         for name, param in made.named_parameters():  # a load by one process may unfreeze parameters
             model.get_parameter(name).requires_grad_(param.requires_grad)
         with torch.no_grad(), probe.computing_in(self.dtype):
-            answers = [probe.answer(each, question) for each in (made.to(self.dtype), model)]
+            answers = [probe.answer(each, question) for each in (made, model)]
         wrong = relative(answers[1], answers[0])
         if wrong > OUTPUT_TOLERANCE:
             lost = sorted(found["missing_keys"])

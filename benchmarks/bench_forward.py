@@ -1,0 +1,216 @@
+"""Computing, measured against transformers' tensor parallelism and one process: `python -m benchmarks.bench_forward`.
+
+Every rank holds the same random model three times: cut by a plan here, cut by transformers, and whole. Outputs are
+compared first; a side whose logits are wrong, or that cannot be loaded, is not timed. Then the sides take turns, so
+that a drift of the machine favours none, and the slowest rank counts.
+
+With `--fake`, collectives return at once (torch's fake backend), and the reference is a plain model of the shapes that
+a rank has: the ratio is the cost of everything beside arithmetic. `--device cuda` computes on GPUs; with `--fake`, one
+GPU is "rank 0 of N".
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from . import machine, processes
+from .forward import MODELS, SCENARIOS, SIDES, Job
+from .report import spread
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """Run the benchmark; returns 1 where a process fails or takes too long."""
+    arguments = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs is ended
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.bench_forward", *sys.argv[1:]]),
+        "machine": machine.facts(),
+        "device": arguments.device,
+        "fake": arguments.fake,
+        "rounds": arguments.rounds,
+        "models": {},
+    }
+    try:
+        for model in arguments.models:
+            for size in arguments.ranks:
+                ranks = _run(arguments, model, size)
+                result["models"].setdefault(model, {})[str(size)] = found = _summary(ranks)
+                for line in _lines(model, size, found):
+                    print(line, flush=True)
+    except (processes.ProcessError, OSError) as error:
+        print(f"bench_forward: {error}", file=sys.stderr)
+        return 1
+    text = table(result)
+    print(f"\n{text}")
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    path = arguments.results / "-".join(["forward", arguments.device, *["fake"] * arguments.fake])
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    drawn = _draw(result, path.with_suffix(".png"))
+    print(f"{path}.json, .md" + (", .png" if drawn else "; no chart: it needs matplotlib (pip install '.[bench]')"))
+    return 0
+
+
+def _run(arguments: argparse.Namespace, model: str, size: int) -> list[dict[str, Any]]:
+    """What the ranks of one model wrote; with faked collectives there is one."""
+    with tempfile.TemporaryDirectory() as scratch:
+        job = Job(
+            model=model,
+            folder=scratch,
+            size=size,
+            rank=0,
+            device=arguments.device,
+            store="" if arguments.fake else f"{scratch}/store",
+            rounds=arguments.rounds,
+            scenarios=arguments.scenarios,
+            compiled=arguments.compiled,
+        )
+        ranks = range(1 if arguments.fake else size)
+        threads = str(max(1, machine.facts()["cores"] // len(ranks)))
+        return processes.run(
+            "benchmarks.forward",
+            [{**dataclasses.asdict(job), "rank": rank} for rank in ranks],
+            timeout=arguments.timeout,
+            env=[{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": threads} for rank in ranks],
+        )
+
+
+def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """For every scenario, the seconds of each side, the slowest rank's, and ratios of the others' to ours by round."""
+    found: dict[str, Any] = {"errors": ranks[0]["errors"], "refused": ranks[0]["refused"], "scenarios": {}}
+    for name in ranks[0]["seconds"]:
+        sides = ranks[0]["seconds"][name]
+        slowest = {
+            side: [max(at) for at in zip(*(rank["seconds"][name][side] for rank in ranks), strict=True)]
+            for side in sides
+        }
+        ratios = {
+            side: spread([other / ours for other, ours in zip(slowest[side], slowest["ours"], strict=True)])
+            for side in sides
+            if side != "ours"
+        }
+        found["scenarios"][name] = {
+            "seconds": {side: spread(values) for side, values in slowest.items()},
+            "ratios": ratios,
+            "collectives": ranks[0]["collectives"].get(name, {}),
+            "memory": ranks[0]["memory"].get(name, {}),
+        }
+    return found
+
+
+def _lines(model: str, size: int, found: dict[str, Any]) -> list[str]:
+    lines = [f"{model}, {size} ranks: {side} is not timed: {why}" for side, why in found["refused"].items()]
+    for name, scenario in found["scenarios"].items():
+        sides = ", ".join(f"{side} {at['median'] * 1e3:.1f} ms" for side, at in scenario["seconds"].items())
+        ratios = ", ".join(f"{side} {at['median']:.2f}" for side, at in scenario["ratios"].items())
+        lines.append(f"{model}, {size} ranks, {name}: {sides}; times ours: {ratios}")
+    return lines
+
+
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table of all models, numbers of ranks and scenarios, with what it was measured on below."""
+    lines = [
+        "| model | ranks | scenario | here | transformers by here | one process by here | all-reduces, others (here) |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, sizes in result["models"].items():
+        for size, found in sizes.items():
+            for name, scenario in found["scenarios"].items():
+                counts = scenario["collectives"].get("ours", {})
+                told = f"{counts.get('all_reduce', 0)}, {sum(counts.values()) - counts.get('all_reduce', 0)}"
+                ratios = [_ratio(scenario["ratios"].get(side)) for side in ("native", "plain")]
+                ours = scenario["seconds"]["ours"]["median"] * 1e3
+                lines.append(f"| {model} | {size} | {name} | {ours:.1f} ms | {ratios[0]} | {ratios[1]} | {told} |")
+    about = result["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    refused = sorted(
+        f"{model}, {size} ranks: {side} is not timed: {why}"
+        for model, sizes in result["models"].items()
+        for size, found in sizes.items()
+        for side, why in found["refused"].items()
+    )
+    remarks = [
+        "ratio: seconds by ours, median (min to max) of rounds; above 1, this is faster"
+        + (". Collectives return at once; one process is a plain model of the local shapes" if result["fake"] else ""),
+        f"{result['rounds']} rounds, the sides in turn, the slowest rank; {about['date']}",
+        f"{about['cpu']}, {about['cores']} cores, {about['system']}; {versions}",
+        f"`{result['command']}`",
+        *refused,
+    ]
+    return "\n".join([*lines, "", *(f"- {line}" for line in remarks)]) + "\n"
+
+
+def _ratio(found: dict[str, Any] | None) -> str:
+    return "-" if found is None else f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
+
+
+def _draw(result: dict[str, Any], path: Path) -> bool:
+    """Draw the forward's time by number of ranks, a panel a scenario; returns False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    names = list(
+        dict.fromkeys(name for of in result["models"].values() for found in of.values() for name in found["scenarios"])
+    )
+    model = next(iter(result["models"]))
+    sizes = result["models"][model]
+    figure = Figure(figsize=(3.2 * len(names), 3.6), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        for side, (label, colour) in SIDES.items():
+            points = {
+                int(size): found["scenarios"][name]["seconds"][side]["median"] * 1e3
+                for size, found in sizes.items()
+                if side in found["scenarios"].get(name, {}).get("seconds", {})
+            }
+            if points:
+                axes.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
+        axes.set_title(name, fontsize=9)
+        axes.set_xticks([int(size) for size in sizes])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("ranks")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("ms")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    figure.supxlabel(f"{model}, {result['machine']['cpu']}, {result['machine']['cores']} cores", fontsize=8)
+    figure.savefig(path, dpi=150)
+    return True
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_forward", description=__doc__)
+    add = parser.add_argument
+    add("--models", default="llama", help=f"of {','.join(MODELS)} (default: llama)")
+    add("--ranks", default="1,2", help="numbers of ranks (default: 1,2)")
+    add("--scenarios", default=",".join(SCENARIOS), help=f"of {','.join(SCENARIOS)} (default: all)")
+    add("--rounds", type=int, default=9, help="how often every side computes (default: 9)")
+    add("--compiled", action="store_true", help="forwards through torch.compile")
+    add("--fake", action="store_true", help="collectives return at once: the cost beside arithmetic")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--results", type=Path, default=RESULTS, help="where the numbers and the chart go")
+    add("--timeout", type=float, default=900, help="seconds that one model on one number of ranks may take")
+    arguments = parser.parse_args()
+    for option, known in (("models", MODELS), ("scenarios", SCENARIOS)):
+        names = getattr(arguments, option).split(",")
+        if unknown := set(names) - set(known):
+            parser.error(f"--{option}: got {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")
+        setattr(arguments, option, names)
+    arguments.ranks = [int(size) for size in arguments.ranks.split(",") if size.isdigit()]
+    if not arguments.ranks or min(arguments.ranks) < 1 or arguments.rounds < 1:
+        parser.error("--ranks and --rounds: expected numbers of 1 or more")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""One rank of `bench_forward`: `python -m benchmarks.forward JOB` compares the sides, then times them in turn."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, StaticCache, logging
+
+import tp_transformers
+
+SIDES = {
+    "ours": ("tp_transformers", "#2f6fb7"),
+    "native": ("transformers", "#8a929b"),
+    "plain": ("one process", "#d08a2e"),
+}
+"""Sides, each with its name and colour in the picture."""
+SHAPE = {
+    "vocab_size": 8000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 704},
+    "phi3": {},
+    "qwen3": {"head_dim": 64},
+    "olmo2": {},
+}
+"""Model types, each with what its config has beside SHAPE."""
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+}
+"""Widths for faked collectives: so small that arithmetic takes no time."""
+CUT = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+PROMPT, WRITTEN = 512, 32
+TOLERANCE = 1e-3
+"""Largest difference of logits by the largest logit; the arithmetic is fp32."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank of one model."""
+
+    model: str
+    folder: str
+    """Scratch, where the first rank writes the checkpoint."""
+    size: int
+    rank: int
+    device: str
+    store: str
+    """The file over which the ranks find each other; empty where collectives are faked."""
+    rounds: int
+    scenarios: list[str]
+    compiled: bool
+    result: str = ""
+
+
+class Timed:
+    """One side: a model, and all that is timed of it."""
+
+    def __init__(self, model: Any, job: Job) -> None:
+        self.model, self.job = model.eval(), job
+        self.device = next(model.parameters()).device
+        self.call = torch.compile(model) if job.compiled else model
+        self._caches: dict[str, Any] = {}
+
+    def prompt(self, batch: int, length: int = PROMPT) -> torch.Tensor:
+        """Random tokens, the same on all ranks and sides: (batch, length)."""
+        vocabulary = self.model.config.vocab_size
+        ids = torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(batch))
+        return ids.to(self.device)
+
+    @torch.no_grad()
+    def prefill(self, batch: int) -> None:
+        self.call(self.prompt(batch), use_cache=True)
+
+    @torch.no_grad()
+    def decode(self, cache: str) -> None:
+        """Eight tokens, one after the other, on a prompt that was read before."""
+        ids = self.prompt(1, 64)
+        if cache == "static":
+            kept = self._caches.setdefault(cache, StaticCache(self.model.config, max_cache_len=256))
+            kept.reset()
+            past = self.model(ids, past_key_values=kept, use_cache=True).past_key_values
+        else:
+            past = self.model(ids, use_cache=True).past_key_values
+        self.start()
+        for step in range(8):
+            positions = torch.tensor([[64 + step]], device=self.device)
+            self.call(ids[:, :1], past_key_values=past, position_ids=positions, use_cache=True)
+
+    def train(self) -> None:
+        ids = self.prompt(1, 128)
+        self.call(ids, labels=ids, use_cache=False).loss.backward()
+        self.model.zero_grad()
+
+    @torch.no_grad()
+    def generate(self) -> None:
+        self.model.generate(self.prompt(1, 64), max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
+
+    def start(self) -> None:
+        """Begin to count time, once the ranks and the device are ready."""
+        if self.job.store and self.job.size > 1:
+            dist.barrier()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.began = (time.perf_counter, time.process_time)[not self.job.store]()
+
+    def seconds(self, what: Callable[[Timed], None]) -> float:
+        """Seconds of one run; with faked collectives, of this process alone."""
+        self.start()
+        what(self)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return float((time.perf_counter, time.process_time)[not self.job.store]() - self.began)
+
+
+SCENARIOS: dict[str, Callable[[Timed], None]] = {
+    "prefill": lambda side: side.prefill(1),
+    "prefill of 8": lambda side: side.prefill(8),
+    "decode": lambda side: side.decode("dynamic"),
+    "decode, static cache": lambda side: side.decode("static"),
+    "training step": Timed.train,
+    "generate": Timed.generate,
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by kind, whichever API they are called through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
+            kind = name.partition("::")[2].strip("_").replace("allreduce", "all_reduce")
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    """Do the job in argv, and write its result."""
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    job = Job(**json.loads(sys.argv[1]))
+    result: dict[str, Any] = {"errors": {}, "refused": {}, "seconds": {}, "collectives": {}, "memory": {}}
+    sides = _sides(job, result)
+    for name in job.scenarios:
+        what = SCENARIOS[name]
+        for side, timed in sides.items():
+            what(timed)  # compiles, and fills caches
+            with Collectives() as seen:
+                what(timed)
+            result["collectives"].setdefault(name, {})[side] = seen.counts
+            if job.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                what(timed)
+                result["memory"].setdefault(name, {})[side] = torch.cuda.max_memory_allocated() - before
+        taken: dict[str, list[float]] = {side: [] for side in sides}
+        for turn in range(job.rounds):
+            for side in list(sides) if turn % 2 == 0 else reversed(sides):
+                taken[side].append(sides[side].seconds(what))
+        result["seconds"][name] = taken
+    Path(job.result).write_text(json.dumps(result), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _sides(job: Job, result: dict[str, Any]) -> dict[str, Timed]:
+    """The models whose logits are right, by side."""
+    config = CONFIG_MAPPING[job.model](**{**SHAPE, **MODELS[job.model], **({} if job.store else TINY)})
+    torch.manual_seed(0)
+    if job.store:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo",
+            store=dist.FileStore(job.store, job.size),
+            rank=job.rank,
+            world_size=job.size,
+        )
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.size)
+    folder = Path(job.folder) / "checkpoint"
+    if job.rank == 0:
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    if job.store:
+        dist.barrier()
+    mesh = init_device_mesh(job.device, (job.size,), mesh_dim_names=("tp",))
+    sides = {}
+    for side in SIDES:
+        try:
+            sides[side] = Timed(_load(side, folder, mesh, job), job)
+        except Exception as error:
+            result["refused"][side] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    if not job.store:
+        return sides
+    with torch.no_grad():
+        expected = sides["plain"].model(sides["plain"].prompt(1)).logits
+        for side, timed in list(sides.items()):
+            try:
+                logits = timed.model(timed.prompt(1)).logits
+                result["errors"][side] = error = float((logits - expected).abs().max() / expected.abs().max())
+                why = f"its logits are wrong (relative error {error:.1e})" if not error < TOLERANCE else ""
+            except Exception as fault:
+                why = f"{type(fault).__name__}: {' '.join(str(fault).split())[:160]}"
+            if why:
+                result["refused"][side] = why
+                del sides[side]
+    return sides
+
+
+def _load(side: str, folder: Path, mesh: Any, job: Job) -> Any:
+    """The model of one side; a plain one has, with faked collectives, the shapes that a rank has."""
+    if side == "ours":
+        with tp_transformers.enable():
+            return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh, dtype=torch.float32)
+    if side == "native":
+        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh, dtype=torch.float32)
+    if job.store:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(job.device)
+    config = CONFIG_MAPPING[job.model].from_pretrained(folder)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for field in CUT:
+        setattr(config, field, getattr(config, field) // job.size)
+    config.head_dim = head_dim
+    return AutoModelForCausalLM.from_config(config).to(job.device)
+
+
+if __name__ == "__main__":
+    main()
