@@ -162,11 +162,12 @@ def digest(file: str) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def is_current(proof: Proof, seeds: int) -> bool:
-    """True if no plan file that cut the model has changed since, and it was held against `seeds` models or more."""
+def is_current(model_type: str, proof: Proof, seeds: int) -> bool:
+    """True if no plan file has changed or come since for the model, and it was held against `seeds` models or more."""
     return (
         proof.release == transformers.__version__
         and proof.seeds >= seeds
+        and (bool(proof.plans) or model_type not in available_plans())
         and all(file in _files() and digest(file) == known for file, known in proof.plans.items())
     )
 
@@ -328,7 +329,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="proofs at a time (default: 1)")
     arguments = parser.parse_args()
     every, known = types(), read()
-    changed = [name for name in every if name not in known or not is_current(known[name], arguments.seeds)]
+    changed = [name for name in every if name not in known or not is_current(name, known[name], arguments.seeds)]
     names = arguments.types or changed
     if arguments.sample is not None:
         proven_before = [name for name, proof in known.items() if proof.proven and name in every]

@@ -115,7 +115,9 @@ def proofs(page: Path) -> str:
     known = read()
     releases = sorted({proof.release for proof in known.values()})
     sizes = " and ".join(map(str, PROVEN_ON))
-    text = [f"Looked at with transformers {' and '.join(releases)}, proven on {sizes} ranks."]
+    seeds = min(proof.seeds for proof in known.values())
+    models = "small models with other weights each" if seeds > 1 else "small model each"
+    text = [f"Looked at with transformers {' and '.join(releases)}, proven on {sizes} ranks with {seeds} {models}."]
     seen: set[str] = set()
     for kind in KINDS:
         rows = {name: proof for name, proof in known.items() if kind in proof.kinds and name not in seen}

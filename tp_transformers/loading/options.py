@@ -22,7 +22,7 @@ class Options:
     allow_replicated: bool | None = None
     """True if a plan that a transformers class declares may leave layers replicated. None: no."""
     tp_map: bool | None = None
-    """False if a shard that is one run of a file is copied on a CPU, and does not stay there, mapped. None: it stays."""
+    """False if nothing stays in the files on a CPU, mapped. None: a shard that is one run of a local file does."""
     tp_prefetch: bool | None = None
     """True if the ranks of a node fill the page cache together. None: where it is cold."""
     tp_stream: bool | None = None

@@ -42,7 +42,7 @@ def one_layer_twice(model: Any) -> None:
 
 
 def steps(folder: str) -> dict[str, Any]:
-    """Run on every rank: the worst error of a gradient in every kind of step, and all-reduces before a backward ended."""
+    """Run on every rank: the worst error of a gradient in every kind of step, and what was sent before it ended."""
     averaging.BUCKET, averaging.TRAVELLING = 20_000, 2
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
