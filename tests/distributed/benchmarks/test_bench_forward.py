@@ -1,0 +1,39 @@
+"""The benchmark of computing as a whole: sides that are right are timed in turn, and collectives are counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.forward import SHAPE, TINY
+from benchmarks.processes import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+@pytest.mark.parametrize("options", [(), ("--fake",)], ids=["two ranks", "faked"])
+def test_a_run_writes_its_numbers(options: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.bench_forward", "--rounds", "2", "--ranks", "2", "--timeout", "300"]
+    command += ["--scenarios", "prefill,training step", "--results", str(tmp_path), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.json")
+    found = json.loads(path.read_text())["models"]["llama"]["2"]
+    assert found["refused"] == {}
+    assert found["errors"].keys() == (set() if options else {"ours", "native", "plain"})
+    layers = (TINY if options else SHAPE)["num_hidden_layers"]
+    counted = {name: scenario["collectives"]["ours"]["all_reduce"] for name, scenario in found["scenarios"].items()}
+    assert counted["prefill"] == 2 * layers + 1, "attention and MLP of every layer, and the embedding"
+    assert counted["training step"] >= 2 * counted["prefill"] - 1, "the backward has as many, but for the embedding"
+    for scenario in found["scenarios"].values():
+        assert scenario["seconds"].keys() == {"ours", "native", "plain"}
+        for side, ratio in scenario["ratios"].items():
+            others, ours = (scenario["seconds"][each]["values"] for each in (side, "ours"))
+            assert ratio["values"] == [other / own for other, own in zip(others, ours, strict=True)]
+    table = path.with_suffix(".md").read_text()
+    assert "| llama | 2 | prefill |" in table
+    assert path.with_suffix(".png").stat().st_size > 0
