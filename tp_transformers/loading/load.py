@@ -92,8 +92,9 @@ def load(
         nbytes += sum(leaf.nbytes for leaf, _ in others)
         if request.quantization is not None and group.rank == 0:
             logger.warning(
-                "the checkpoint is in FP8, and dequantised while it is loaded: of %s in its files, this rank "
+                "the checkpoint is in %s, and dequantised while it is loaded: of %s in its files, this rank "
                 "makes %s in memory",
+                request.quantization.title,
                 size(nbytes),
                 size(sum(value.nbytes for value in values.values())),
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..checkpoint.conversion.convert import Conversion, convert, identity
-from ..checkpoint.conversion.quantization import Float8
+from ..checkpoint.quantization.format import Format
 from ..checkpoint.reading.header import Checkpoint, check_files
 from ..checkpoint.reading.jobs import Request
 from ..checkpoint.saving.manifest import Manifest
@@ -40,7 +40,7 @@ class LoadRequest:
     """Weights in memory, in place of files."""
     sharded: Manifest | None = None
     """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
-    quantization: Float8 | None = None
+    quantization: Format | None = None
     """How the weights are quantised, if they are; they are dequantised to the model's dtype."""
 
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
-from tp_transformers.checkpoint.conversion.quantization import Float8
+from tp_transformers.checkpoint.quantization.float8 import Float8
 from tp_transformers.errors import CheckpointError, UnsupportedError
 from tp_transformers.slices.lazy import Resident
 
