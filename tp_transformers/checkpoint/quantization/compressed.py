@@ -25,6 +25,7 @@ _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_WEIGHTS = re.compile(r"\.((input|output|q|k|v)_(scale|zero_point|global_scale)|weight_shape)$")
 """Members without values: of activations, which stay in floating point, and shapes."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,10 @@ class Scheme:
             is_packed = zeros.dtype == torch.int32
             cuts = (*by_block[:-2], packed(ndim - 2, self.bits), by_block[-1]) if is_packed else by_block
             members["zeros"] = Member(zeros, cuts)
-        return bundle(name, members, shape, scales.dtype, partial(_decode, self))
+        # transformers multiplies float8 of experts, which it merges, in float32.
+        is_wide = values.dtype.is_floating_point and _EXPERT.search(module)
+        dtype = torch.float32 if is_wide else scales.dtype
+        return bundle(name, members, shape, dtype, partial(_decode, self, dtype))
 
     def _scales(self, tensors: Tensors, name: str, ndim: int) -> LazyTensor:
         scales = tensors.get(name)
@@ -100,18 +104,19 @@ class Scheme:
 
     def _columns(self, tensors: Tensors, name: str, values: LazyTensor, scales: LazyTensor) -> int:
         """Columns of the weight; the last word of a row may have room for more."""
-        stored = values.shape[-1] * 32 // self.bits if self.is_packed else values.shape[-1]
+        stored = values.shape[-1]
+        along = packed(0, self.bits) if self.is_packed else Cut(0)
         if self.group is not None:
             columns = scales.shape[-1] * self.group
-            if not columns <= stored < columns + (32 if self.is_packed else 1):
-                raise unfit(f"{name}_scale", f"{scales.shape[-1]} groups of {self.group} columns", f"{stored} columns")
-            return columns
-        if not self.is_packed:
+        elif not self.is_packed:
             return stored
-        outline = member(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
-        if outline[:-1] != list(values.shape[:-1]) or not stored - 32 < outline[-1] <= stored:
-            raise unfit(f"{name}_shape", str(outline), f"{list(values.shape[:-1])} and up to {stored} columns")
-        return int(outline[-1])
+        else:
+            outline = member(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
+            columns = int(outline[-1]) if outline[:-1] == list(values.shape[:-1]) else -1
+        if along.members(columns) != stored:
+            got = f"{scales.shape[-1]} groups of {self.group} columns" if self.group else f"the shape {outline}"
+            raise unfit(name, f"{got}, and values of shape {tuple(values.shape)}", "those of one weight")
+        return columns
 
     def _by_block(self, ndim: int, scales: LazyTensor) -> tuple[Cut | None, ...]:
         """The cuts of scales and zero points."""
@@ -168,18 +173,18 @@ class Compressed(Format):
         return (named or others)[0]
 
 
-def _decode(scheme: Scheme, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """In the dtype of the scales, as the library does it."""
-    values, scales = parts["values"], parts["scales"]
+def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    """Compute in `dtype`, which mostly is that of the scales, as the library does it."""
+    values, scales = parts["values"], parts["scales"].to(dtype)
     offset = 1 << (scheme.bits - 1)
     if scheme.is_packed:
         values = (unpack(values, scheme.bits, shape[-1]).to(torch.int16) - offset).to(torch.int8)
-    result = values.to(scales.dtype)
+    result = values.to(dtype)
     if "zeros" in parts:
         zeros = parts["zeros"]
         if zeros.dtype == torch.int32:
             zeros = (unpack(zeros.mT, scheme.bits, shape[-2]).to(torch.int16) - offset).mT
-        result = result - _spread(zeros.to(scales.dtype), scheme, shape)
+        result = result - _spread(zeros.to(dtype), scheme, shape)
     return result * _spread(scales, scheme, shape)
 
 

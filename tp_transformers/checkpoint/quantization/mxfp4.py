@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...slices.bundle import Cut, Member, Parts
-from ...slices.composed import Transpose
+from ...slices.composed import Transpose, merge_last
 from ...slices.lazy import LazyTensor
 from .format import Format, Tensors, bundle, member, unfit
 
@@ -46,7 +46,7 @@ class Mxfp4(Format):
                 raise unfit(name, f"blocks of {width} bytes", f"{_BLOCK // 2}")
             lead = (Cut(0), Cut(1))
             members = {
-                "blocks": Member(blocks, (*lead, Cut(2, _BLOCK), None)),
+                "pairs": Member(merge_last(blocks), (*lead, Cut(2, 2))),
                 "scales": Member(scales, (*lead, Cut(2, _BLOCK))),
             }
             values = bundle(whole, members, (experts, rows, groups * _BLOCK), torch.float32, _decode)
@@ -57,8 +57,8 @@ class Mxfp4(Format):
 
 def _decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
     """The low half of a byte is the first of its two values."""
-    blocks, scales = parts["blocks"], parts["scales"]
-    signed = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=blocks.device)
-    pairs = torch.stack((signed.repeat(16), signed.repeat_interleave(16)), -1)
-    values = pairs[blocks.to(torch.int32)].flatten(-2)
-    return torch.ldexp(values, scales.to(torch.int32).unsqueeze(-1) - _BIAS).reshape(tuple(shape))
+    pairs, scales = parts["pairs"], parts["scales"]
+    signed = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=pairs.device)
+    of_pair = torch.stack((signed.repeat(16), signed.repeat_interleave(16)), -1)
+    values = of_pair[pairs.to(torch.int32)].reshape(*scales.shape, _BLOCK)
+    return torch.ldexp(values, scales.to(torch.int32).unsqueeze(-1) - _BIAS).flatten(-2)
