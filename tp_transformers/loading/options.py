@@ -21,6 +21,8 @@ class Options:
 
     allow_replicated: bool | None = None
     """True if a plan that a transformers class declares may leave layers replicated. None: no."""
+    tp_dequantize: bool | None = None
+    """False if a quantised checkpoint stays packed in memory, and is dequantised in each forward. None: True."""
     tp_map: bool | None = None
     """True if a shard that is one run of a file stays there, mapped, on a CPU. None: no."""
     tp_prefetch: bool | None = None

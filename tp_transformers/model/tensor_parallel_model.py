@@ -29,6 +29,7 @@ from .failures import WatchedModel
 from .generate import TensorParallelGeneration
 from .kernels import check_kernels
 from .optimizer_groups import SPLIT_STEPS
+from .packed import packed_weights, without_packed
 from .state_dict import check_device, copy_shards, keep_shards, replace_embeddings, resize_embeddings
 
 _Model: Any = object
@@ -95,7 +96,8 @@ class TensorParallelModel(WatchedModel, _Model):
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes that this rank holds, in parameters and in buffers."""
         held = [*self.parameters(), *(self.buffers() if return_buffers else ())]
-        return sum(local_tensor(tensor).nbytes for tensor in held)
+        packed = sum(weight.nbytes for weight in packed_weights(self).values())
+        return packed + sum(local_tensor(tensor).nbytes for tensor in held if not tensor.is_meta)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Take whole embeddings, the same on all ranks, and cut them as the plan says; every rank has to call it."""
@@ -131,7 +133,7 @@ class TensorParallelModel(WatchedModel, _Model):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """The method behind `to`, `half`, `cuda`, ...: on the mesh's own device, shards stay shards."""
         check_device(fn, self.tp_group)
-        with keep_shards(self):
+        with keep_shards(self), without_packed(self, fn):
             return super()._apply(fn, *args, **kwargs)
 
     def __copy__(self) -> Any:

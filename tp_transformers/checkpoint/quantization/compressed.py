@@ -150,7 +150,7 @@ class Compressed(Format):
         default = settings.get("format") or "dense"
         return cls(tuple(Scheme.of(group, default) for group in groups if group.get("weights")))
 
-    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         result: dict[str, LazyTensor] = {}
         scales = {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}
         for name, tensor in tensors.items():

@@ -5,16 +5,19 @@ A weight is an expression over its values and its scales, so that a rank reads w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
-from .format import Format, refused, unfit
+from ..reading.memory import from_float8
+from .format import Format, Tensors, bundle, refused, unfit
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE, _ACTIVATION_SCALE = "_scale_inv", ".activation_scale"
@@ -36,7 +39,7 @@ class Float8(Format):
         block = settings.get("weight_block_size")
         return cls(None if block is None else (int(block[0]), int(block[1])))
 
-    def dequantized(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         """The checkpoint's tensors without quantisation; tensors without a scale stay as they are.
 
         Raises CheckpointError where a weight in float8 has no scale, or scales do not fit their weight.
@@ -46,6 +49,8 @@ class Float8(Format):
             for name, tensor in tensors.items()
             if not self._is_consumed(name, tensors)
         }
+        if stays_packed:
+            result = {name: _bundle(name, each) if isinstance(each, Scaled) else each for name, each in result.items()}
         for name, tensor in result.items():
             if tensor.dtype in _FLOAT8:
                 raise unfit(name, f"{tensor.dtype} without {name + _SCALE}", "a scale for each of its blocks")
@@ -72,3 +77,22 @@ class Float8(Format):
             return Scaled(values, scales, block)
         except ValueError as error:
             raise unfit(name, str(error), "one scale a block") from None
+
+
+def _bundle(name: str, product: Scaled) -> Bundle:
+    """The same values, which stay in float8 until they are needed."""
+    block = [size if size < length else None for size, length in zip(product.block, product.shape, strict=True)]
+    cuts = tuple(None if size is None else Cut(dim, size) for dim, size in enumerate(block))
+    members = {
+        "values": Member(product.values, tuple(map(Cut, range(product.ndim)))),
+        "scales": Member(product.scales, cuts),
+    }
+    return bundle(name, members, product.shape, torch.float32, partial(_decode, block))
+
+
+def _decode(block: Sequence[int | None], parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    scales = parts["scales"].to(torch.float32)
+    for dim, size in enumerate(block):
+        if size is not None:
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
+    return from_float8(parts["values"]) * scales

@@ -29,9 +29,10 @@ class Format(ABC):
         """The format that a config's `settings` mean. Raises UnsupportedError on those that are not known."""
 
     @abstractmethod
-    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
-        """The checkpoint's tensors without quantisation; those that are not quantised stay as they are.
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+        """The checkpoint's tensors in floating point; those that are not quantised stay as they are.
 
+        `stays_packed`: whether their members are to stay in memory as they are, so that each has to be a `Bundle`.
         Raises CheckpointError where a member of a quantised tensor is missing, or does not fit the others.
         """
 

@@ -31,7 +31,7 @@ class Mxfp4(Format):
     def of(cls, settings: Mapping[str, Any]) -> Mxfp4:
         return cls()
 
-    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         result = dict(tensors)
         for name in sorted(tensors):
             if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" not in tensors:
