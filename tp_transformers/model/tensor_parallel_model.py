@@ -29,7 +29,7 @@ from .failures import WatchedModel
 from .generate import TensorParallelGeneration
 from .kernels import check_kernels
 from .optimizer_groups import SPLIT_STEPS
-from .packed import packed_weights, without_packed
+from .packed import packed_weights, refuse_packed, without_packed
 from .state_dict import check_device, copy_shards, keep_shards, replace_embeddings, resize_embeddings
 
 _Model: Any = object
@@ -77,9 +77,16 @@ class TensorParallelModel(WatchedModel, _Model):
             return super().load_adapter(*args, **kwargs)
         return load_adapter(self, *args, **kwargs)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's shards. Raises UnsupportedError where weights are packed, unless for parameters (`keep_vars`)."""
+        if not kwargs.get("keep_vars"):
+            refuse_packed(self, "state_dict")
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load whole tensors, or what `state_dict()` returned on this rank; every rank has to call it."""
         with self.tp_group.agree():
+            refuse_packed(self, "load_state_dict")
             return super().load_state_dict(state_dict, *args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -6,12 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UnsupportedError
+from .awq import Awq
 from .compressed import Compressed
 from .float8 import Float8
 from .format import Format, refused
+from .gptq import Gptq
 from .mxfp4 import Mxfp4
 
-FORMATS: Mapping[str, type[Format]] = {"compressed-tensors": Compressed, "fp8": Float8, "mxfp4": Mxfp4}
+FORMATS: Mapping[str, type[Format]] = {
+    "awq": Awq,
+    "compressed-tensors": Compressed,
+    "fp8": Float8,
+    "gptq": Gptq,
+    "mxfp4": Mxfp4,
+}
 """Formats by the name of their method in a config."""
 
 

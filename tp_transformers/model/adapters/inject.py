@@ -37,6 +37,7 @@ from ...strategies import (
     local_tensor,
     take,
 )
+from ..packed import refuse_packed
 from ..state_dict import copy_shards, keep_shards, keep_state, split_module
 from .files import push_peft_model, save_peft_model
 from .layers import SlicedDropout, adapted_class
@@ -82,6 +83,7 @@ def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args
     group, config = _group(model), tuner.peft_config[adapter_name]
     assert group is not None
     with group.agree():
+        refuse_packed(model, "an adapter")
         if hasattr(model, "set_requires_gradient_sync"):
             raise _unsupported("data_parallel", "adapters that come after it")
         _check_config(config, model)
