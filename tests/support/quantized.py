@@ -32,8 +32,11 @@ def rewrite(folder: str | Path, target: Path, settings: Mapping[str, Any], chang
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": dict(settings)}))
 
 
-def mxfp4(folder: str | Path, target: Path) -> None:
-    """Experts in MXFP4, of random values: (experts, in, out) -> blocks (experts, out, in / 32, 16) and scales."""
+def mxfp4(folder: str | Path, target: Path) -> Tensors:
+    """Experts in MXFP4, of random values: (experts, in, out) -> blocks (experts, out, in / 32, 16) and scales.
+
+    What they are is left to transformers.
+    """
 
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -44,6 +47,7 @@ def mxfp4(folder: str | Path, target: Path) -> None:
         return {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
     rewrite(folder, target, {"quant_method": "mxfp4"}, change)
+    return {}
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -65,7 +69,7 @@ def compressed(
     half = 1 << (bits - 1)
 
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
-        if tensor.ndim != 2 or any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate.")):
+        if not _is_linear(name, tensor):
             return None
         rows, columns = tensor.shape
         values = torch.randint(-half, half, (rows, columns))
@@ -104,3 +108,69 @@ def unit(bits: int) -> tuple[int, int]:
     """The fewest values that fill words without a rest, and the number of words."""
     common = math.gcd(bits, 32)
     return 32 // common, bits // common
+
+
+def gptq(
+    folder: str | Path, target: Path, *, bits: int = 4, group: int = 32, desc_act: bool = False, version: str = "gptq"
+) -> Tensors:
+    """The linears in GPTQ, of random values; returns what their weights are, in the dtype of the scales."""
+    expected: Tensors = {}
+
+    def change(name: str, tensor: torch.Tensor) -> Tensors | None:
+        if not _is_linear(name, tensor):
+            return None
+        rows, columns = tensor.shape
+        count = -(-columns // group)
+        values, scales, zeros = _random(rows, columns, count, bits)
+        order = (torch.arange(columns) // group).int()
+        order = order[torch.randperm(columns)] if desc_act else order
+        expected[name] = (values - zeros[:, order]).half() * scales[:, order]
+        stored = zeros - 1 if version == "gptq" else zeros
+        prefix = name.removesuffix("weight")
+        return {
+            f"{prefix}qweight": pack(values, bits).t(),
+            f"{prefix}qzeros": pack(stored.t(), bits),
+            f"{prefix}scales": scales.t(),
+            f"{prefix}g_idx": order,
+        }
+
+    settings = {"bits": bits, "group_size": group, "desc_act": desc_act, "checkpoint_format": version}
+    rewrite(folder, target, {"quant_method": "gptq", **settings}, change)
+    return expected
+
+
+def awq(folder: str | Path, target: Path, *, group: int = 32) -> Tensors:
+    """The linears in AWQ, of random values; returns what their weights are, in the dtype of the scales."""
+    expected: Tensors = {}
+
+    def words(values: torch.Tensor) -> torch.Tensor:
+        """(n, out) -> (n, out / 8): the even features of eight, then the odd ones."""
+        return pack(values.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
+
+    def change(name: str, tensor: torch.Tensor) -> Tensors | None:
+        if not _is_linear(name, tensor):
+            return None
+        rows, columns = tensor.shape
+        values, scales, zeros = _random(rows, columns, columns // group, 4)
+        spread = [each.repeat_interleave(group, 1) for each in (scales, zeros)]
+        expected[name] = (values - spread[1]).half() * spread[0]
+        prefix = name.removesuffix("weight")
+        return {
+            f"{prefix}qweight": words(values.t()),
+            f"{prefix}qzeros": words(zeros.t()),
+            f"{prefix}scales": scales.t(),
+        }
+
+    rewrite(folder, target, {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"}, change)
+    return expected
+
+
+def _is_linear(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 2 and not any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate."))
+
+
+def _random(rows: int, columns: int, groups: int, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, scales and zero points; the latter from 1 on, and (rows, groups)."""
+    values = torch.randint(0, 1 << bits, (rows, columns))
+    scales = torch.rand(rows, groups).add(0.5).div(50 << bits).half()
+    return values, scales, torch.randint(1, 1 << bits, (rows, groups))

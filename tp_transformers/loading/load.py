@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ..anatomy.names import tied_parameters, untie
 from ..checkpoint.conversion.convert import dtype_policy
 from ..checkpoint.hub.fetch import fetch
+from ..checkpoint.quantization.packed import hold_packed
 from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
 from ..checkpoint.reading.prefetch import prefetch
@@ -26,7 +27,6 @@ from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.reading.sameness import check_same_files
 from ..logs import get_logger
 from ..marks import untyped
-from ..model.packed import hold_packed
 from ..plans.bind import Resolution
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, Resident

@@ -11,13 +11,13 @@ import torch
 from ..anatomy.names import tied_parameters
 from ..checkpoint.conversion.convert import Conversion, convert, identity
 from ..checkpoint.quantization.format import Format
+from ..checkpoint.quantization.packed import PackedWeight, pack
 from ..checkpoint.reading.header import Checkpoint, check_files
 from ..checkpoint.reading.jobs import Request
 from ..checkpoint.saving.manifest import Manifest
 from ..checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from ..errors import CheckpointError
 from ..marks import untyped
-from ..model.packed import PackedWeight, pack
 from ..slices.lazy import LazyTensor, Leaf, Resident
 from ..slices.source import Source
 from ..slices.stored import Stored

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.quantization.packed import packed_weights, refuse_packed, without_packed
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
@@ -29,7 +30,6 @@ from .failures import WatchedModel
 from .generate import TensorParallelGeneration
 from .kernels import check_kernels
 from .optimizer_groups import SPLIT_STEPS
-from .packed import packed_weights, refuse_packed, without_packed
 from .state_dict import check_device, copy_shards, keep_shards, replace_embeddings, resize_embeddings
 
 _Model: Any = object

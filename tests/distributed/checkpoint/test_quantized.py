@@ -1,9 +1,11 @@
-"""Checkpoints in MXFP4 and compressed-tensors, dequantised while they are loaded, on real ranks."""
+"""Quantised checkpoints on real ranks: dequantised while they are loaded, and packed in memory."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config, Qwen3M
 
 import tp_transformers
 from tests.support import quantized
-from tests.support.models import bytes_read, headers, llama_config, load, read_folder
+from tests.support.models import bytes_read, headers, llama_config, load, logits_of, read_folder
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
 SIZES = {
-    "vocab_size": 99,
+    "vocab_size": 211,
     "hidden_size": 96,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
@@ -48,13 +50,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }
-VARIANTS: dict[str, dict[str, Any]] = {
-    "mxfp4": {},
-    "int4 by groups": {"bits": 4, "group": 32},
-    "int4 with zero points": {"bits": 4, "group": 32, "symmetric": False},
-    "int8 by rows": {"bits": 8},
-    "int5 by rows with zero points": {"bits": 5, "symmetric": False},
-    "int3 by groups": {"bits": 3, "group": 32},
+VARIANTS: dict[str, Callable[[Path, Path], quantized.Tensors]] = {
+    "mxfp4": quantized.mxfp4,
+    "int4 by groups": partial(quantized.compressed, bits=4, group=32),
+    "int4 with zero points": partial(quantized.compressed, bits=4, group=32, symmetric=False),
+    "int8 by rows": partial(quantized.compressed, bits=8),
+    "int5 by rows with zero points": partial(quantized.compressed, bits=5, symmetric=False),
+    "int3 by groups": partial(quantized.compressed, bits=3, group=32),
+    "gptq": quantized.gptq,
+    "gptq in order": partial(quantized.gptq, bits=8, desc_act=True, version="gptq_v2"),
+    "awq": quantized.awq,
 }
 FLOATING = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "router", "sinks", "bias")
 """Parts of names of what is not quantised; in MXFP4 the attention is not either."""
@@ -70,12 +75,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
             folder = tmp_path_factory.mktemp("quantised")
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.bfloat16).save_pretrained(folder / "plain")
-            if variant == "mxfp4":
-                quantized.mxfp4(folder / "plain", folder / "packed")
-            else:
-                expected = quantized.compressed(folder / "plain", folder / "packed", **VARIANTS[variant])
-                tensors = read_folder(folder / "plain") | expected
-                save_file(tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+            expected = VARIANTS[variant](folder / "plain", folder / "packed")
+            tensors = read_folder(folder / "plain") | expected
+            save_file(tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
             made[name, variant] = folder / "packed", folder / "plain"
         return made[name, variant]
 
@@ -124,11 +126,21 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
     if name.endswith("gate_up_proj"):  # two tensors of every expert
         length //= 2
         parts = [{row for row in rows if row < length}, {row - length for row in rows if row >= length}]
-    settings = {"group": None, "symmetric": True, **VARIANTS[variant]}
+    settings: dict[str, Any] = {"bits": 4, "group": None, "symmetric": True}
+    settings |= getattr(VARIANTS[variant], "keywords", {})
     bits, group = settings["bits"], settings["group"] or shard.shape[-1]
     values, width = quantized.unit(bits)
     words = len({column // values for column in columns}) * width
     groups = len({column // group for column in columns})
+    if variant == "awq" or variant.startswith("gptq"):
+        ordered = "desc_act" in settings
+        groups = shard.shape[-1] // 32 if ordered else len({column // 32 for column in columns})
+        total = 0
+        for part in parts:
+            of_rows = len({row // values for row in part}) * width
+            total += 4 * (len(columns) * of_rows if variant == "awq" else len(part) * words)
+            total += groups * (2 * len(part) + 4 * of_rows) + 4 * shard.shape[-1] * ordered
+        return count * total
     return count * sum(
         4 * len(part) * words
         + 2 * len(part) * groups
@@ -153,6 +165,12 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
             ("llama", "int3 by groups", 3, torch.bfloat16),
             ("llama", "int5 by rows with zero points", 2, torch.bfloat16),
             ("qwen3_moe", "int4 with zero points", 4, torch.bfloat16),
+            ("llama", "gptq", 2, torch.float16),
+            ("llama", "gptq", 3, torch.bfloat16),
+            ("qwen3_moe", "gptq in order", 2, torch.bfloat16),
+            ("llama", "gptq in order", 4, torch.float32),
+            ("llama", "awq", 2, torch.float16),
+            ("qwen3_moe", "awq", 3, torch.bfloat16),
         ],
         2,
     ),
@@ -165,3 +183,60 @@ def test_ranks_read_their_words_and_the_scales_of_their_groups(
         assert rank["differ"] == []
         assert rank["read"] == rank["expected"]
         assert rank["fallbacks"] == ()
+
+
+def stay_packed(folder: str, dtype: torch.dtype) -> dict[str, Any]:
+    """A packed model beside a dequantised one."""
+    dense, model = load(folder, dtype=dtype), load(folder, dtype=dtype, tp_dequantize=False)
+    with torch.no_grad():
+        same = torch.equal(logits_of(dense), logits_of(model))
+        model.to("cpu")
+        copied = copy.deepcopy(model)
+        same_copy = torch.equal(logits_of(dense), logits_of(copied))
+    refused = {}
+    for what, use in {
+        "a save": lambda: model.save_pretrained(f"{folder}-saved"),
+        "state_dict": model.state_dict,
+        "load_state_dict": lambda: model.load_state_dict({}),
+        "another dtype": lambda: model.to(torch.float64),
+    }.items():
+        try:
+            use()
+        except tp_transformers.UnsupportedError as error:
+            refused[what] = str(error)
+    return {
+        "same": same and same_copy,
+        "held": model.tp_report.share,
+        "footprint": model.get_memory_footprint(return_buffers=False),
+        "read": bytes_read(model) - headers(folder),
+        "dense": dense.tp_report.share,
+        "parameters": model.num_parameters() == dense.num_parameters(),
+        "refused": refused,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "size"),
+    wide(
+        [
+            ("gpt_oss", "mxfp4", 2),
+            ("llama", "int4 with zero points", 3),
+            ("qwen3_moe", "int8 by rows", 2),
+            ("llama", "gptq in order", 3),
+            ("qwen3_moe", "awq", 3),
+        ],
+        1,
+    ),
+)
+def test_packed_weights_are_decoded_for_each_forward(
+    pool: Any, folders: Any, name: str, variant: str, size: int
+) -> None:
+    packed, _ = folders(name, variant)
+    for rank in pool.run(size, stay_packed, str(packed), torch.bfloat16):
+        assert rank["same"]
+        assert rank["held"] == rank["footprint"] < rank["dense"]
+        # Members have room for whole groups, of which a rank reads its part.
+        assert rank["held"] <= 1.1 * rank["read"]
+        assert rank["parameters"]
+        assert rank["refused"].keys() == {"a save", "state_dict", "load_state_dict", "another dtype"}
+        assert all("tp_dequantize=True" in text for text in rank["refused"].values())

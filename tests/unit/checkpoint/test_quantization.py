@@ -110,8 +110,15 @@ def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "hqq", "bits": 4}, "hqq"),
+        ({"quant_method": "gptq", "bits": 5}, "GPTQ in 5 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the version marlin"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "mlp": {"bits": 8}}},
+            "other settings for mlp",
+        ),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in 4 bits, in the version gemv"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero points"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes (4bit)"),
         ({"load_in_8bit": True}, "bitsandbytes (8bit)"),
         ({"quant_method": "of next year"}, "of next year"),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ...checkpoint.quantization.packed import refuse_packed
 from ...errors import MeshError, UnsupportedError
 from ...marks import untyped
 from ...patches import Patch
@@ -37,7 +38,6 @@ from ...strategies import (
     local_tensor,
     take,
 )
-from ..packed import refuse_packed
 from ..state_dict import copy_shards, keep_shards, keep_state, split_module
 from .files import push_peft_model, save_peft_model
 from .layers import SlicedDropout, adapted_class

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UnsupportedError
-from ..marks import Mark, untyped
-from ..slices.bundle import Decoded
-from ..slices.lazy import LazyTensor
-from ..slices.stored import Stored
-from ..strategies import SHARD
-from ..strategies.attach import wrap_forward
+from ...errors import UnsupportedError
+from ...marks import Mark, untyped
+from ...slices.bundle import Decoded
+from ...slices.lazy import LazyTensor
+from ...slices.stored import Stored
+from ...strategies import SHARD
+from ...strategies.attach import wrap_forward
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,12 @@ def pack(
     for leaf, view in shard.pieces(whole):
         if isinstance(leaf, Decoded):
             places.append((leaf, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
-        elif isinstance(leaf, Stored) and view.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        elif view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+            return None
+        elif isinstance(leaf, Stored):
             reads.append((leaf, view))
         else:
-            return None
+            leaf.fill(view)
     if not places or math.prod(shard.shape) == 0:
         return None
     return PackedWeight(shard.shape, dtype, device, places), reads
