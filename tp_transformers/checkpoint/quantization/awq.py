@@ -1,4 +1,4 @@
-"""AWQ: 4 bits packed along the output features, eight a word in an order of their own.
+"""AWQ: 4 bits packed along the output features, eight a word: the four even ones, then the four odd ones.
 
 X.qweight  (in, out / 8) int32
 X.qzeros   (groups, out / 8) int32
@@ -19,8 +19,6 @@ from ...slices.lazy import LazyTensor
 from .format import Format, Tensors, bundle, member, packed, refused, unfit, unpack
 
 _BITS = 4
-_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place in a word of each of its eight features."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -81,7 +79,7 @@ def _decode(group: int | None, parts: Parts, shape: Sequence[int]) -> torch.Tens
     rows, columns = shape
     scales = parts["scales"].t()
     values, offsets = (
-        unpack(parts[name], _BITS, rows).reshape(-1, rows // 8, 8)[..., _ORDER].flatten(1).t().to(torch.int16)
+        unpack(parts[name], _BITS, rows).unflatten(1, (-1, 2, 4)).mT.flatten(1).t().to(torch.int16)
         for name in ("words", "zeros")
     )
     if group is not None:

@@ -17,7 +17,6 @@ from ...slices.composed import Transpose, merge_last
 from ...slices.lazy import LazyTensor
 from .format import Format, Tensors, bundle, member, unfit
 
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCK, _BIAS = 32, 127
 
 
@@ -56,9 +55,15 @@ class Mxfp4(Format):
 
 
 def _decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """The low half of a byte is the first of its two values."""
+    """The low half of a byte is the first of its two values: a sign, two bits of exponent and one of mantissa.
+
+    They are the same bits of a float16, of which the exponent is 14 lower, subnormal numbers included. The power of a
+    scale is multiplied in two parts, since float32 does not hold the highest.
+    """
     pairs, scales = parts["pairs"], parts["scales"]
-    signed = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=pairs.device)
-    of_pair = torch.stack((signed.repeat(16), signed.repeat_interleave(16)), -1)
-    values = of_pair[pairs.to(torch.int32)].reshape(*scales.shape, _BLOCK)
-    return torch.ldexp(values, scales.to(torch.int32).unsqueeze(-1) - _BIAS).flatten(-2)
+    halves = torch.stack((pairs & 0xF, pairs >> 4), -1).to(torch.int16)
+    bits = ((halves & 8) << 12).bitwise_or_((halves & 7) << 9)
+    values = bits.view(torch.float16).to(torch.float32).reshape(*scales.shape, _BLOCK)
+    powers = scales.to(torch.int32).unsqueeze(-1) - _BIAS
+    ones, first = torch.ones(powers.shape, device=powers.device), powers // 2
+    return values.mul_(torch.ldexp(ones, first + 14)).mul_(torch.ldexp(ones, powers - first)).flatten(-2)

@@ -56,7 +56,7 @@ def pack(
     for leaf, view in shard.pieces(whole):
         if isinstance(leaf, Decoded):
             places.append((leaf, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
-        elif view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+        elif view.untyped_storage()._cdata == whole.untyped_storage()._cdata:
             return None
         elif isinstance(leaf, Stored):
             reads.append((leaf, view))
