@@ -131,10 +131,10 @@ IN_PYTHON: dict[str, tuple[Callable[[Here], object], type[Exception], str]] = {
         CheckpointError,
         "tensors of the wrong shape",
     ),
-    "quantised with GPTQ": (
-        lambda here: here.load(here.configured(quantization_config={"quant_method": "gptq", "bits": 4})),
+    "quantised with HQQ": (
+        lambda here: here.load(here.configured(quantization_config={"quant_method": "hqq", "bits": 4})),
         UnsupportedError,
-        "quantised with gptq",
+        "quantised with hqq",
     ),
     "a model without a plan": (
         lambda here: AutoModel.from_pretrained(here.vit(), tp_plan="auto"),

@@ -17,9 +17,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from ..checkpoint.conversion.quantization import Float8, take_quantization
 from ..checkpoint.hub.hub import Weights, check_index, is_on_hub, open_weights, pin
 from ..checkpoint.hub.remote_file import RemoteFile
+from ..checkpoint.quantization.find import take_quantization
+from ..checkpoint.quantization.format import Format
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
 from ..errors import CheckpointError, UnsupportedError
 from ..marks import untyped
@@ -55,7 +56,7 @@ class _Load:
     """The commit of which weights are read from the Hub without a download."""
     remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
     """The files on the Hub, by the names that transformers passes on."""
-    quantization: Float8 | None = None
+    quantization: Format | None = None
     """How the weights are quantised, if they are."""
     instead: Instead | None = None
     """Function that runs in place of parallelizing and loading."""

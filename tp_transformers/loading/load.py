@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ..anatomy.names import tied_parameters, untie
 from ..checkpoint.conversion.convert import dtype_policy
 from ..checkpoint.hub.fetch import fetch
+from ..checkpoint.quantization.packed import hold_packed
 from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
 from ..checkpoint.reading.prefetch import prefetch
@@ -32,7 +34,7 @@ from ..slices.stored import Stored
 from ..strategies import take, whole_like
 from ..strategies.shards.shard import SHARD
 from ..text import size
-from .request import LoadRequest, Mismatched, express, leaves, open_checkpoint
+from .request import LoadRequest, Mismatched, express, leaves, open_checkpoint, packable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,29 +77,35 @@ def load(
             }
             # 3. Say which bytes go where in the memory that the parameters will live in.
             dtype_of = dtype_policy(request.config.dtype_plan)
+            dtypes = {name: dtype_of(name) or whole[name].dtype for name in shards}
+            packed, of_packed = packable(model, shards, dtypes, group.device) if request.stays_packed else ({}, [])
+            dense = {name: shard for name, shard in shards.items() if name not in packed}
             values, mapped = {}, {}
-            for name, shard in shards.items():
-                dtype = dtype_of(name) or whole[name].dtype
-                pages = (
-                    _pages(shard, dtype) if request.options.tp_map is not False and group.device.type == "cpu" else None
-                )
+            maps = request.options.tp_map is not False and group.device.type == "cpu"
+            for name, shard in dense.items():
+                dtype = dtypes[name]
+                pages = _pages(shard, dtype) if maps else None
                 values[name] = empty(shard.shape, dtype, group.device) if pages is None else pages
                 if pages is not None:
                     mapped[name] = shard
             in_place, _ = leaves(mapped, values)
-            stored, others = leaves({name: shard for name, shard in shards.items() if name not in mapped}, values)
+            stored, others = leaves({name: shard for name, shard in dense.items() if name not in mapped}, values)
+            stored += of_packed
             remote = [each for each in stored if each.tensor.source.is_remote]
             stored = [each for each in stored if not each.tensor.source.is_remote]
         sampled = check_same_files(group, checkpoint)
-        group.check_same("the checkpoint", sorted(values))
+        group.check_same("the checkpoint", [sorted(values), sorted(packed)])
         nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *remote))
         nbytes += sum(leaf.nbytes for leaf, _ in others)
+        held = sum(value.nbytes for value in values.values()) + sum(weight.nbytes for weight in packed.values())
         if request.quantization is not None and group.rank == 0:
-            logger.warning(
-                "the checkpoint is in FP8, and dequantised while it is loaded: of %s in its files, this rank "
-                "makes %s in memory",
+            logger.log(
+                logging.INFO if packed else logging.WARNING,
+                "the checkpoint is in %s, and %s: of %s in its files, this rank makes %s in memory",
+                request.quantization.title,
+                "stays packed" if packed else "dequantised while it is loaded",
                 size(nbytes),
-                size(sum(value.nbytes for value in values.values())),
+                size(held),
             )
         # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
         prefetched = prefetch(checkpoint.opened, [*stored, *in_place], group, wanted=request.options.tp_prefetch)
@@ -130,11 +138,13 @@ def load(
         del values[name]
     for name, value in values.items():
         place(model, name, value)
-    missing = set(whole) - set(values)
+    for name, weight in packed.items():
+        hold_packed(*_owner(model, name), weight)
+    missing = set(whole) - set(values) - set(packed)
     for name in missing:
         restore_whole(model, name, whole[name])
     missing -= {name for name, _, _ in mismatched}
-    held = sum(value.nbytes for value in values.values())
+    held = sum(value.nbytes for value in values.values()) + sum(weight.nbytes for weight in packed.values())
     report = LoadReport(
         rank=group.rank,
         shares=tuple(group.gather(held)),

@@ -21,6 +21,8 @@ class Options:
 
     allow_replicated: bool | None = None
     """True if a plan that a transformers class declares may leave layers replicated. None: no."""
+    tp_dequantize: bool | None = None
+    """False if a quantised checkpoint stays packed in memory, and is dequantised in each forward. None: True."""
     tp_map: bool | None = None
     """False if nothing stays in the files on a CPU, mapped. None: a shard that is one run of a local file does."""
     tp_prefetch: bool | None = None

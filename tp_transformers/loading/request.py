@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..anatomy.names import tied_parameters
 from ..checkpoint.conversion.convert import Conversion, convert, identity
-from ..checkpoint.conversion.quantization import Float8
+from ..checkpoint.quantization.format import Format
+from ..checkpoint.quantization.packed import PackedWeight, pack
 from ..checkpoint.reading.header import Checkpoint, check_files
 from ..checkpoint.reading.jobs import Request
 from ..checkpoint.saving.manifest import Manifest
@@ -40,8 +42,13 @@ class LoadRequest:
     """Weights in memory, in place of files."""
     sharded: Manifest | None = None
     """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
-    quantization: Float8 | None = None
-    """How the weights are quantised, if they are; they are dequantised to the model's dtype."""
+    quantization: Format | None = None
+    """How the weights are quantised, if they are."""
+
+    @property
+    def stays_packed(self) -> bool:
+        """True if quantised weights stay so in memory; else they are dequantised to the model's dtype."""
+        return self.quantization is not None and self.options.tp_dequantize is False
 
 
 def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
@@ -72,7 +79,7 @@ def express(
     if request.state_dict is not None:
         tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
     if request.quantization is not None:
-        tensors = request.quantization.dequantized(tensors)
+        tensors = request.quantization.expressed(tensors, stays_packed=request.stays_packed)
     shapes, entries = {name: tensor.shape for name, tensor in whole.items()}, request.config.weight_mapping
     conversion = convert(model, tensors, shapes, entries if request.sharded is None else None)
     if request.sharded is not None:
@@ -95,6 +102,28 @@ def leaves(
             else:
                 others.append((leaf, destination))
     return stored, others
+
+
+def packable(
+    model: PreTrainedModel,
+    shards: Mapping[str, LazyTensor],
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
+) -> tuple[dict[str, PackedWeight], list[Request]]:
+    """The parameters that can stay packed, and the reads of their members.
+
+    Tied ones cannot, which several modules compute with, and ones that are quantised in part.
+    """
+    ties = tied_parameters(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    packed: dict[str, PackedWeight] = {}
+    reads: list[Request] = []
+    for name, shard in shards.items():
+        found = pack(shard, dtypes[name], device) if name in parameters.keys() - {*ties, *ties.values()} else None
+        if found is not None:
+            packed[name] = found[0]
+            reads += [Request(leaf, view) for leaf, view in found[1]]
+    return packed, reads
 
 
 def _take_mismatched(conversion: Conversion, whole: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.quantization.packed import packed_weights, refuse_packed, without_packed
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
@@ -76,9 +77,16 @@ class TensorParallelModel(WatchedModel, _Model):
             return super().load_adapter(*args, **kwargs)
         return load_adapter(self, *args, **kwargs)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's shards. Raises UnsupportedError where weights are packed, unless for parameters (`keep_vars`)."""
+        if not kwargs.get("keep_vars"):
+            refuse_packed(self, "state_dict")
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load whole tensors, or what `state_dict()` returned on this rank; every rank has to call it."""
         with self.tp_group.agree():
+            refuse_packed(self, "load_state_dict")
             return super().load_state_dict(state_dict, *args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -95,7 +103,8 @@ class TensorParallelModel(WatchedModel, _Model):
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes that this rank holds, in parameters and in buffers."""
         held = [*self.parameters(), *(self.buffers() if return_buffers else ())]
-        return sum(local_tensor(tensor).nbytes for tensor in held)
+        packed = sum(weight.nbytes for weight in packed_weights(self).values())
+        return packed + sum(local_tensor(tensor).nbytes for tensor in held if not tensor.is_meta)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Take whole embeddings, the same on all ranks, and cut them as the plan says; every rank has to call it."""
@@ -131,7 +140,7 @@ class TensorParallelModel(WatchedModel, _Model):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """The method behind `to`, `half`, `cuda`, ...: on the mesh's own device, shards stay shards."""
         check_device(fn, self.tp_group)
-        with keep_shards(self):
+        with keep_shards(self), without_packed(self, fn):
             return super()._apply(fn, *args, **kwargs)
 
     def __copy__(self) -> Any:

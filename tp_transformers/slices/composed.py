@@ -154,6 +154,15 @@ def concat(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
     return merged[0] if len(merged) == 1 else Concat(merged, dim)
 
 
+def merge_last(tensor: LazyTensor) -> LazyTensor:
+    """`tensor` with its last two dims as one: (..., n, m) -> (..., n * m). One that is not stored whole is read."""
+    *outer, rows, columns = tensor.shape
+    if isinstance(tensor, Stored) and tensor.stored_shape == tuple(tensor.shape):
+        shape = (*outer, rows * columns)
+        return Stored(tensor.source, offset=tensor.offset, shape=shape, dtype=tensor.dtype)
+    return Resident(tensor.materialize().flatten(-2))
+
+
 def permute(tensor: LazyTensor, dim: int, order: Sequence[int]) -> LazyTensor:
     """`tensor` with the indices of `dim` in another `order`: index i of the result is index `order[i]` of it."""
     return tensor.select(dim, joined((index, index + 1) for index in order) or [(0, 0)])

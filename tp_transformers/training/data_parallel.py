@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from ..checkpoint.quantization.packed import refuse_packed
 from ..errors import MeshError, UnsupportedError, describe
 from ..marks import untyped
 from ..model.failures import watch_copies
@@ -75,6 +76,7 @@ def data_parallel(
         raise UnsupportedError("data_parallel needs a model that was loaded with tp_plan")
     with group.agree():
         _check_mesh(group, mesh, axis)
+        refuse_packed(model, "data_parallel")
     process_group = mesh[axis].get_group()
     copies = TensorParallelGroup(mesh[axis], mesh[axis].get_local_rank(), process_group.size(), group.device)
     fault = next(filter(None, copies.gather(_fault(model, mode, options))), None)

@@ -23,7 +23,9 @@ from transformers import (
 
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
-from tp_transformers.checkpoint.conversion.quantization import Float8
+from tp_transformers.checkpoint.quantization.compressed import Compressed
+from tp_transformers.checkpoint.quantization.float8 import Float8
+from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
 from tp_transformers.errors import CheckpointError, UnsupportedError
 from tp_transformers.slices.lazy import Resident
 
@@ -99,17 +101,35 @@ def test_the_callers_config_stays(tmp_path: Path, llama: Path) -> None:
     assert torch.equal(model.state_dict()[name], expected[name])
 
 
+def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+    """A config of compressed-tensors with one group."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": None, **weights}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "awq", "bits": 4}, "awq"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "hqq", "bits": 4}, "hqq"),
+        ({"quant_method": "gptq", "bits": 5}, "GPTQ in 5 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the version marlin"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "mlp": {"bits": 8}}},
+            "other settings for mlp",
+        ),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in 4 bits, in the version gemv"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero points"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes (4bit)"),
         ({"load_in_8bit": True}, "bitsandbytes (8bit)"),
-        ({"quant_method": "mxfp4"}, "Mxfp4Config(dequantize=True)"),
         ({"quant_method": "of next year"}, "of next year"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "experts in fp4"),
+        (compressed(format="nvfp4-pack-quantized", num_bits=4, type="float"), "the format nvfp4-pack-quantized"),
+        (compressed(strategy="tensor_group"), "scales by tensor_group"),
+        (compressed(group_size=32, actorder="group"), "scales by group ordered by group"),
+        (compressed(num_bits=4, type="float"), "float of 4 bits"),
+        ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity (sparse-24-bitmask)"),
+        ({**compressed(), "transform_config": {"config_groups": {"r1": {}}}}, "with transforms"),
+        ({**compressed(), "quantization_status": "frozen"}, "the status frozen"),
     ],
 )
 def test_others_are_refused_by_name(tmp_path: Path, llama: Path, settings: dict[str, Any], says: str) -> None:
@@ -157,7 +177,7 @@ FLOAT8 = torch.zeros(20, 20, dtype=torch.float8_e4m3fn)
 )
 def test_scales_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], says: str) -> None:
     with pytest.raises(CheckpointError, match=r"tensor a\.weight") as caught:
-        Float8((16, 16)).dequantized({name: Resident(tensor) for name, tensor in tensors.items()})
+        Float8((16, 16)).expressed({name: Resident(tensor) for name, tensor in tensors.items()})
     assert says in str(caught.value)
 
 
@@ -173,8 +193,56 @@ def test_scales_are_taken_with_their_weights_alone() -> None:
         "d.weight": torch.ones(3, 20, 20).to(torch.float8_e4m3fn),
         "d.weight_scale_inv": torch.full((1,), 3.0),
     }
-    made = Float8((16, 16)).dequantized({name: Resident(tensor) for name, tensor in tensors.items()})
+    made = Float8((16, 16)).expressed({name: Resident(tensor) for name, tensor in tensors.items()})
     assert list(made) == ["a.weight", "a.bias", "b.activation_scale", "c.weight_scale_inv", "d.weight"]
     value = made["a.weight"].materialize()
     assert torch.equal(made["d.weight"].select(0, [(1, 3)]).materialize(), torch.full((2, 20, 20), 3.0))
     assert [value[0, 0], value[0, 16], value[16, 15], value[19, 19]] == [2, 4, 8, 16]
+
+
+PACKED = torch.zeros(6, 8, dtype=torch.int32)  # 64 columns of 4 bits
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"weight_packed": PACKED}, "a.weight_scale: got no such tensor"),
+        (
+            {"weight_packed": PACKED, "weight_scale": torch.ones(6, 3)},
+            "3 groups of 16 columns, and values of shape (6, 8)",
+        ),
+        ({"weight_packed": PACKED, "weight_scale": torch.ones(5, 4)}, "scales of shape (5, 4), not (6, 4)"),
+        ({"weight_packed": PACKED, "weight_scale": PACKED[:, :4]}, "torch.int32 of shape (6, 4)"),
+        ({"weight": PACKED.to(torch.int8), "weight_scale": torch.ones(6, 4)}, "no group of the config for it"),
+    ],
+)
+def test_members_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], says: str) -> None:
+    form = Compressed.of(compressed(group_size=16))
+    with pytest.raises(CheckpointError) as caught:
+        form.expressed({f"a.{name}": Resident(tensor) for name, tensor in tensors.items()})
+    assert says in str(caught.value)
+    with pytest.raises(CheckpointError, match="no such tensor"):
+        Mxfp4().expressed({"a_blocks": Resident(torch.zeros(2, 4, 3, 16, dtype=torch.uint8))})
+
+
+def test_every_module_has_its_group() -> None:
+    """Modules that a group names have its scheme, others that of a group for a class; activations have none."""
+    settings = compressed(num_bits=8, strategy="channel")
+    settings["config_groups"]["group_1"] = {
+        "targets": ["re:.*experts.*"],
+        "weights": {"num_bits": 4, "group_size": 8, "strategy": "group"},
+    }
+    words = torch.full((2, 2), 0x11111111, dtype=torch.int32)
+    tensors = {
+        "m.q.weight_packed": words,
+        "m.q.weight_scale": torch.full((2, 1), 2.0),
+        "m.q.weight_shape": torch.tensor([2, 7]),
+        "m.q.input_scale": torch.ones(1),
+        "m.experts.0.weight_packed": words,
+        "m.experts.0.weight_scale": torch.full((2, 2), 2.0),
+        "m.norm.weight": torch.ones(7),
+    }
+    made = Compressed.of(settings).expressed({name: Resident(tensor) for name, tensor in tensors.items()})
+    assert list(made) == ["m.q.weight", "m.experts.0.weight", "m.norm.weight"]
+    assert torch.equal(made["m.q.weight"].materialize(), torch.full((2, 7), 2.0 * (0x11 - 128)))
+    assert torch.equal(made["m.experts.0.weight"].materialize(), torch.full((2, 16), 2.0 * (1 - 8)))

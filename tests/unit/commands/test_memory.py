@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, T5ForConditionalGeneration
 from tests.support.architectures import ARCHITECTURES
 from tests.support.float8 import quantize_folder
 from tests.support.models import VOCAB, headers, llama_config, load
+from tests.support.quantized import compressed
 from tp_transformers import CheckpointError, PlanError
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory, smallest_size
@@ -126,6 +127,17 @@ def test_what_is_quantised_counts_as_it_is_held(tmp_path: Path) -> None:
     assert plan_memory(found, 1).parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
     assert found.stock is not None
     assert (found.stock.missing, found.stock.unexpected) == ((), ())
+
+
+def test_what_stays_packed_counts_as_it_is_held(tmp_path: Path) -> None:
+    llama(tmp_path / "plain", dtype="bfloat16")
+    compressed(tmp_path / "plain", tmp_path / "packed", bits=8)
+    planned = plan_memory(survey(str(tmp_path / "packed"), packed=True), 1)
+    model = load(tmp_path / "packed", LlamaForCausalLM, tp_dequantize=False)
+    assert planned.parameter_bytes == (model.tp_report.share,)
+    assert planned.parameter_bytes < plan_memory(survey(str(tmp_path / "packed")), 1).parameter_bytes
+    halves = plan_memory(planned.survey, 2).parameter_bytes
+    assert sum(halves) < 1.5 * model.tp_report.share
 
 
 def test_every_whole_parameter_has_its_reason(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(folder: str, monkeypatch: pyt
         (["/no/such/folder", "--tp-size", "2"], "got no such folder"),
         (["{empty}", "--tp-size", "2"], "got a folder without config.json"),
         (["{broken}", "--tp-size", "2"], "config.json"),
-        (["{quantised}", "--tp-size", "2"], "a checkpoint quantised with gptq"),
+        (["{quantised}", "--tp-size", "2"], "a checkpoint quantised with hqq"),
     ],
 )
 def test_a_wrong_request_is_told_in_a_line(
@@ -158,7 +158,7 @@ def test_a_wrong_request_is_told_in_a_line(
     for path in folders.values():
         Path(path).mkdir()
     Path(folders["broken"], "config.json").write_text("{")
-    LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(folders["quantised"])
+    LlamaConfig(quantization_config={"quant_method": "hqq", "bits": 4}).save_pretrained(folders["quantised"])
     code, out, err = plan(capsys, *(argument.format(folder=folder, **folders) for argument in arguments))
     assert code == 2
     assert out == ""

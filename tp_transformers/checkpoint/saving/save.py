@@ -30,6 +30,7 @@ from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import local_tensor, shard_of, whole_like
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import WholeModel
+from ..quantization.packed import refuse_packed
 from .folder import SaveFolder
 from .manifest import MANIFEST_NAME, VARIANT
 from .writer import Writer, named, write_text
@@ -155,7 +156,11 @@ def _refuse_sharded(folder: Path) -> None:
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Tensors to save: parameters and persistent buffers by name, each tied one once."""
+    """Tensors to save: parameters and persistent buffers by name, each tied one once.
+
+    Raises UnsupportedError where weights are packed.
+    """
+    refuse_packed(model, f"a save of a {type(model).__name__}")
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     for target, source in tied_parameters(model).items():
         if state.get(target) is state.get(source):

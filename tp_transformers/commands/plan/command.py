@@ -24,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp-size", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument("--plan", default="auto", metavar="FILE", help="a YAML plan in place of the model's own")
     parser.add_argument("--dtype", default="auto", help='as in from_pretrained: "auto" (default), bf16, fp16, fp32')
+    parser.add_argument("--packed", action="store_true", help="quantised weights stay packed (tp_dequantize=False)")
     parser.add_argument("--batch", type=int, default=1, help="sequences in the KV cache (default 1)")
     parser.add_argument("--context", type=int, help=f"tokens of each (default {CONTEXT} at most; 0: no KV cache)")
     parser.add_argument("--gpu-memory", metavar="BYTES", help="memory of a rank: 24GB (10^9 bytes), 80GiB (2^30)")
@@ -44,7 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     _check("--batch", arguments.batch, 1)
     _check("--context", arguments.context or 0, 0)
     memory = _bytes(arguments.gpu_memory) if arguments.gpu_memory is not None else None
-    found = survey(arguments.model, tp_plan=arguments.plan, dtype=_dtype(arguments.dtype), revision=arguments.revision)
+    found = survey(
+        arguments.model,
+        tp_plan=arguments.plan,
+        dtype=_dtype(arguments.dtype),
+        revision=arguments.revision,
+        packed=arguments.packed,
+    )
     longest = getattr(found.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or CONTEXT
     context = min(CONTEXT, longest) if arguments.context is None else arguments.context
     allowed = arguments.allow_replicated

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -20,8 +20,9 @@ from ...checkpoint.conversion.convert import dtype_policy
 from ...errors import CheckpointError, TensorParallelError, UsageError, describe
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
-from ...loading.request import LoadRequest, express, open_checkpoint
+from ...loading.request import LoadRequest, express, open_checkpoint, packable
 from ...plans.rules import Plan
+from ...slices.lazy import LazyTensor
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 """Endings of the files by which a folder has weights, of any format."""
@@ -58,10 +59,17 @@ class Survey:
     """Dtypes of parameters and buffers on a rank, if other than the model's own."""
     stock: Stock | None
     """The checkpoint; None if there is only a config."""
+    packed: Mapping[str, LazyTensor] = field(default_factory=dict)
+    """Parameters that stay packed, in terms of the checkpoint."""
 
 
 def survey(
-    name: str, *, tp_plan: Any = "auto", dtype: torch.dtype | str = "auto", revision: str | None = None
+    name: str,
+    *,
+    tp_plan: Any = "auto",
+    dtype: torch.dtype | str = "auto",
+    revision: str | None = None,
+    packed: bool = False,
 ) -> Survey:
     """Look at a model as a load would, and read no weight.
 
@@ -71,6 +79,7 @@ def survey(
         tp_plan: as `from_pretrained` takes it.
         dtype: as `from_pretrained` takes it; where there is only a config that does not say, "auto" is float32.
         revision: of a name on the Hub.
+        packed: whether quantised weights stay packed (`tp_dequantize=False`).
 
     Raises:
         UsageError: if there is no such model.
@@ -87,6 +96,7 @@ def survey(
         fix = "Correct the path, or name a model on the Hub (org/name)."
         raise UsageError(describe(name, got="no such folder", expected="one with config.json", fix=fix))
     kwargs: dict[str, Any] = {"revision": revision, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
+    kwargs["tp_dequantize"] = not packed
     try:
         config = AutoConfig.from_pretrained(name, revision=revision)
         has_weights = not os.path.isdir(name) or any(file.endswith(WEIGHTS) for file in os.listdir(name))
@@ -99,8 +109,9 @@ def survey(
         except _FoundError as found:
             model, plan, request = found.args
         policy = dtype_policy(request.config.dtype_plan)
-        stock, filled = _take_stock(model, request) if has_weights else (None, set(model.state_dict()))
-        return Survey(name, model, plan, {name: kept for name in filled if (kept := policy(name))}, stock)
+        stock, filled, kept = _take_stock(model, request) if has_weights else (None, set(model.state_dict()), {})
+        dtypes = {name: own for name in filled if (own := policy(name))}
+        return Survey(name, model, plan, dtypes, stock, kept)
     except TensorParallelError:
         raise
     except Exception as error:  # a config or a folder can be wrong in any way
@@ -116,8 +127,10 @@ def _stop(model: PreTrainedModel, plan: Plan, request: LoadRequest) -> NoReturn:
     raise _FoundError(model, plan, request)
 
 
-def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, set[str]]:
-    """Hold the headers against the model; returns what there is, and the names that a load would fill."""
+def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, set[str], dict[str, LazyTensor]]:
+    """Hold the headers against the model; returns what there is, the names that a load would fill, and what it would
+    keep packed.
+    """
     whole = model.state_dict(keep_vars=True)
     with open_checkpoint(request, rank=0) as checkpoint:
         conversion, _ = express(model, checkpoint, whole, request)
@@ -135,4 +148,9 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
             twice=tuple(sorted(pair for pair in ties.items() if found.issuperset(pair))),
             read_whole=tuple(sorted(conversion.fallbacks)),
         )
-    return stock, found
+        packed = {}
+        if request.stays_packed:
+            dtypes = dict.fromkeys(found, torch.float32)
+            names, _ = packable(model, conversion.expressions, dtypes, torch.device("meta"))
+            packed = {name: conversion.expressions[name] for name in names}
+    return stock, found, packed

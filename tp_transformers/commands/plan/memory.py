@@ -12,10 +12,13 @@ from functools import cached_property
 import torch
 
 from ...anatomy.names import tied_parameters
+from ...checkpoint.quantization.packed import pack
 from ...errors import PlanError
 from ...plans.bind import Resolution, resolve
 from ...plans.shares import check_layers_are_cut
 from ...slices.layout import Layout
+from ...slices.lazy import LazyTensor
+from ...strategies import take
 from .dry_load import Survey
 from .kv_cache import Cached, cached_attention
 
@@ -40,10 +43,14 @@ class Parameter:
     tied: tuple[str, ...] = ()
     heads: int | None = None
     """Heads along the dim that is sharded by whole heads, all parts together; None without such a dim."""
+    packed: tuple[int, ...] | None = None
+    """Bytes of the unsharded parameter and of each rank's shard, where they stay packed."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the unsharded parameter."""
+        if self.packed is not None:
+            return self.packed[0]
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -51,6 +58,8 @@ class Parameter:
 
     def local_bytes(self, size: int) -> list[int]:
         """Bytes of the shard of each of `size` ranks."""
+        if self.packed is not None:
+            return list(self.packed[1:])
         if self.layout is None:
             return [self.nbytes] * size
         slice_bytes = self.nbytes // max(self.shape[self.layout.dim], 1)
@@ -182,7 +191,15 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
             _whole_because(name, resolution, size) if layout is None or size == 1 else None,
             names[1:],
             split.length if split is not None else None,
+            _packed(survey.packed[name], layout, size) if name in survey.packed else None,
         )
+
+
+def _packed(expression: LazyTensor, layout: Layout | None, size: int) -> tuple[int, ...]:
+    """Bytes of a packed parameter and of its shards."""
+    shards = [expression, *(take(expression, layout, rank) for rank in range(size))]
+    found = (pack(shard, shard.dtype, torch.device("meta")) for shard in shards)
+    return tuple(each[0].nbytes if each is not None else 0 for each in found)
 
 
 def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]:

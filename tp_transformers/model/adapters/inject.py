@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ...checkpoint.quantization.packed import refuse_packed
 from ...errors import MeshError, UnsupportedError
 from ...marks import untyped
 from ...patches import Patch
@@ -82,6 +83,7 @@ def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args
     group, config = _group(model), tuner.peft_config[adapter_name]
     assert group is not None
     with group.agree():
+        refuse_packed(model, "an adapter")
         if hasattr(model, "set_requires_gradient_sync"):
             raise _unsupported("data_parallel", "adapters that come after it")
         _check_config(config, model)

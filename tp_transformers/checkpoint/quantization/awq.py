@@ -1,0 +1,87 @@
+"""AWQ: 4 bits packed along the output features, eight a word: the four even ones, then the four odd ones.
+
+X.qweight  (in, out / 8) int32
+X.qzeros   (groups, out / 8) int32
+X.scales   (groups, out)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.lazy import LazyTensor
+from .format import Format, Tensors, bundle, member, packed, refused, unfit, unpack
+
+_BITS = 4
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Awq(Format):
+    """Every weight of which there is a `qweight`."""
+
+    title = "AWQ"
+
+    group: int | None
+    """Input features that share a scale; None for all."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Awq:
+        bits = settings.get("bits", settings.get("w_bit", _BITS))
+        version = str(settings.get("version") or settings.get("format") or "gemm").lower()
+        if bits != _BITS or version != "gemm" or not settings.get("zero_point", True):
+            zeros = "" if settings.get("zero_point", True) else " without zero points"
+            got = f"AWQ in {bits} bits{zeros}, in the version {version}"
+            raise refused(got, f"one in {_BITS} bits with zero points, in the version gemm")
+        group = settings.get("group_size", settings.get("q_group_size", 128))
+        return cls(None if group < 1 else group)
+
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+        result: dict[str, LazyTensor] = {}
+        modules = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
+        for name, tensor in tensors.items():
+            module, _, kind = name.rpartition(".")
+            if kind == "qweight":
+                result[f"{module}.weight"] = self._weight(tensors, module)
+            elif kind in ("qzeros", "scales") and module not in modules:
+                got = "scales of activations" if kind == "scales" else "zero points of no weight"
+                raise unfit(name, got, "weights alone in AWQ")
+            elif module not in modules or kind not in ("qzeros", "scales"):
+                result[name] = tensor
+        return result
+
+    def _weight(self, tensors: Tensors, module: str) -> Bundle:
+        words = member(tensors, f"{module}.qweight", 2, torch.int32)
+        scales = member(tensors, f"{module}.scales", 2, *_FLOATS)
+        zeros = member(tensors, f"{module}.qzeros", 2, torch.int32)
+        columns, rows = words.shape[0], words.shape[1] * 32 // _BITS
+        count = -(-columns // (self.group or columns))
+        if not len(scales) == len(zeros) == count:
+            got = f"{len(scales)} groups of scales and {len(zeros)} of zero points"
+            raise unfit(f"{module}.scales", got, f"{count}, of {self.group} of {columns} features each")
+        groups = None if self.group is None else Cut(1, self.group)
+        members = {
+            "words": Member(words, (Cut(1), packed(0, _BITS))),
+            "scales": Member(scales, (groups, Cut(0))),
+            "zeros": Member(zeros, (groups, packed(0, _BITS))),
+        }
+        return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, partial(_decode, self.group))
+
+
+def _decode(group: int | None, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    """In the dtype of the scales, as the library does it."""
+    rows, columns = shape
+    scales = parts["scales"].t()
+    values, offsets = (
+        unpack(parts[name], _BITS, rows).unflatten(1, (-1, 2, 4)).mT.flatten(1).t().to(torch.int16)
+        for name in ("words", "zeros")
+    )
+    if group is not None:
+        scales, offsets = (each.repeat_interleave(group, 1)[:, :columns] for each in (scales, offsets))
+    return (values - offsets).to(scales.dtype) * scales

@@ -1,0 +1,196 @@
+"""compressed-tensors: integers and float8 with a scale for a tensor, a row, a group of columns or a block.
+
+pack-quantized                                    X.weight_packed  (out, in * bits / 32) int32
+int-, float- and naive-quantized                  X.weight         (out, in) int8 or float8
+scales by tensor, channel, group, block           X.weight_scale   (1), (out, 1), (out, in / group), (out / b, in / b)
+zero points, where they are not symmetric         X.weight_zero_point, which pack-quantized packs along its rows
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.lazy import LazyTensor
+from .format import Format, Tensors, bundle, member, packed, refused, unfit, unpack
+
+_PACKED = "pack-quantized"
+_FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NOT_WEIGHTS = re.compile(r"\.((input|output|q|k|v)_(scale|zero_point|global_scale)|weight_shape)$")
+"""Members without values: of activations, which stay in floating point, and shapes."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A group of a config: how its `targets` are quantised."""
+
+    targets: tuple[str, ...]
+    """Names, patterns (`re:...`) and classes of modules."""
+    is_packed: bool
+    bits: int
+    symmetric: bool
+    group: int | None
+    """Columns that share a scale; None for all."""
+    block: tuple[int, int] | None
+    """Rows and columns that share a scale; None for one scale a row, or for all."""
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], default: str) -> Scheme:
+        """The scheme that a `group` of a config describes. Raises UnsupportedError on one that is not known."""
+        weights, form = group["weights"], group.get("format") or default
+        size, block = weights.get("group_size"), weights.get("block_structure")
+        strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size < 0 else "group")
+        bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+        expected = f"{', '.join(_FORMATS)}, of integers or float8, with scales by tensor, channel, group or block"
+        if form not in _FORMATS:
+            raise refused(f"compressed-tensors in the format {form}", expected)
+        if strategy not in ("tensor", "channel", "group", "block") or str(weights.get("actorder")).lower() == "group":
+            order = f" ordered by {weights.get('actorder')}" if weights.get("actorder") else ""
+            raise refused(f"compressed-tensors with scales by {strategy}{order}", expected)
+        if (kind == "float" and (bits != 8 or form == _PACKED)) or not 1 <= bits <= 8:
+            raise refused(f"compressed-tensors in {kind} of {bits} bits in the format {form}", expected)
+        rows, columns = block.split("x") if isinstance(block, str) else block or (0, 0)
+        return cls(
+            tuple(group.get("targets", ())),
+            form == _PACKED,
+            bits,
+            bool(weights.get("symmetric", True)),
+            int(size) if strategy == "group" else None,
+            (int(rows), int(columns)) if strategy == "block" else None,
+        )
+
+    def targets_by_name(self, module: str) -> bool:
+        """True if a target is the name of `module`, its end or a pattern that it matches."""
+        patterns = (target.removeprefix("re:") if target.startswith("re:") else None for target in self.targets)
+        return any(
+            f".{module}".endswith(f".{target}") if pattern is None else re.match(pattern, module)
+            for target, pattern in zip(self.targets, patterns, strict=True)
+        )
+
+    def weight(self, tensors: Tensors, module: str) -> Bundle:
+        """The weight of `module`. Raises CheckpointError where its members do not fit."""
+        name = f"{module}.weight"
+        values = tensors[f"{name}_packed" if self.is_packed else name]
+        *lead, rows, _ = values.shape
+        ndim = values.ndim
+        scales = self._scales(tensors, f"{name}_scale", ndim)
+        columns = self._columns(tensors, name, values, scales)
+        shape = (*lead, rows, columns)
+        own = tuple(map(Cut, range(ndim - 1)))
+        along = packed(ndim - 1, self.bits) if self.is_packed else Cut(ndim - 1)
+        by_block = self._by_block(ndim, scales)
+        members = {"values": Member(values, (*own, along)), "scales": Member(scales, by_block)}
+        if not self.symmetric:
+            zeros = member(tensors, f"{name}_zero_point", ndim, torch.int32, torch.int8)
+            is_packed = zeros.dtype == torch.int32
+            cuts = (*by_block[:-2], packed(ndim - 2, self.bits), by_block[-1]) if is_packed else by_block
+            members["zeros"] = Member(zeros, cuts)
+        # transformers multiplies float8 of experts, which it merges, in float32.
+        is_wide = values.dtype.is_floating_point and _EXPERT.search(module)
+        dtype = torch.float32 if is_wide else scales.dtype
+        return bundle(name, members, shape, dtype, partial(_decode, self, dtype))
+
+    def _scales(self, tensors: Tensors, name: str, ndim: int) -> LazyTensor:
+        scales = tensors.get(name)
+        return member(tensors, name, 1 if scales is not None and scales.ndim == 1 else ndim, *_FLOATS)
+
+    def _columns(self, tensors: Tensors, name: str, values: LazyTensor, scales: LazyTensor) -> int:
+        """Columns of the weight; the last word of a row may have room for more."""
+        stored = values.shape[-1]
+        along = packed(0, self.bits) if self.is_packed else Cut(0)
+        if self.group is not None:
+            columns = scales.shape[-1] * self.group
+        elif not self.is_packed:
+            return stored
+        else:
+            outline = member(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
+            columns = int(outline[-1]) if outline[:-1] == list(values.shape[:-1]) else -1
+        if along.members(columns) != stored:
+            got = f"{scales.shape[-1]} groups of {self.group} columns" if self.group else f"the shape {outline}"
+            raise unfit(name, f"{got}, and values of shape {tuple(values.shape)}", "those of one weight")
+        return columns
+
+    def _by_block(self, ndim: int, scales: LazyTensor) -> tuple[Cut | None, ...]:
+        """The cuts of scales and zero points."""
+        if scales.ndim == 1:
+            return (None,)
+        lead = tuple(map(Cut, range(ndim - 2)))
+        if self.block is not None:
+            return (*lead, Cut(ndim - 2, self.block[0]), Cut(ndim - 1, self.block[1]))
+        if scales.numel() == 1:
+            return (None,) * ndim
+        return (*lead, Cut(ndim - 2), None if self.group is None else Cut(ndim - 1, self.group))
+
+
+@dataclass(frozen=True)
+class Compressed(Format):
+    """The schemes of a config, each for some modules."""
+
+    title = "compressed-tensors"
+
+    schemes: tuple[Scheme, ...]
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Compressed:
+        sparse = (settings.get("sparsity_config") or {}).get("format") or "dense"
+        rotated = settings.get("transform_config") or {}
+        status = settings.get("quantization_status") or "compressed"
+        if sparse != "dense" or rotated.get("config_groups") or status != "compressed":
+            what = f"sparsity ({sparse})" if sparse != "dense" else "transforms" if rotated else f"the status {status}"
+            raise refused(f"compressed-tensors with {what}", "compressed weights without sparsity and transforms")
+        groups = (settings.get("config_groups") or {}).values()
+        default = settings.get("format") or "dense"
+        return cls(tuple(Scheme.of(group, default) for group in groups if group.get("weights")))
+
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+        result: dict[str, LazyTensor] = {}
+        scales = {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}
+        for name, tensor in tensors.items():
+            module, _, kind = name.rpartition(".")
+            if kind in ("weight", "weight_packed") and module in scales:
+                result[f"{module}.weight"] = self._scheme(module, kind == "weight_packed").weight(tensors, module)
+            elif kind == "weight_packed":
+                raise unfit(f"{module}.weight_scale", "no such tensor", f"one for {name}")
+            elif not (module in scales and kind.startswith("weight_")) and not _NOT_WEIGHTS.search(name):
+                result[name] = tensor
+        return result
+
+    def _scheme(self, module: str, is_packed: bool) -> Scheme:
+        """The scheme of a module: the first that names it, else the first that names no modules."""
+        fitting = [scheme for scheme in self.schemes if scheme.is_packed == is_packed]
+        named = [scheme for scheme in fitting if scheme.targets_by_name(module)]
+        others = [scheme for scheme in fitting if not all(target.startswith("re:") for target in scheme.targets)]
+        if not named and not others:
+            raise unfit(f"{module}.weight", "no group of the config for it", "one")
+        return (named or others)[0]
+
+
+def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    """Compute in `dtype`, which mostly is that of the scales, as the library does it."""
+    values, scales = parts["values"], parts["scales"].to(dtype)
+    offset = 1 << (scheme.bits - 1)
+    if scheme.is_packed:
+        values = (unpack(values, scheme.bits, shape[-1]).to(torch.int16) - offset).to(torch.int8)
+    result = values.to(dtype)
+    if "zeros" in parts:
+        zeros = parts["zeros"]
+        if zeros.dtype == torch.int32:
+            zeros = (unpack(zeros.mT, scheme.bits, shape[-2]).to(torch.int16) - offset).mT
+        result = result - _spread(zeros.to(dtype), scheme, shape)
+    return result * _spread(scales, scheme, shape)
+
+
+def _spread(scales: torch.Tensor, scheme: Scheme, shape: Sequence[int]) -> torch.Tensor:
+    """A value for every column or for all, and for every row or for all."""
+    if scheme.block is not None:
+        scales = scales.repeat_interleave(scheme.block[0], -2)[..., : shape[-2], :]
+    columns = scheme.group or (scheme.block or (0, 0))[1]
+    return scales.repeat_interleave(columns, -1)[..., : shape[-1]] if columns else scales

@@ -1,0 +1,71 @@
+"""The format of a checkpoint, from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import UnsupportedError
+from .awq import Awq
+from .compressed import Compressed
+from .float8 import Float8
+from .format import Format, refused
+from .gptq import Gptq
+from .mxfp4 import Mxfp4
+
+FORMATS: Mapping[str, type[Format]] = {
+    "awq": Awq,
+    "compressed-tensors": Compressed,
+    "fp8": Float8,
+    "gptq": Gptq,
+    "mxfp4": Mxfp4,
+}
+"""Formats by the name of their method in a config."""
+
+
+def take_quantization(config: Any, asked: Any) -> Format | None:
+    """Take what a model's `config` says of quantisation out of it; None where its checkpoint is not quantised.
+
+    `asked` is the `quantization_config` that the caller gave `from_pretrained`.
+
+    Raises UnsupportedError on a format that is not one of FORMATS, and on `asked` that wants anything but to undo it.
+    """
+    found = None
+    for each in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))):
+        found = found or _settings(getattr(each, "quantization_config", None))
+        if "quantization_config" in vars(each or object):
+            del each.quantization_config
+    method, wanted = _method(found), _settings(asked)
+    if wanted and not (found and method == _method(wanted) and _undoes(asked)):
+        raise UnsupportedError(
+            "from_pretrained",
+            got=f"tp_plan with quantization_config for {_method(wanted)}",
+            expected="weights in floating point",
+            fix="Leave out quantization_config: with tp_plan quantised weights are dequantised, and none quantised.",
+        )
+    if not found:
+        return None
+    if method not in FORMATS:
+        raise refused(method, f"one in floating point, or in {', '.join(kind.title for kind in FORMATS.values())}")
+    return FORMATS[method].of(found)
+
+
+def _undoes(asked: Any) -> bool:
+    """True for a quantization_config that dequantises."""
+    return bool(asked.get("dequantize") if isinstance(asked, dict) else getattr(asked, "dequantize", False))
+
+
+def _settings(quantization: Any) -> dict[str, Any]:
+    """A quantization_config, which may be a dict, an object of transformers or None, as a dict."""
+    if quantization is None or isinstance(quantization, dict):
+        return quantization or {}
+    return dict(quantization.to_dict())
+
+
+def _method(settings: Mapping[str, Any] | None) -> str:
+    """The method's name in a config: gptq, awq, ..."""
+    if not settings:
+        return "nothing"
+    bits = next((f"bitsandbytes ({name[8:]})" for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)), None)
+    method = settings.get("quant_method")
+    return bits or str(getattr(method, "value", method))

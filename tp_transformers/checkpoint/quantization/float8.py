@@ -1,0 +1,98 @@
+"""FP8 (DeepSeek-V3, Qwen3-FP8, ...): float8 with a scale a block or a tensor.
+
+A weight is an expression over its values and its scales, so that a rank reads what its slice takes of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.composed import Stack
+from ...slices.lazy import LazyTensor
+from ...slices.scaled import Scaled
+from ..reading.memory import from_float8
+from .format import Format, Tensors, bundle, refused, unfit
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALE, _ACTIVATION_SCALE = "_scale_inv", ".activation_scale"
+
+
+@dataclass(frozen=True)
+class Float8(Format):
+    """Weights in float8 of which the scales are `NAME_scale_inv`."""
+
+    title = "FP8"
+
+    block: tuple[int, int] | None
+    """Rows and columns that share one scale; None for one scale a weight."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Float8:
+        if settings.get("expert_dtype", "fp8") != "fp8":
+            raise refused(f"fp8 and experts in {settings['expert_dtype']}", "one in FP8 alone")
+        block = settings.get("weight_block_size")
+        return cls(None if block is None else (int(block[0]), int(block[1])))
+
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+        """The checkpoint's tensors without quantisation; tensors without a scale stay as they are.
+
+        Raises CheckpointError where a weight in float8 has no scale, or scales do not fit their weight.
+        """
+        result = {
+            name: self._product(name, tensor, tensors[name + _SCALE]) if name + _SCALE in tensors else tensor
+            for name, tensor in tensors.items()
+            if not self._is_consumed(name, tensors)
+        }
+        if stays_packed:
+            result = {name: _bundle(name, each) if isinstance(each, Scaled) else each for name, each in result.items()}
+        for name, tensor in result.items():
+            if tensor.dtype in _FLOAT8:
+                raise unfit(name, f"{tensor.dtype} without {name + _SCALE}", "a scale for each of its blocks")
+        return result
+
+    def _is_consumed(self, name: str, tensors: Mapping[str, LazyTensor]) -> bool:
+        """True for a scale of another tensor, also of activations, which stay in floating point."""
+        if name.endswith(_ACTIVATION_SCALE):
+            return name.removesuffix(_ACTIVATION_SCALE) + ".weight" + _SCALE in tensors
+        return name.endswith(_SCALE) and name.removesuffix(_SCALE) in tensors
+
+    def _product(self, name: str, values: LazyTensor, scales: LazyTensor) -> Scaled:
+        if values.dtype not in _FLOAT8 or values.ndim < 2:
+            got = f"{values.dtype} of shape {tuple(values.shape)} with scales"
+            raise unfit(name, got, "a matrix of float8_e4m3fn or float8_e5m2")
+        if not scales.dtype.is_floating_point:
+            raise unfit(name, f"scales in {scales.dtype}", "scales in floating point")
+        block = (*(1,) * (values.ndim - 2), *(self.block or values.shape[-2:]))
+        if scales.numel() == 1:  # for all there is, whatever the config says of the others
+            block = tuple(values.shape)
+        while scales.ndim < values.ndim:
+            scales = Stack([scales], 0)
+        try:
+            return Scaled(values, scales, block)
+        except ValueError as error:
+            raise unfit(name, str(error), "one scale a block") from None
+
+
+def _bundle(name: str, product: Scaled) -> Bundle:
+    """The same values, which stay in float8 until they are needed."""
+    block = [size if size < length else None for size, length in zip(product.block, product.shape, strict=True)]
+    cuts = tuple(None if size is None else Cut(dim, size) for dim, size in enumerate(block))
+    members = {
+        "values": Member(product.values, tuple(map(Cut, range(product.ndim)))),
+        "scales": Member(product.scales, cuts),
+    }
+    return bundle(name, members, product.shape, torch.float32, partial(_decode, block))
+
+
+def _decode(block: Sequence[int | None], parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    scales = parts["scales"].to(torch.float32)
+    for dim, size in enumerate(block):
+        if size is not None:
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
+    return from_float8(parts["values"]) * scales

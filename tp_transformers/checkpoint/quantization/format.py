@@ -1,0 +1,92 @@
+"""The contract of a quantised format, and what formats share: names of members, errors, packed integers."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from ...errors import CheckpointError, UnsupportedError
+from ...slices.bundle import Bundle, Cut, Decode, Member
+from ...slices.lazy import LazyTensor
+
+Tensors = Mapping[str, LazyTensor]
+"""Tensors of a checkpoint, by name."""
+
+
+class Format(ABC):
+    """A format of quantised weights, as the config of one checkpoint describes it."""
+
+    title: ClassVar[str]
+    """Name in messages."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, settings: Mapping[str, Any]) -> Format:
+        """The format that a config's `settings` mean. Raises UnsupportedError on those that are not known."""
+
+    @abstractmethod
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+        """The checkpoint's tensors in floating point; those that are not quantised stay as they are.
+
+        `stays_packed`: whether their members are to stay in memory as they are, so that each has to be a `Bundle`.
+        Raises CheckpointError where a member of a quantised tensor is missing, or does not fit the others.
+        """
+
+
+def bundle(
+    name: str, members: Mapping[str, Member], shape: Sequence[int], dtype: torch.dtype, decode: Decode
+) -> Bundle:
+    """The tensor `name`, of its members. Raises CheckpointError where one does not fit."""
+    try:
+        return Bundle(members, shape, dtype, decode)
+    except ValueError as error:
+        raise unfit(name, str(error), f"members of a tensor of shape {tuple(shape)}") from None
+
+
+def member(tensors: Tensors, name: str, ndim: int, *dtypes: torch.dtype) -> LazyTensor:
+    """The tensor `name`. Raises CheckpointError where it is missing, or of other dims or dtypes."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise unfit(name, "no such tensor", "one for the others of its weight")
+    if tensor.ndim != ndim or tensor.dtype not in dtypes:
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise unfit(name, f"{tensor.dtype} of shape {tuple(tensor.shape)}", f"{expected} of {ndim} dims")
+    return tensor
+
+
+def unfit(name: str, got: str, expected: str) -> CheckpointError:
+    """The error of a tensor that is not what the config says."""
+    fix = "Download the checkpoint again; if it is whole, its config's quantization_config does not describe it."
+    return CheckpointError(f"tensor {name}", got=got, expected=expected, fix=fix)
+
+
+def refused(got: str, expected: str) -> UnsupportedError:
+    """The error of a checkpoint in a variant of a format that is not known."""
+    fix = "Choose such a checkpoint of the model, or load this one without tp_plan."
+    return UnsupportedError("tp_plan", got=f"a checkpoint quantised with {got}", expected=expected, fix=fix)
+
+
+def packed(dim: int, bits: int) -> Cut:
+    """The cut of a dim in which values of `bits` lie side by side in words of 32 bits."""
+    common = math.gcd(bits, 32)
+    return Cut(dim, 32 // common, bits // common)
+
+
+def unpack(words: torch.Tensor, bits: int, length: int) -> torch.Tensor:
+    """(..., words) int32 -> (..., length) uint8: the value i of a row stands from bit i * `bits` on."""
+    words = words.contiguous()
+    if bits == 8:
+        values = words.view(torch.uint8)
+    elif bits == 4:
+        both = words.view(torch.uint8)
+        values = torch.stack((both & 0xF, both >> 4), -1).flatten(-2)
+    else:
+        wide = torch.nn.functional.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, 1))
+        first = torch.arange(length, device=words.device) * bits
+        pairs = wide[..., first // 32] | wide[..., first // 32 + 1] << 32
+        values = ((pairs >> first % 32) & ((1 << bits) - 1)).to(torch.uint8)
+    return values[..., :length]

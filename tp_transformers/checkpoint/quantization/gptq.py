@@ -1,0 +1,109 @@
+"""GPTQ: integers packed along the input features, with a scale and a zero point for every group of them.
+
+X.qweight  (in * bits / 32, out) int32
+X.qzeros   (groups, out * bits / 32) int32; less 1 in the first version of the format
+X.scales   (groups, out)
+X.g_idx    (in) int32: the group of every input feature, which follow one another unless `desc_act`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.lazy import LazyTensor, Resident
+from .format import Format, Tensors, bundle, member, packed, refused, unfit, unpack
+
+_BITS = (2, 3, 4, 8)
+_VERSIONS = ("gptq", "gptq_v2")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Gptq(Format):
+    """Every weight of which there is a `qweight`."""
+
+    title = "GPTQ"
+
+    bits: int
+    group: int | None
+    """Input features that share a scale; None for all."""
+    ordered: bool
+    """True if `g_idx` says which group a feature is of: any rank may need any group."""
+    less_one: bool
+    """True if stored zero points are 1 too low."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Gptq:
+        bits, group = settings.get("bits"), settings.get("group_size", 128)
+        version = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
+        changes = [key for key in settings.get("dynamic") or () if not key.startswith("-:")]
+        words = str(settings.get("pack_dtype") or "int32").removeprefix("torch.")
+        expected = f"one of {', '.join(map(str, _BITS))} bits, in the version {' or '.join(_VERSIONS)}"
+        if bits not in _BITS or version not in _VERSIONS or words != "int32":
+            raise refused(f"GPTQ in {bits} bits, in the version {version}, in words of {words}", expected)
+        if changes:
+            raise refused(f"GPTQ with other settings for {changes[0]}", expected)
+        return cls(bits, None if group < 1 else group, bool(settings.get("desc_act")), version == "gptq")
+
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+        result: dict[str, LazyTensor] = {}
+        modules = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
+        for name, tensor in tensors.items():
+            module, _, kind = name.rpartition(".")
+            if kind == "qweight":
+                result[f"{module}.weight"] = self._weight(tensors, module)
+            elif kind in ("qzeros", "g_idx") and module not in modules:
+                raise unfit(f"{module}.qweight", "no such tensor", f"one for {name}")
+            elif module not in modules or kind not in ("qzeros", "scales", "g_idx"):
+                result[name] = tensor
+        return result
+
+    def _weight(self, tensors: Tensors, module: str) -> Bundle:
+        words = member(tensors, f"{module}.qweight", 2, torch.int32)
+        scales = member(tensors, f"{module}.scales", 2, *_FLOATS)
+        zeros = member(tensors, f"{module}.qzeros", 2, torch.int32)
+        rows, columns = words.shape[1], words.shape[0] * 32 // self.bits
+        if f"{module}.g_idx" in tensors or self.ordered:
+            order = member(tensors, f"{module}.g_idx", 1, torch.int32, torch.int64)
+            columns = len(order)
+        groups = None if self.group is None or self.ordered else Cut(1, self.group)
+        members = {
+            "words": Member(words, (packed(1, self.bits), Cut(0))),
+            "scales": Member(scales, (groups, Cut(0))),
+            "zeros": Member(zeros, (groups, packed(0, self.bits))),
+        }
+        count = -(-columns // (self.group or columns))
+        if not len(scales) == len(zeros) == count:
+            got = f"{len(scales)} groups of scales and {len(zeros)} of zero points"
+            raise unfit(f"{module}.scales", got, f"{count}, of {self.group} of {columns} features each")
+        if self.ordered:
+            of = order.materialize()
+            if of.min() < 0 or of.max() >= count:
+                got = f"groups from {int(of.min())} to {int(of.max())}"
+                raise unfit(f"{module}.g_idx", got, f"those from 0 to {count - 1}")
+            members["order"] = Member(Resident(of), (Cut(1),))
+        return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, partial(_decode, self))
+
+
+def _decode(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    """In the dtype of the scales, as the library does it."""
+    rows, columns = shape
+    scales, zeros = parts["scales"].t(), parts["zeros"]
+    if form.less_one and form.bits != 3:  # a value that overflows carries to the next
+        zeros = zeros + sum(1 << at for at in range(0, 31, form.bits))
+    offsets = unpack(zeros, form.bits, rows).t().to(torch.int16)
+    if form.less_one and form.bits == 3:
+        offsets = (offsets + 1) & 7
+    if "order" in parts:
+        of = parts["order"].long()
+        scales, offsets = scales[:, of], offsets[:, of]
+    elif form.group is not None:
+        scales, offsets = (each.repeat_interleave(form.group, 1)[:, :columns] for each in (scales, offsets))
+    values = unpack(parts["words"].t(), form.bits, columns).to(torch.int16)
+    return (values - offsets).to(scales.dtype) * scales

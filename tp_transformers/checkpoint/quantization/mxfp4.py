@@ -1,0 +1,69 @@
+"""MXFP4 (GPT-OSS): experts in 4 bits, and an exponent for every 32 values along their input features.
+
+Stored are `NAME_blocks` (experts, out, in / 32, 16), two values a byte, and `NAME_scales` (experts, out, in / 32); the
+parameter NAME is (experts, in, out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...slices.bundle import Cut, Member, Parts
+from ...slices.composed import Transpose, merge_last
+from ...slices.lazy import LazyTensor
+from .format import Format, Tensors, bundle, member, unfit
+
+_BLOCK, _BIAS = 32, 127
+
+
+@dataclass(frozen=True)
+class Mxfp4(Format):
+    """Every tensor of which there are `_blocks` and `_scales`."""
+
+    title = "MXFP4"
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Mxfp4:
+        return cls()
+
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+        result = dict(tensors)
+        for name in sorted(tensors):
+            if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" not in tensors:
+                raise unfit(name, "scales without blocks", "both")
+            if not name.endswith("_blocks"):
+                continue
+            whole = name.removesuffix("_blocks")
+            blocks = member(tensors, name, 4, torch.uint8)
+            scales = member(tensors, f"{whole}_scales", 3, torch.uint8)
+            experts, rows, groups, width = blocks.shape
+            if width * 2 != _BLOCK:
+                raise unfit(name, f"blocks of {width} bytes", f"{_BLOCK // 2}")
+            lead = (Cut(0), Cut(1))
+            members = {
+                "pairs": Member(merge_last(blocks), (*lead, Cut(2, 2))),
+                "scales": Member(scales, (*lead, Cut(2, _BLOCK))),
+            }
+            values = bundle(whole, members, (experts, rows, groups * _BLOCK), torch.float32, _decode)
+            del result[name], result[f"{whole}_scales"]
+            result[whole] = Transpose(values, 1, 2)
+        return result
+
+
+def _decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    """The low half of a byte is the first of its two values: a sign, two bits of exponent and one of mantissa.
+
+    They are the same bits of a float16, of which the exponent is 14 lower, subnormal numbers included. The power of a
+    scale is multiplied in two parts, since float32 does not hold the highest.
+    """
+    pairs, scales = parts["pairs"], parts["scales"]
+    halves = torch.stack((pairs & 0xF, pairs >> 4), -1).to(torch.int16)
+    bits = ((halves & 8) << 12).bitwise_or_((halves & 7) << 9)
+    values = bits.view(torch.float16).to(torch.float32).reshape(*scales.shape, _BLOCK)
+    powers = scales.to(torch.int32).unsqueeze(-1) - _BIAS
+    ones, first = torch.ones(powers.shape, device=powers.device), powers // 2
+    return values.mul_(torch.ldexp(ones, first + 14)).mul_(torch.ldexp(ones, powers - first)).flatten(-2)
