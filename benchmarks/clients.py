@@ -24,6 +24,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tp_transformers.ranks.launch import end_with_parent
+
 from .demo import prepare
 
 ROOT = Path(__file__).parents[1]
@@ -209,7 +211,6 @@ def _server(model: Path, ranks: int) -> Iterator[str]:
             time.sleep(0.2)
         yield url
     finally:
-        process.terminate()
         _end(process)
 
 
@@ -241,14 +242,15 @@ def _start(command: Sequence[str], output: int, folder: str | None = None) -> su
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "400", **os.environ, "PYTHONPATH": path}
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=output, stderr=output, text=True, cwd=folder, env=environment,
-        start_new_session=True,
+        start_new_session=True, preexec_fn=end_with_parent,
     )  # fmt: skip
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process, and whatever it has left in its session."""
+    """End a process, to which torchrun adds its ranks, and whatever is left in its session."""
+    process.terminate()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(30 if process.poll() is None else 0)
+        process.wait(60)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

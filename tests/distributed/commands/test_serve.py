@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from tests.support.models import VOCAB
 from tests.support.pool import free_port
+from tp_transformers.ranks.launch import end_with_parent
 
 openai = pytest.importorskip("openai")
 for package in ("fastapi", "uvicorn"):
@@ -52,7 +53,7 @@ def served(folder: str, ranks: int) -> Iterator[tuple[Any, subprocess.Popen[byte
     port = free_port()
     options = ["--host", "127.0.0.1", "--port", str(port), "--cb-num-blocks", "40", "--cb-max-batch-tokens", "256"]
     command = [sys.executable, "-m", "tp_transformers", "serve", folder, "-n", str(ranks), *options]
-    with subprocess.Popen(command, start_new_session=True) as process:
+    with subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent) as process:
         try:
             for _ in range(240):
                 try:
