@@ -79,9 +79,10 @@ def folder_of(page: Path, here: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(here: Path, smollm2: Path) -> Iterator[dict[str, str]]:
-    """The variables of the commands, for which `org/model` is on a Hub of their own."""
+    """The variables of the commands, for which two names of the model are on a Hub of their own."""
     with HubServer() as hub:
         hub.add("org/model", smollm2)
+        hub.add("HuggingFaceTB/SmolLM2-135M-Instruct", smollm2)
         yield {
             **os.environ,
             "HF_ENDPOINT": hub.endpoint,

@@ -8,6 +8,8 @@ from ..patches import Patch, Undo, replace, when_imported
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import auto_classes, check, modeling_utils
 from .from_pretrained import find_quantizer, from_pretrained, load_pretrained_model, resolve_files
+from .harness import MODULE as HARNESS
+from .harness import change_harness
 from .pipelines import change_pipeline
 
 
@@ -17,6 +19,7 @@ def _replace_all() -> Undo:
         replace(modeling_utils, "_get_resolved_checkpoint_files", resolve_files),
         replace(modeling_utils, "get_hf_quantizer", find_quantizer),
         when_imported("transformers.pipelines", change_pipeline),
+        when_imported(HARNESS, change_harness),
         *(replace(cls, "from_pretrained", from_pretrained) for cls in (PreTrainedModel, *auto_classes())),
     ]
 
@@ -27,7 +30,9 @@ def _replace_all() -> Undo:
     return undo_all
 
 
-_HOOK = Patch("transformers", "from_pretrained, three functions that it calls, and pipeline", _replace_all)
+_HOOK = Patch(
+    "transformers", "from_pretrained, three functions that it calls, and pipeline; lm_eval's HFLM", _replace_all
+)
 
 
 class enable:  # noqa: N801 - used as a function, returns its own context manager

@@ -35,7 +35,15 @@ def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str
     if not is_tensor_parallel(model) or model.tp_size == 1:
         arguments: dict[str, Any] = original(self, **kwargs)
         return arguments
-    copies = dist.get_world_size() // model.tp_size
+    ranks = dist.get_world_size()
+    if self.args.world_size != ranks:
+        raise MeshError(
+            "Trainer",
+            got=f"accelerate's {self.args.world_size} process",
+            expected=f"the {ranks} ranks that were started",
+            fix="On a CPU, pass use_cpu=True to TrainingArguments, or to the arguments of TRL.",
+        )
+    copies = ranks // model.tp_size
     if copies > 1 and not hasattr(model, "set_requires_gradient_sync"):
         raise MeshError(
             "Trainer",

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from tests.support.models import VOCAB
 from tests.support.pool import free_port
+from tp_transformers.ranks.launch import end_with_parent
 
 openai = pytest.importorskip("openai")
 for package in ("fastapi", "uvicorn"):
@@ -30,6 +31,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 QUESTIONS = ["w5 w17", "w98", "w3 w77 w12 w9", "w150 w41"]
 NEW = 8
+LAUNCHER = b"torch.distributed.run"
 END = 15
 """Seconds in which all ranks have to end."""
 
@@ -51,7 +53,7 @@ def served(folder: str, ranks: int) -> Iterator[tuple[Any, subprocess.Popen[byte
     port = free_port()
     options = ["--host", "127.0.0.1", "--port", str(port), "--cb-num-blocks", "40", "--cb-max-batch-tokens", "256"]
     command = [sys.executable, "-m", "tp_transformers", "serve", folder, "-n", str(ranks), *options]
-    with subprocess.Popen(command, start_new_session=True) as process:
+    with subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent) as process:
         try:
             for _ in range(240):
                 try:
@@ -62,20 +64,25 @@ def served(folder: str, ranks: int) -> Iterator[tuple[Any, subprocess.Popen[byte
                     time.sleep(0.5)
             yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120), process
         finally:
-            for pid in ranks_of(folder):
+            for pid in processes_of(folder):
                 os.kill(pid, signal.SIGKILL)
             process.kill()
 
 
-def ranks_of(folder: str) -> list[int]:
-    """Processes that are ranks of a server of `folder`, in the order of their start."""
+def processes_of(folder: str, module: bytes = b"tp_transformers.commands.serve.rank") -> list[int]:
+    """Processes that run `module` for a server of `folder`, in the order of their start."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if folder.encode() in words and b"tp_transformers.commands.serve.rank" in words:
-                found += [int(entry.name)] if b"torch.distributed.run" not in words else []
+            if folder.encode() in words and module in words:
+                found.append(int(entry.name))
     return sorted(found)
+
+
+def ranks_of(folder: str) -> list[int]:
+    """The ranks of a server, in the order of their start."""
+    return [pid for pid in processes_of(folder) if pid not in processes_of(folder, LAUNCHER)]
 
 
 def ask(client: Any, folder: str, question: str, stream: bool) -> str:
@@ -105,9 +112,9 @@ def answers(folder: str) -> list[str]:
 
 def wait_for_end(folder: str) -> None:
     deadline = time.monotonic() + END
-    while ranks_of(folder) and time.monotonic() < deadline:
+    while processes_of(folder) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not ranks_of(folder)
+    assert not processes_of(folder)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -135,3 +142,33 @@ def test_a_rank_that_dies_ends_all(folder: str, killed: int) -> None:
         ask(client, folder, QUESTIONS[0], False)
         os.kill(ranks_of(folder)[killed], signal.SIGKILL)
         wait_for_end(folder)
+
+
+def test_a_stop_before_any_request_ends_all(folder: str) -> None:
+    with served(folder, 2) as (_, process):
+        process.send_signal(signal.SIGTERM)
+        wait_for_end(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end")
+@pytest.mark.parametrize("is_asked", [False, True])
+@pytest.mark.parametrize("killed", ["the command", "torchrun"])
+def test_a_launcher_that_is_killed_ends_all(folder: str, killed: str, is_asked: bool) -> None:
+    with served(folder, 2) as (client, process):
+        if is_asked:
+            ask(client, folder, QUESTIONS[0], False)
+        (torchrun,) = processes_of(folder, LAUNCHER)
+        os.kill(process.pid if killed == "the command" else torchrun, signal.SIGKILL)
+        wait_for_end(folder)
+
+
+def test_chat_answers_as_one_process(folder: str) -> None:
+    """In a terminal of its own, which shows nothing of the server."""
+    said = f"{QUESTIONS[0]}\nn\n!exit\n"  # n: do not go on with an answer that has reached its length
+    flags = [f"max_new_tokens={NEW}", "do_sample=False"]
+    command = [sys.executable, "-m", "tp_transformers", "chat", folder, "-n", "2", *flags]
+    chat = subprocess.run(command, input=said, capture_output=True, text=True, timeout=240)
+    assert chat.returncode == 0, chat.stderr
+    assert answers(folder)[0] in " ".join(chat.stdout.split())
+    assert not [line for line in (chat.stdout + chat.stderr).splitlines() if "Traceback" in line or "INFO" in line]
+    wait_for_end(folder)

@@ -7,11 +7,25 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import read_folder, relative
+from tests.support.models import load, read_folder, relative
 from tests.support.pool import Pool
 from tests.support.training import LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
 
 pytestmark = pytest.mark.distributed
+
+
+def on_a_cpu_unasked(folder: str, target: str) -> None:
+    """Run on every rank."""
+    from transformers import Trainer, TrainingArguments
+
+    model = load(folder)
+    Trainer(model, TrainingArguments(target, report_to=[]))
+
+
+def test_a_process_of_accelerate_for_itself_is_refused(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    said = pool.error(2, on_a_cpu_unasked, cases(9, 3).folder, str(tmp_path))
+    assert "Trainer: got accelerate's 1 process, expected the 2 ranks that were started" in said
+    assert "use_cpu=True" in said
 
 
 def test_trainer_trains_and_evaluates_as_one_process(pool: Pool, cases: Any, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import argparse
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 
 from ...errors import UsageError
+from ...ranks.launch import end_with_parent
 from . import command
 
 SUMMARY = "talk in the terminal to a model on N ranks of this machine, by transformers' own chat"
@@ -27,10 +29,16 @@ def run(arguments: argparse.Namespace) -> int:
         port = probe.getsockname()[1]
     python, url = [sys.executable, "-m"], f"http://127.0.0.1:{port}"
     serve = ["tp_transformers", "serve", arguments.model, "-n", str(arguments.ranks)]
-    with subprocess.Popen([*python, *serve, "--host", "127.0.0.1", "--port", str(port)]) as server:
+    serve += ["--host", "127.0.0.1", "--port", str(port)]
+    with (
+        tempfile.TemporaryFile() as log,  # the terminal is for the chat
+        subprocess.Popen([*python, *serve], stdout=log, stderr=log, preexec_fn=end_with_parent) as server,
+    ):
         try:
             while not _answers(url):
                 if server.poll() is not None:
+                    log.seek(0)
+                    print(log.read().decode(errors="replace"), file=sys.stderr)
                     raise UsageError("chat", got="a server that ended", expected="one", fix="See its message above.")
                 time.sleep(0.2)
             chat = [*python, "transformers.cli.transformers", "chat", arguments.model, url, *arguments.options]

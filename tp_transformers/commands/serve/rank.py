@@ -22,6 +22,7 @@ from transformers.cli.serving.utils import CBGenerateManager
 
 from ...loading.hook import enable
 from ...patches import replace
+from ...ranks.launch import end_with_parent
 
 CPU_MEMORY = 0.1
 """Share of the memory that is free on a CPU, for the caches of all ranks; transformers would take all, on each."""
@@ -76,6 +77,7 @@ def _store() -> Any:
 
 def main(arguments: Sequence[str]) -> int:
     name, *options = arguments
+    end_with_parent(signal.SIGKILL)
     enable()
     model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
     if model.tp_group.rank:

@@ -1,0 +1,44 @@
+"""A recipe on one process of plain transformers: `python -m benchmarks.alone recipe.py ARGUMENTS`.
+
+The reference of what ranks compute: arguments that ask for a plan are left out, and `enable()` does nothing.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+
+import tp_transformers
+from tp_transformers.patches import replace
+from tp_transformers.transformers_api import auto_classes
+
+
+def _plainly(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{name: kwargs[name] for name in kwargs if name not in ("tp_plan", "device_mesh")})
+
+
+def run_alone(script: str, *arguments: str) -> None:
+    """Run `script` as `__main__`."""
+    for cls in (transformers.PreTrainedModel, *auto_classes()):
+        replace(cls, "from_pretrained", _plainly)
+    pipeline = transformers.pipeline
+    changes: dict[Any, dict[str, Any]] = {
+        transformers.PreTrainedModel: {"tp_group": SimpleNamespace(rank=0)},
+        transformers: {"pipeline": lambda *args, **kwargs: _plainly(pipeline, *args, **kwargs)},
+        tp_transformers: {"enable": lambda: None, "data_parallel": lambda model, *_, **__: model},
+        torch.distributed.device_mesh: {"init_device_mesh": lambda *_, **__: None},
+    }
+    for owner, values in changes.items():
+        for name, value in values.items():
+            setattr(owner, name, value)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    run_alone(*sys.argv[1:])

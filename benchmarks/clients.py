@@ -1,0 +1,302 @@
+"""Clients that nobody here wrote, on 2 and 3 ranks against one process of plain transformers.
+
+Runs the recipes, lm_eval's own option, and the commands `serve` and `chat` on a model of 9 query and 3 KV heads, and
+prints a table: client, version, the output of one process, and how far those of the ranks are from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tp_transformers.ranks.launch import end_with_parent
+
+from .demo import prepare
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "benchmarks" / "recipes"
+TIMEOUT = 900
+"""Seconds that one client may take."""
+
+TASKS = ("loglikelihood", "rolling", "generation")
+QUESTION = "Why is the sky blue?"
+PYTHON = (sys.executable, "-m")
+
+
+class ClientError(Exception):
+    """A client failed or ran out of time; says what it printed."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """One client, and the way it is run."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Packages that it needs; the version of the first is in the table."""
+    script: str
+    """A recipe, or `lm_eval`, `serve` or `chat` for its own command line."""
+    arguments: tuple[str, ...] = ("MODEL",)
+    """Those of a recipe; MODEL, SIGHT and TASKS are folders."""
+    tolerance: float = 1e-4
+    """Largest relative difference of a number: sums in fp32, in another order, through a few steps."""
+    copies: int = 1
+    """Copies of the model, each on as many ranks as are asked for."""
+
+
+CLIENTS = (
+    Client("Trainer", ("transformers",), "train_dp_tp.py", ("MODEL", "COPIES")),
+    Client("Trainer, 2 copies", ("transformers",), "train_dp_tp.py", ("MODEL", "COPIES"), copies=2),
+    Client("SFT", ("trl", "datasets"), "sft.py", tolerance=1e-3),  # TRL rounds what it logs
+    Client("SFT with LoRA", ("trl", "datasets"), "sft.py", ("--lora", "MODEL"), 1e-3),
+    Client("DPO", ("trl", "datasets"), "dpo.py", tolerance=1e-3),
+    Client("GRPO", ("trl", "datasets"), "grpo.py", tolerance=1e-3),
+    Client("lm_eval, a model", ("lm_eval", "datasets"), "harness.py", ("MODEL", ",".join(TASKS), "TASKS")),
+    Client("lm_eval, its own option", ("lm_eval", "datasets"), "lm_eval"),
+    Client("pipeline", ("transformers",), "pipelines.py"),
+    Client("generate_batch", ("transformers",), "batch.py"),
+    Client("serve, openai", ("openai", "fastapi", "uvicorn"), "serve"),
+    Client("chat", ("transformers", "rich", "openai", "fastapi", "uvicorn"), "chat"),
+    Client("a chat of one's own", ("transformers",), "chat.py"),
+    Client("vision", ("transformers",), "vision.py", ("SIGHT", "PICTURE", "w48 w49")),
+    Client("a strategy", ("transformers",), "strategy.py"),
+    Client("hooks", ("torch",), "hooks.py"),
+    Client("sentence-transformers", ("sentence_transformers",), "embed.py"),
+    Client("accelerate launch", ("accelerate",), "accelerated.py"),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Folders that clients are given."""
+
+    model: Path
+    """A causal language model with a chat template."""
+    tasks: Path
+    """Tasks of lm_eval, as `write_tasks` makes them."""
+    sight: Path | None = None
+    """A model that sees."""
+    picture: Path | None = None
+
+
+def write_tasks(folder: Path) -> Path:
+    """Three tasks of lm_eval that need no Hub: of choices, of a text's perplexity, and of generated text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"question": "The sky is", "choices": ["blue", "a dog", "seven"], "answer": 0},
+        {"question": "Grass is", "choices": ["a car", "green", "late"], "answer": 1},
+        {"question": "Snow is", "choices": ["hot", "a verb", "white"], "answer": 2},
+    ]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    shared = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    kinds: dict[str, Any] = {
+        "loglikelihood": {
+            "output_type": "multiple_choice",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "answer",
+            "metric_list": [{"metric": "acc"}, {"metric": "brier_score"}],
+        },
+        "rolling": {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_target": "{{question}} {{choices[answer]}}.",
+            "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+        },
+        "generation": {
+            "output_type": "generate_until",
+            "doc_to_target": "{{choices[answer]}}",
+            "generation_kwargs": {"until": ["."], "max_gen_toks": 8, "do_sample": False},
+            "metric_list": [{"metric": "bleu"}, {"metric": "chrf"}],
+        },
+    }
+    for name, settings in kinds.items():
+        text = json.dumps({"task": name, **shared, **settings})  # JSON is YAML
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    return folder
+
+
+def outcome(client: Client, inputs: Inputs, ranks: int) -> str:
+    """The lines that a client prints on `ranks` ranks, or on one process of plain transformers for 0.
+
+    Raises ClientError where it fails.
+    """
+    special: dict[str, Callable[[Inputs, int], str]] = {"lm_eval": _lm_eval, "serve": _serve, "chat": _chat}
+    if client.script in special:
+        return special[client.script](inputs, ranks)
+    given = {
+        "COPIES": client.copies if ranks else 1,
+        "MODEL": inputs.model,
+        "SIGHT": inputs.sight,
+        "PICTURE": inputs.picture,
+        "TASKS": inputs.tasks,
+    }
+    program = [str(RECIPES / client.script), *(str(given.get(each, each)) for each in client.arguments)]
+    said = f"{QUESTION}\n\n" if client.script == "chat.py" else ""
+    if not ranks:
+        return _run([*PYTHON, "benchmarks.alone", *program], said)
+    if client.script == "accelerated.py":
+        launch = ["accelerate.commands.launch", "--cpu", "--num_processes", str(ranks), "--num_machines", "1"]
+        return _run([*PYTHON, *launch, "--mixed_precision", "no", "--dynamo_backend", "no", *program])
+    return _run([*_torchrun(ranks * client.copies), *program], said)
+
+
+def _torchrun(ranks: int) -> list[str]:
+    return [*PYTHON, "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def _lm_eval(inputs: Inputs, ranks: int) -> str:
+    """By its own command line; the rows of its table, without the marks of deviations."""
+    model = f"pretrained={inputs.model},dtype=float32" + (",tp_plan=auto" if ranks else "")
+    launch = [*_torchrun(ranks), "--local-ranks-filter", "0", "-m", "tp_transformers", "-m"] if ranks else PYTHON
+    options = ["--tasks", ",".join(TASKS), "--include_path", str(inputs.tasks), "--batch_size", "2"]
+    printed = _run([*launch, "lm_eval", "--model", "hf", "--device", "cpu", "--model_args", model, *options])
+    return "\n".join(line for line in printed.splitlines() if line.startswith("|"))
+
+
+def _serve(inputs: Inputs, ranks: int, requests: int = 32) -> str:
+    """The answers that the openai client streams, one after the other and at once."""
+    with _server(inputs.model, ranks) as url:
+        return _run([sys.executable, str(RECIPES / "ask.py"), str(inputs.model), f"{url}/v1", str(requests)])
+
+
+def _chat(inputs: Inputs, ranks: int) -> str:
+    """The answer of `chat` in a terminal."""
+    flags = ["max_new_tokens=12", "do_sample=False"]
+    said = f"{QUESTION}\nn\n!exit\n"
+    if ranks:
+        printed = _run([*PYTHON, "tp_transformers", "chat", str(inputs.model), "-n", str(ranks), *flags], said)
+    else:
+        with _server(inputs.model, 0) as url:
+            printed = _run([*PYTHON, "transformers.cli.transformers", "chat", str(inputs.model), url, *flags], said)
+    answer = re.search(r">:\s*\n(.*?)\n\d+ tokens in", printed.rpartition(str(inputs.model))[2], re.DOTALL)
+    if answer is None:
+        raise ClientError(printed)
+    return " ".join(answer[1].split())
+
+
+@contextmanager
+def _server(model: Path, ranks: int) -> Iterator[str]:
+    """The URL of a server that answers: ours, or for no ranks that of `transformers serve`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ours = ["tp_transformers", "serve", str(model), "-n", str(ranks)]
+    command = ours if ranks else ["transformers.cli.transformers", "serve", str(model), "--dtype", "float32"]
+    url = f"http://127.0.0.1:{port}"
+    process = _start([*PYTHON, *command, "--host", "127.0.0.1", "--port", port], subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + TIMEOUT
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise ClientError(f"{' '.join(command)} does not answer")
+            time.sleep(0.2)
+        yield url
+    finally:
+        _end(process)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def _run(command: Sequence[str], said: str = "") -> str:
+    """The stdout of a command that is given `said`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        process = _start(command, subprocess.PIPE, scratch)
+        try:
+            printed, errors = process.communicate(said, TIMEOUT)
+        except subprocess.TimeoutExpired as expired:
+            raise ClientError(f"{' '.join(command)} took more than {TIMEOUT} s") from expired
+        finally:
+            _end(process)
+    if process.returncode:
+        raise ClientError(f"{' '.join(command)}\n{printed}\n{errors}")
+    return "\n".join(line for line in printed.splitlines() if line and not line.startswith("{"))  # what Trainer logs
+
+
+def _start(command: Sequence[str], output: int, folder: str | None = None) -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "400", **os.environ, "PYTHONPATH": path}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=output, stderr=output, text=True, cwd=folder, env=environment,
+        start_new_session=True, preexec_fn=end_with_parent,
+    )  # fmt: skip
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process, to which torchrun adds its ranks, and whatever is left in its session."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(60)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def difference(one: str, ours: str) -> float:
+    """The largest relative difference of the numbers in two texts; infinite where they differ in anything else."""
+    number = r"-?\d+\.\d+(?:e[+-]\d+)?"
+    if re.sub(number, "#", one) != re.sub(number, "#", ours):
+        return float("inf")
+    pairs = zip(*(map(float, re.findall(number, text)) for text in (one, ours)), strict=True)
+    return max((abs(mine - theirs) / max(abs(theirs), 1e-6) for theirs, mine in pairs), default=0.0)
+
+
+def main() -> int:
+    """Print a row a client; returns 1 where one is not as one process."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.clients", description=__doc__)
+    parser.add_argument("--model", type=Path, help="a folder (default: that of the demo)")
+    parser.add_argument("--sight", type=Path, help="a folder of a model that sees (default: that client is left out)")
+    parser.add_argument("--picture", type=Path, help="an image file for it")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="(default: 2 3)")
+    parser.add_argument("--only", nargs="+", help="names of clients")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = (arguments.model or prepare()).resolve()
+        inputs = Inputs(model, write_tasks(Path(scratch)), arguments.sight, arguments.picture)
+        heads = " | ".join(f"{ranks} ranks" for ranks in arguments.ranks)
+        print(f"| client | version | one process | {heads} |\n| --- | --- | --- {'| --- ' * len(arguments.ranks)}|")
+        wrong = 0
+        asked = [each for each in CLIENTS if each.name in (arguments.only or [each.name])]
+        for client in asked if inputs.sight else [each for each in asked if "SIGHT" not in each.arguments]:
+            one, cells = "", []
+            try:
+                one = outcome(client, inputs, 0)
+                for ranks in arguments.ranks:
+                    found = difference(one, outcome(client, inputs, ranks))
+                    cells.append("the same" if not found else f"{found:.0e}")
+                    wrong += found > client.tolerance
+            except ClientError as error:
+                print(error, file=sys.stderr)
+                cells.append("failed")
+                wrong += 1
+            shown = " ".join(one.split()).replace("|", "\\|")[:120]
+            version = f"{client.modules[0]} {metadata.version(client.modules[0])}"
+            print(f"| {client.name} | {version} | {shown} | {' | '.join(cells)} |", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

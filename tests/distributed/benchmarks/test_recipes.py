@@ -1,0 +1,116 @@
+"""Every recipe, and every client that no recipe is needed for, prints on 2 ranks what one process prints."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+
+from benchmarks.clients import CLIENTS, RECIPES, ROOT, Client, Inputs, difference, outcome, write_tasks
+from tests.support import processors
+from tests.support.pool import free_port
+
+slow = [pytest.mark.distributed, pytest.mark.slow]
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 144, "head_dim": 16, "intermediate_size": 200}
+"""SmolLM2's 9 query and 3 KV heads, its words and its chat, in a model that takes no time."""
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }} {% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    folder = tmp_path_factory.mktemp("recipes")
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(smollm2, **SIZES, initializer_range=0.2, tie_word_embeddings=False)
+    LlamaForCausalLM(config).float().save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder / "model")
+    processors.image().save(folder / "picture.png")
+    sight = write_sight(folder / "sight")
+    return Inputs(folder / "model", write_tasks(folder / "tasks"), sight, folder / "picture.png")
+
+
+def write_sight(folder: Path) -> Path:
+    """A small LLaVA with its processor."""
+    family = processors.FAMILIES["llava"]
+    config = family.config()
+    size = config.vision_config.image_size
+    words = processors.tokenizer(family.special, {"image_token": config.image_token_index})
+    processor = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}),
+        words,
+        patch_size=config.vision_config.patch_size,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+        chat_template=TEMPLATE,
+    )
+    family.model().float().save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("client", [pytest.param(each, id=each.name, marks=slow) for each in CLIENTS])
+def test_ranks_print_what_one_process_prints(client: Client, inputs: Inputs) -> None:
+    missing = [name for name in client.modules if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    one = outcome(client, inputs, 0)
+    ours = outcome(client, inputs, 2)
+    assert one
+    assert difference(one, ours) <= client.tolerance, f"one process: {one}\n2 ranks: {ours}"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_nodes_by_slurm(inputs: Inputs, tmp_path: Path) -> None:
+    """Commands of SLURM that start both nodes on this machine."""
+    commands = {
+        "scontrol": "echo 127.0.0.1",
+        "srun": '"$@" & first=$!; "$@" && wait $first',
+        "torchrun": f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"',
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "1",
+        "SLURM_JOB_ID": "7",
+        "PORT": str(free_port()),
+    }
+    command = ["sh", str(RECIPES / "slurm.sh"), str(RECIPES / "hooks.py"), str(inputs.model)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    hooks = next(client for client in CLIENTS if client.script == "hooks.py")
+    assert difference(outcome(hooks, inputs, 0), done.stdout.strip()) <= hooks.tolerance
+
+
+def test_recipes_are_short_and_named() -> None:
+    page = (RECIPES / "README.md").read_text(encoding="utf-8")
+    for recipe in RECIPES.iterdir():
+        if recipe.suffix in (".py", ".sh"):
+            assert len(recipe.read_text(encoding="utf-8").splitlines()) <= 60, recipe.name
+            assert f"[{recipe.name}]({recipe.name})" in page, recipe.name
+    assert {client.script for client in CLIENTS} >= {each.name for each in RECIPES.glob("*.py")} - {"ask.py"}
+
+
+def test_texts_are_compared_by_their_numbers() -> None:
+    assert difference("losses 2.0 4.0e-1", "losses 2.0 4.4e-1") == pytest.approx(0.1)
+    assert difference("answer 'a dog' 1.5", "answer 'a cat' 1.5") == float("inf")

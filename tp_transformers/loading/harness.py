@@ -1,0 +1,46 @@
+"""lm_eval's own option, `--model hf --model_args pretrained=NAME,tp_plan=auto`, for any number of KV heads."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextvars import ContextVar
+from typing import Any
+
+from ..patches import Undo, replace
+from ..strategies import LocalConfig
+
+MODULE = "lm_eval.models.huggingface"
+
+_takes_plan: ContextVar[bool] = ContextVar("tp_transformers_harness", default=False)
+"""True while a model is made for lm_eval by a plan."""
+
+
+def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """`HFLM.__init__`, which loads by the plan, as any other does, once it has compared KV heads with the ranks."""
+    token = _takes_plan.set(bool(kwargs.get("tp_plan")))
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        _takes_plan.reset(token)
+    if isinstance(self._config, LocalConfig):
+        self._config = self._model.config
+
+
+def _get_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """The method that reads the config; it then shows as many KV heads as there are ranks, which divide them."""
+    original(self, *args, **kwargs)
+    if _takes_plan.get():
+        self._config = LocalConfig(self._config, num_key_value_heads=int(os.environ.get("WORLD_SIZE", 1)))
+
+
+def change_harness() -> Undo:
+    """Change the class of lm_eval, which is imported already."""
+    model: Any = sys.modules[MODULE].HFLM
+    undos = [replace(model, "__init__", _init), replace(model, "_get_config", _get_config)]
+
+    def undo_all() -> None:
+        for undo in undos:
+            undo()
+
+    return undo_all
