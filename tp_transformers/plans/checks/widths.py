@@ -11,7 +11,7 @@ from ...anatomy.linears import features, input_width, output_width
 from ...anatomy.names import fold_layers
 from ...slices.layout import Split, even
 from ...strategies import TensorParallelLayer
-from ..rules import UNRULED
+from ..rule import UNRULED
 
 
 def misfits(
