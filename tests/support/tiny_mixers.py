@@ -28,7 +28,8 @@ class Mixing:
 
     def make(self, heads: int, groups: int) -> Any:
         """A random model in fp64, no two parameters of which are alike."""
-        kind = getattr(transformers, f"{self.kind}Config")
+        name = f"{self.kind}TextConfig"
+        kind = getattr(transformers, name if hasattr(transformers, name) else f"{self.kind}Config")
         shared = {
             "vocab_size": VOCAB,
             "hidden_size": HIDDEN,
@@ -69,6 +70,18 @@ def state_space(prefix: str = "mamba_", **changes: Any) -> Callable[[int, int], 
     }
 
 
+def delta_net(**changes: Any) -> Callable[[int, int], dict[str, Any]]:
+    """Settings of gated delta nets."""
+    return lambda heads, groups: {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": heads,
+        "linear_num_key_heads": groups,
+        "linear_value_head_dim": HIDDEN // heads,
+        "linear_key_head_dim": STATE,
+        **changes,
+    }
+
+
 MIXERS: dict[str, Mixing] = {
     "falcon_h1": Mixing(
         "FalconH1",
@@ -93,6 +106,88 @@ MIXERS: dict[str, Mixing] = {
         },
     ),
     "bamba": Mixing("Bamba", state_space(attn_layer_indices=[1])),
+    "mamba2": Mixing(
+        "Mamba2",
+        lambda heads, groups: {
+            "num_heads": heads,
+            "n_groups": groups,
+            "head_dim": HIDDEN // heads,
+            "state_size": STATE,
+            "chunk_size": 4,
+            "expand": 1,
+        },
+    ),
+    "granitemoehybrid": Mixing(
+        "GraniteMoeHybrid", state_space(layer_types=["mamba", "attention"], num_local_experts=0)
+    ),
+    "nemotron_h": Mixing(
+        "NemotronH",
+        lambda heads, groups: {
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "num_hidden_layers": 4,
+            "mamba_num_heads": heads,
+            "n_groups": groups,
+            "mamba_head_dim": HIDDEN // heads,
+            "ssm_state_size": STATE,
+            "chunk_size": 4,
+            "use_bias": True,
+        },
+    ),
+    "zamba2": Mixing(
+        "Zamba2",
+        lambda heads, groups: {
+            "layer_types": ["mamba", "hybrid", "mamba"],
+            "num_hidden_layers": 3,
+            "n_mamba_heads": heads,
+            "mamba_ngroups": groups,
+            "mamba_headdim": HIDDEN // heads,
+            "mamba_d_state": STATE,
+            "mamba_expand": 1,
+            "chunk_size": 4,
+            "adapter_rank": 4,
+        },
+    ),
+    "qwen3_next": Mixing("Qwen3Next", delta_net(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)),
+    "qwen3_5_text": Mixing("Qwen3_5", delta_net()),
+    "olmo_hybrid": Mixing("OlmoHybrid", delta_net()),
+    "kimi_linear": Mixing(
+        "KimiLinear",
+        lambda heads, _: {
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "dense"],
+            "linear_num_heads": heads,
+            "linear_head_dim": HIDDEN // heads,
+            "num_key_value_heads": 6,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+        },
+    ),
+    "mamba": Mixing("Mamba", lambda heads, _: {"state_size": STATE, "expand": 1, "time_step_rank": heads}),
+    "falcon_mamba": Mixing("FalconMamba", lambda heads, _: {"state_size": STATE, "expand": 1, "time_step_rank": heads}),
+    "jamba": Mixing(
+        "Jamba",
+        lambda heads, _: {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "mamba_dt_rank": heads,
+            "mamba_d_state": STATE,
+            "mamba_expand": 1,
+        },
+    ),
+    "lfm2": Mixing("Lfm2", lambda *_: {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    "minimax": Mixing(
+        "MiniMax",
+        lambda heads, groups: {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_attention_heads": 6,
+            "block_size": 3,
+            "num_local_experts": 4,
+        },
+    ),
 }
 
 

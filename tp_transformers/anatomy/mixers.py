@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from .attention import first_of
 from .linears import features
@@ -24,10 +26,15 @@ def mixer_counts(module: nn.Module, width: int) -> tuple[int, int]:
     return heads, first_of(GROUP_COUNTS, module) or heads
 
 
-def mixed_length(child: nn.Module | nn.Parameter, *, is_output: bool) -> int:
+def first_long_dim(shape: Sequence[int]) -> int:
+    """The first dim of a parameter of a mixer that is longer than 1: its channels or heads."""
+    return next((dim for dim, length in enumerate(shape) if length > 1), 0)
+
+
+def mixed_length(child: nn.Module | Tensor, *, is_output: bool) -> int:
     """Features of what belongs to a mixer: those that its output projection takes; otherwise those that are made."""
     if not isinstance(child, nn.Module):
-        return max(child.shape) if child.ndim > 1 and child.shape[0] == 1 else child.shape[0]
+        return child.shape[first_long_dim(child.shape)]
     made = features(child)
     if made is not None:
         return made[0] if is_output else made[1]

@@ -67,7 +67,8 @@ def parallelize(
         if hasattr(module, "config") and (heads.is_fused or reads_counts_of_config(module)):
             module.config = LocalConfig(module.config, **heads.config_attributes(group.rank))
     for name, mixer in resolution.mixers.items():
-        _set_own(model.get_submodule(name), mixer.attributes(group.rank))
+        for owner in ("", *(child.rpartition(".")[0] for child in mixer.local)):
+            _set_own(model.get_submodule(f"{name}.{owner}".rstrip(".")), mixer.attributes(group.rank))
 
     # 4. Communication.
     if group.device_mesh is not None:

@@ -233,9 +233,9 @@ def _groups(
             faults.append(f"attention {group.full(prefix)}: matches no module{hint}")
         for name in names:
             children = dict(_present(modules[name], group.children))
-            if group.optional and not children:  # Nemotron-H's mixers have one name, whatever they are
-                continue
             absent = [role for role in group.children if role not in children and not role.startswith("with_")]
+            if group.optional and (absent or not children):  # Nemotron-H's mixers have one name, whatever they are
+                continue
             faults.extend(
                 f"attention {name}: it has no child {' or '.join(map(repr, group.children[role]))}" for role in absent
             )

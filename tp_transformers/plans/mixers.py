@@ -147,7 +147,7 @@ def cut_mixers(
             faults.append(f"mixer {mixer.full(prefix)}: matches no module{hint}")
         for name in names:
             own = {role: dict(_present(modules[name], children)) for role, children in mixer.children.items()}
-            absent = [role for role in ("input", "output") if mixer.children.get(role) and not own[role]]
+            absent = [role for role, found in own.items() if not found and role != "norm"]
             if absent:
                 if not mixer.optional:
                     faults.append(f"mixer {fold_layers(name)}: it has no {' and no '.join(absent)} of those names")

@@ -64,7 +64,7 @@ class GatedNormParallel(TensorParallelLayer):
         """The groups of this rank's features: one, where it holds a part of that."""
         width = self.cut(self.length, self.size).widths[rank]
         groups = width // self.group if self.has_whole_groups else 1
-        local = {"n_groups": groups, "group_size": width // groups}
+        local = {"n_groups": groups, "group_size": width // groups, "normalized_shape": (width // groups,)}
         return {name: value for name, value in local.items() if name in vars(module)}
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...anatomy.mixers import first_long_dim
 from ...slices.layout import Layout, Split
 from ..attach import wrap_forward
 from ..shards.shard import ParamShard
@@ -27,7 +28,7 @@ def mix_locally(module: nn.Module, shards: Mapping[str, ParamShard], splits: Map
     cut = {name: split for name, split in splits.items() if name in module._buffers}
 
     def own(buffer: Tensor, split: Split) -> Tensor:
-        return take(buffer, Layout(buffer.shape.index(split.length), split), rank)
+        return take(buffer, Layout(first_long_dim(buffer.shape), split), rank)
 
     def around(call: Callable[..., Any], mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
         params = {name: mod.get_parameter(name) for name in views}
