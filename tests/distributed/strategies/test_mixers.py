@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.strategies.test_collectives_count import counted
 from tests.support.architectures import gradient_errors
 from tests.support.models import MASK, PROMPTS, assert_same_files, load, relative, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tests.support.tiny_mixers import MIXERS, states
+from tests.support.tiny_mixers import HIDDEN, MIXERS, STATE, states
 from tp_transformers.infer.small_model import computing_in, convert
 
 pytestmark = pytest.mark.distributed
@@ -82,3 +83,33 @@ def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: i
             assert seen["tokens"], layout
             assert seen["gradient"][0] < TOLERANCE, layout
         assert_same_files(folder, str(tmp_path / "saved" / layout))
+
+
+def count(folders: dict[str, str]) -> dict[str, tuple[dict[str, int], list[int]]]:
+    """Run on every rank: the collectives inside the layers, by name, and the numbers that each all-reduce sums."""
+    found = {}
+    for name, folder in folders.items():
+        _, inside, reduced = counted(load(folder))
+        found[name] = dict(inside), reduced
+    return found
+
+
+def test_a_mixer_sums_its_output_and_gathers_nothing(pool: Pool, tmp_path: Path) -> None:
+    tokens = PROMPTS.numel()
+    output, square = tokens * HIDDEN, tokens
+    expected = {
+        "mamba2, 8, 4": [output],
+        "mamba2, 8, 1": [square, output],  # the norm of a group that both ranks have
+        "mamba, 8, 8": [tokens * (8 + 2 * STATE), output],  # dt, B and C of all channels
+        "qwen3_5_text, 8, 4": [output, output],  # and an MLP
+        "lfm2, 8, 8": [output, output],
+    }
+    folders = {}
+    for key in expected:
+        name, heads, groups = key.split(", ")
+        save_as_loaded(MIXERS[name].make(int(heads), int(groups)).float(), tmp_path / key)
+        folders[key] = str(tmp_path / key / "checkpoint")
+    for result in pool.run(2, count, folders):
+        for key, (inside, reduced) in result.items():
+            assert inside.keys() == {"all_reduce"}, key
+            assert reduced == 2 * expected[key], key  # two layers

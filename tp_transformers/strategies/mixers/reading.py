@@ -37,10 +37,12 @@ def mix_locally(module: nn.Module, shards: Mapping[str, ParamShard], splits: Map
             for name, param in params.items():
                 _put(mod, name, views[name].view(param))
             mod._buffers.update({name: own(buffer, cut[name]) for name, buffer in buffers.items()})
-            mod.training = False
+            if training:
+                mod.training = False
             return call(mod, *args, **kwargs)
         finally:
-            mod.training = training
+            if training:
+                mod.training = True
             mod._buffers.update(buffers)
             for name, param in params.items():
                 _put(mod, name, param)
