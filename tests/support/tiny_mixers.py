@@ -137,6 +137,7 @@ MIXERS: dict[str, Mixing] = {
         "Zamba2",
         lambda heads, groups: {
             "layer_types": ["mamba", "hybrid", "mamba"],
+            "hybrid_layer_ids": [1],
             "num_hidden_layers": 3,
             "n_mamba_heads": heads,
             "mamba_ngroups": groups,
@@ -193,10 +194,9 @@ MIXERS: dict[str, Mixing] = {
 
 def states(cache: Any) -> list[Tensor]:
     """The tensors that a cache keeps of the mixers' layers."""
-    found: list[Tensor] = []
+    found: list[Any] = list(getattr(cache, "linear_cache", ()))
     for layer in cache.layers:
         for name in ("conv_states", "recurrent_states"):
             kept = getattr(layer, name, None)
-            kept = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list) else [kept]
-            found += [state for state in kept if isinstance(state, Tensor)]
-    return found
+            found += kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list) else [kept]
+    return [state for state in found if isinstance(state, Tensor)]
