@@ -18,5 +18,7 @@ class InnerRowwiseParallel(RowwiseParallel):
         [x | y] ── [A / B] ── xA + yB ──g──f──
     """
 
+    sums_own_output = False  # that of the block: it is a step on the way there
+
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         return copy_to_region(super().after(module, outputs, mesh), mesh.get_group())
