@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from .model.optimizer_groups import parameter_groups
     from .model.parallelize import is_tensor_parallel
     from .model.same_inputs import check_inputs
-    from .plans.rules import Attention, Plan, Rule
+    from .plans.rule import Attention, Rule
+    from .plans.rules import Plan
     from .strategies.base import TensorParallelLayer
     from .strategies.experts import IsolatedParallel
     from .strategies.linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
@@ -99,7 +100,8 @@ _HOMES = {
     "model.optimizer_groups": "parameter_groups",
     "model.parallelize": "is_tensor_parallel",
     "model.same_inputs": "check_inputs",
-    "plans.rules": "Attention Plan Rule",
+    "plans.rule": "Attention Rule",
+    "plans.rules": "Plan",
     "strategies.loss.cross_entropy": "vocab_parallel_cross_entropy",
     "model.clip": "clip_grad_norm_",
     "training.data_parallel": "data_parallel",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,7 +15,7 @@ from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
 from ..plans.shares import check_layers_are_cut
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import LocalConfig, ParamShard, TensorParallelLayer, attach, share_inputs
+from ..strategies import LocalConfig, ParamShard, TensorParallelLayer, attach, mix_locally, share_inputs
 from .attentions import return_whole_attentions
 from .dropout import OwnRandomness, SharedRandomness
 from .state_dict import keep_state
@@ -61,11 +63,12 @@ def parallelize(
     # 3. Local head counts, on the module alone: the config is shared and stays as it is.
     for name, heads in resolution.attention.items():
         module = model.get_submodule(name)
-        for attribute, value in heads.attributes(group.rank).items():
-            if hasattr(module, attribute):
-                setattr(module, attribute, value)
+        _set_own(module, heads.attributes(group.rank))
         if hasattr(module, "config") and (heads.is_fused or reads_counts_of_config(module)):
             module.config = LocalConfig(module.config, **heads.config_attributes(group.rank))
+    for name, mixer in resolution.mixers.items():
+        for owner in ("", *(child.rpartition(".")[0] for child in mixer.local)):
+            _set_own(model.get_submodule(f"{name}.{owner}".rstrip(".")), mixer.attributes(group.rank))
 
     # 4. Communication.
     if group.device_mesh is not None:
@@ -77,6 +80,10 @@ def parallelize(
         for module in model.modules():
             if module._parameters:
                 keep_state(module)
+        for name, mixer in resolution.mixers.items():
+            inside = tuple(f"{name}.{child}." for child in mixer.local)
+            read = {param[len(name) + 1 :]: shard for param, shard in shards.items() if param.startswith(inside)}
+            mix_locally(model.get_submodule(name), read, mixer.splits, group.rank)
         return_whole_attentions(model, resolution.attention, group)
         for name in dict.fromkeys(
             name.rpartition(".")[0]
@@ -109,6 +116,13 @@ def _local_parameter(model: nn.Module, name: str, resolution: Resolution, group:
     local = torch.empty(shard.local_shape, dtype=whole.dtype, device="meta")
     owner._parameters[param_type] = shard.wrap(local, requires_grad=whole.requires_grad)
     return shard
+
+
+def _set_own(module: nn.Module, attributes: Mapping[str, int]) -> None:
+    """Set those attributes that the module has."""
+    for name, value in attributes.items():
+        if hasattr(module, name):
+            setattr(module, name, value)
 
 
 def _owners(resolution: Resolution) -> dict[str, TensorParallelLayer]:

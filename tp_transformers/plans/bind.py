@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..anatomy.attention import config_around
-from ..anatomy.names import base_prefix, fold_layers, tied_parameters
+from ..anatomy.names import base_prefix, fold_layers, is_inside, tied_parameters
 from ..errors import PlanError, hint_for, list_faults
 from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Layout
@@ -26,10 +26,12 @@ from ..strategies import (
 from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
 from .checks.widths import misfits
 from .heads import AttentionCut, AttentionHeads, cut_attention
+from .mixers import MixerHeads, cut_mixers
 from .rewrite.batch import cut_batch
 from .rewrite.loss import cut_loss
 from .rewrite.sequence import cut_sequence
-from .rules import Plan, Rule
+from .rule import Rule
+from .rules import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +48,7 @@ class Resolution:
     attention: Mapping[str, AttentionHeads]
     layouts: Mapping[str, Layout | None]
     """Parameter name -> the indices that each rank holds; None where every rank holds all."""
+    mixers: Mapping[str, MixerHeads] = field(default_factory=dict)
     uncovered: tuple[str, ...] = ()
     """Parameters that no rule covers: they are replicated."""
     notes: tuple[str, ...] = ()
@@ -102,7 +105,9 @@ class _Resolver:
         self._report_unmatched(module_rules, param_rules)
         if self.plan.declared:
             self._follow_tied(module_rules)
-        cut = cut_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, self.faults)
+        cut, faults = AttentionCut(), self.faults
+        mixers = cut_mixers(self.plan.mixers, self.modules, self.prefix, self.size, faults, cut.splits, cut.whole)
+        cut_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, faults, cut)
         module_strategies = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
         param_strategies: dict[str, TensorParallelLayer] = {}
         uncovered, rule_names = [], {}
@@ -116,6 +121,11 @@ class _Resolver:
                 rule_names[name] = module_rules[owner].strategy_name
             else:
                 uncovered.append(name)
+        self.faults.extend(
+            f"{fold_layers(name)}: it stands in a mixer whose heads are cut, and no rule says how it is; name it there"
+            for name in uncovered
+            if any(is_inside(name, mixer) for mixer in mixers)
+        )
         self._check_modules(module_strategies, param_rules)
         layouts = self._lay_out(param_strategies)
         bound = BoundPlan(self.modules, self.parameters, module_strategies, param_strategies, layouts, cut, self.size)
@@ -137,6 +147,7 @@ class _Resolver:
             param_strategies,
             cut.heads,
             layouts,
+            mixers,
             tuple(uncovered),
             notes if names else (),
             rule_names,

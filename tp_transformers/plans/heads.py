@@ -22,7 +22,8 @@ from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers, inner
 from ..errors import hint_for
 from ..slices.layout import Split, heads, interleaved, packed
-from .rules import UNRULED, Plan, Rule
+from .rule import UNRULED, Rule
+from .rules import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,7 +84,7 @@ class AttentionCut:
     splits: dict[str, Split] = field(default_factory=dict)
     """Projection, parameter or attention module -> how its heads are cut."""
     whole: dict[str, str] = field(default_factory=dict)
-    """Replicated projection (there are more ranks than query heads) -> its attention module."""
+    """Replicated child (there are more ranks than heads) -> its attention module or mixer."""
 
 
 def cut_attention(
@@ -94,6 +95,7 @@ def cut_attention(
     prefix: str,
     size: int,
     faults: list[str],
+    cut: AttentionCut,
 ) -> AttentionCut:
     """Cut every attention module whose projections stay sharded by whole heads.
 
@@ -102,10 +104,9 @@ def cut_attention(
             recognised by PROJECTIONS.
         module_rules: the rule of every module that has one; those that a declared plan left out are added.
         param_rules: the rule of every parameter that has one of its own.
-        faults: list to which faults are added.
+        faults, cut: lists of faults and of how mixers are cut, which are added to.
     """
     modules, known = dict(model.named_modules()), len(faults)
-    cut = AttentionCut()
     for name, (around, children) in _groups(plan, modules, prefix, faults).items():
         roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
         projections = {child: role for role, names in roles.items() for child in names if not role.startswith("with_")}
@@ -232,9 +233,9 @@ def _groups(
             faults.append(f"attention {group.full(prefix)}: matches no module{hint}")
         for name in names:
             children = dict(_present(modules[name], group.children))
-            if group.optional and not children:  # Nemotron-H's mixers have one name, whatever they are
-                continue
             absent = [role for role in group.children if role not in children and not role.startswith("with_")]
+            if group.optional and (absent or not children):  # Nemotron-H's mixers have one name, whatever they are
+                continue
             faults.extend(
                 f"attention {name}: it has no child {' or '.join(map(repr, group.children[role]))}" for role in absent
             )

@@ -39,7 +39,7 @@ DECLARED = "declared"
 OPTIONS = ("sequence_parallel", "loss_parallel")
 IN_BASE_MODEL = ("base_model", "optional")
 RULE_OPTIONS = ("strategy", "parts", "unit", "widths", "input")
-SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "batch_sharded", *OPTIONS)
+SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "mixers", "batch_sharded", *OPTIONS)
 
 MAX_NAME = 500
 """Characters of the longest name."""
@@ -174,5 +174,4 @@ def implied_rules(pattern: str, children: Mapping[str, tuple[str, ...]], gathere
     """The arguments of `Rule` for the projections of attention at `pattern`; those that a module lacks are skipped."""
     for role, strategy in (IMPLIED_GATHERED if gathered else IMPLIED).items():
         for child in children.get(role) or ():
-            found = rule_arguments(f"{pattern}.{child}", strategy, "optional", []) or {}
-            yield {**found, "implied": True}
+            yield rule_arguments(f"{pattern}.{child}", strategy, "optional", []) or {}

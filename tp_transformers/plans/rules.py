@@ -1,20 +1,18 @@
-"""Plans: frozen rules, and which names of a model they match."""
+"""Plans: all rules of an architecture, and the plans of the models in a model."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.distributed.tensor.parallel import ParallelStyle
-
 from ..anatomy.classes import inner_models
 from ..anatomy.names import base_prefix, is_inside
 from ..errors import PlanError, list_faults, nearest, shorten, shown
-from ..strategies import STRATEGIES, ReplicateParallel, TensorParallelLayer, as_strategy
 from .catalogue import available_plans
+from .mixers import Mixer, mixer_arguments, mixer_rules
 from .parse import (
     DECLARED,
     IN_BASE_MODEL,
@@ -28,63 +26,16 @@ from .parse import (
     names_of,
     rule_arguments,
 )
-from .pattern import Pattern
+from .rule import Attention, Rule
 from .yaml_file import read_plan_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-P = TypeVar("P", "Rule", "Attention")
+P = TypeVar("P", Rule, Attention, Mixer)
 
 MOST_EXTENDED = 20
 """Plans that extend each other, one after the other."""
-
-UNRULED: TensorParallelLayer = ReplicateParallel()
-"""Strategy of a module that no rule covers."""
-
-
-@dataclass(frozen=True)
-class Rule(Pattern):
-    """One line of a plan: the modules or parameters that match `pattern` are split by `strategy`."""
-
-    strategy: str | ParallelStyle
-    """A strategy's name, an object of one, or of a style of torch, which becomes a strategy."""
-    parts: int | str | tuple[int | str, ...] | None = None
-    """Parts of a fused projection: their number, if they are equal, or the attribute of the module that counts them;
-    their lengths, or the heads that they hold."""
-    unit: int | None = None
-    """Indices that stay together on a rank."""
-    widths: tuple[str, ...] = ()
-    """Attributes of the module that are a width, and that are this rank's part of it in its forward."""
-    batch_sharded: bool = False
-    """True if every rank has samples of its own, which the module gathers."""
-    optional: bool = False
-    implied: bool = field(default=False, compare=False)
-    """True for a rule that the plan's attention implies, for modules without a rule of their own."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", as_strategy(self.strategy))
-
-    @property
-    def strategy_name(self) -> str:
-        return self.strategy if isinstance(self.strategy, str) else repr(self.strategy)
-
-    @property
-    def instance(self) -> TensorParallelLayer | None:
-        """The strategy itself; None where there is none of that name."""
-        return STRATEGIES.get(self.strategy) if isinstance(self.strategy, str) else as_strategy(self.strategy)
-
-
-@dataclass(frozen=True)
-class Attention(Pattern):
-    """The modules that match `pattern` attend with heads: their projections are cut by whole heads."""
-
-    children: Mapping[str, tuple[str, ...]]
-    """Role (one of ATTENTION_ROLES) -> names of child modules or parameters."""
-    optional: bool = False
-    gathered: bool = False
-    """True if projections are cut, but their outputs gathered, so that every rank computes with all heads."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +47,7 @@ class Plan:
     rules: tuple[Rule, ...]
     attention: tuple[Attention, ...] = ()
     """Empty: attention is recognised by the names of its projections."""
+    mixers: tuple[Mixer, ...] = ()
     model_types: tuple[str, ...] = ()
     """The values of `config.model_type` that it is for; empty for any."""
     sequence_parallel: bool = False
@@ -144,15 +96,16 @@ class Plan:
                 found = None if value is None else rule_arguments(pattern, value, section, faults)
                 rules[section in IN_BASE_MODEL, pattern] = None if found is None else Rule(**found)
         attention: dict[str, Attention | None] = {entry.pattern: entry for entry in base.attention}
-        for pattern, children in entries(data, "attention", faults):
-            entry = None if children is None else Attention(**attention_arguments(pattern, children, faults))
-            attention[pattern] = entry
-            # What the extended plan's entry implied goes with it.
-            implied = [key for key, rule in rules.items() if rule and rule.implied and is_inside(key[1], pattern)]
-            for key in implied:
-                del rules[key]
-            for found in () if entry is None else implied_rules(pattern, entry.children, entry.gathered):
-                rules.setdefault((True, found["pattern"]), Rule(**found))
+        for pattern, said in entries(data, "attention", faults):
+            attention[pattern] = entry = (
+                None if said is None else Attention(**attention_arguments(pattern, said, faults))
+            )
+            implied = () if entry is None else implied_rules(pattern, entry.children, entry.gathered)
+            _imply(rules, "attention", pattern, implied)
+        mixers: dict[str, Mixer | None] = {mixer.pattern: mixer for mixer in base.mixers}
+        for pattern, said in entries(data, "mixers", faults):
+            mixers[pattern] = mixer = None if said is None else Mixer(**mixer_arguments(pattern, said, faults))
+            _imply(rules, "mixers", pattern, () if mixer is None else mixer_rules(pattern, mixer.children))
         options = {option: data.get(option, getattr(base, option)) for option in OPTIONS}
         faults.extend(
             f"{name} is {shown(value)}, not true or false"
@@ -171,6 +124,7 @@ class Plan:
             source,
             tuple(rule for rule in rules.values() if rule is not None),
             tuple(entry for entry in attention.values() if entry is not None),
+            tuple(mixer for mixer in mixers.values() if mixer is not None),
             model_types or (),
             **options,
             batch_sharded=tuple(batch) if isinstance(batch, list | tuple) else batch,
@@ -203,15 +157,15 @@ class Plan:
             rules += [Rule(name, strategy=each, optional=True) for name, each in declared.items() if name not in own]
             source = f"the plan that {type(model).__name__} declares"
             source = f"plan {self.source}, with {source}" if self.source else source
-        names = [name for name, _ in model.named_modules()]
+        names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
         ruled = {name for rule in rules for name in rule.match(names, prefix)}
         for rule in self.rules:
             matched = list(rule.match(names, prefix)) if rule.implied else []
             if ruled.isdisjoint(matched):
-                rules += [replace(rule, implied=False)] if matched else []
+                rules += [replace(rule, implied="")] if matched else []
             else:
                 free = (name for name in matched if name not in ruled)
-                rules += [replace(rule, pattern=name, in_base_model=False, implied=False) for name in free]
+                rules += [replace(rule, pattern=name, in_base_model=False, implied="") for name in free]
         return replace(self, source=source, rules=tuple(rules), extends_declared=False)
 
     def _with_parts(self, model: PreTrainedModel, own: Sequence[Rule]) -> Plan:
@@ -225,8 +179,7 @@ class Plan:
         """
         prefix, parts = base_prefix(model), list[str]()
         ruled = [rule.full(prefix) for rule in self.rules if not self.declared]
-        rules: list[Rule] = []
-        attention: list[Attention] = []
+        rules, attention, mixers = list[Rule](), list[Attention](), list[Mixer]()
         for name, part in inner_models(model):
             is_ruled = any(is_inside(name, other) for other in parts) or any(is_inside(rule, name) for rule in ruled)
             kind = part.config.model_type
@@ -237,6 +190,7 @@ class Plan:
             parts += [name, *(f"{name}.{inner}" for inner in plan.parts)]
             rules += [_at(name, rule, part) for rule in plan.rules]
             attention += [_at(name, entry, part) for entry in plan.attention]
+            mixers += [_at(name, entry, part) for entry in plan.mixers]
             if part.config is model.config.get_text_config():
                 rules += [replace(rule, optional=True) for rule in plan.rules if not rule.in_base_model]
         if not parts:
@@ -253,6 +207,7 @@ class Plan:
             source=f"{self.source}, with ours for {', '.join(parts)}" if self.declared else self.source,
             rules=(*(rule for rule in others if rule.pattern not in added), *rules),
             attention=(*self.attention, *attention),
+            mixers=(*self.mixers, *mixers),
         )
 
     def part_around(self, name: str) -> str:
@@ -271,6 +226,16 @@ class Plan:
 def _at(name: str, entry: P, part: PreTrainedModel) -> P:
     """An entry of a part's plan, as one of the model around the part `name`, where modules of it may be missing."""
     return replace(entry, pattern=f"{name}.{entry.full(base_prefix(part))}", in_base_model=False, optional=True)
+
+
+def _imply(
+    rules: dict[tuple[bool, str], Rule | None], section: str, pattern: str, found: Iterable[Mapping[str, Any]]
+) -> None:
+    """Add rules that an entry at `pattern` implies, in place of those that the extended plan's entry did."""
+    for key in [key for key, rule in rules.items() if rule and rule.implied == section and is_inside(key[1], pattern)]:
+        del rules[key]
+    for each in found:
+        rules.setdefault((True, each["pattern"]), Rule(**each, implied=section))
 
 
 def _extended(name: str, source: str, extending: tuple[Path, ...]) -> Plan:

@@ -5,6 +5,7 @@ from .base import STRATEGY, TensorParallelLayer, cut_module
 from .experts import IsolatedParallel, MoEExpertsParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import GatherParallel
+from .mixers.reading import mix_locally
 from .regions.batch import BatchStates, batch_sharded, same_inputs
 from .regions.batch_blocks import BATCH_SHARDED, BatchGather, BatchWhole
 from .regions.sequence import SequenceParallel

@@ -41,7 +41,7 @@ def attach(
     untyped(module).tp_forwards = []
     strategy.arguments, strategy.rank = argument_names(module), mesh.get_local_rank()
     strategy.attached(module, shards, mesh)
-    views = {name: shard for name, shard in shards.items() if shard.needs_view}
+    views = {name: shard for name, shard in shards.items() if shard.needs_view and not strategy.viewed_around}
     if not (views or takes_dtensors or strategy.acts):
         return
     is_plain = type(module) is nn.Linear and "forward" not in module.__dict__

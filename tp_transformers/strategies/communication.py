@@ -76,6 +76,8 @@ class Communication:
     """True if outputs are parts of a sum over the ranks, which something around the module has to add up."""
     takes_sharded_activations = False
     """True for modules between layers, such as norms, that apply to features or heads which are sharded."""
+    viewed_around = False
+    """True if the module around it, which reads its parameters, puts local tensors in their place."""
     takes_sequence_part = False
     """True if inputs have to be this rank's part of the sequence."""
     joins_sequence = False

@@ -22,6 +22,9 @@ from .local import (
     LocalRowwiseParallel,
 )
 from .loss.head import LossColwiseParallel, LossParallel
+from .mixers.channelwise import ChannelwiseParallel
+from .mixers.gated_norm import GatedNormParallel
+from .mixers.inner import InnerRowwiseParallel
 from .regions.sequence import (
     SequenceGatherParallel,
     SequenceParallel,
@@ -58,6 +61,9 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
     "sequence_whole": SequenceWholeParallel(),
     "sequence_states": SequenceStatesParallel(),
     "sharded_norm": ShardedNormParallel(),
+    "channelwise": ChannelwiseParallel(use_dtensor=False),
+    "gated_norm": GatedNormParallel(use_dtensor=False),
+    "rowwise_inner": InnerRowwiseParallel(),
     "alibi": AlibiParallel(),
     "replicate": ReplicateParallel(),
     "replicate_once": ReplicateOnceParallel(),

@@ -36,7 +36,11 @@ COLLECTIVES = (
 
 def count(name: str, folder: str, **options: bool) -> tuple[Counter[str], Counter[str], list[int]]:
     """Collectives of one forward: of the whole model, inside its layers, and the elements of each all-reduce there."""
-    model = load(folder, getattr(transformers, ARCHITECTURES[name].model), **options)
+    return counted(load(folder, getattr(transformers, ARCHITECTURES[name].model), **options))
+
+
+def counted(model: Any) -> tuple[Counter[str], Counter[str], list[int]]:
+    """See `count`."""
     with torch.no_grad():
         model(PROMPTS)  # blocks tell each other uneven lengths once: see test_forwards
     from tp_transformers.ranks import collectives
@@ -49,7 +53,7 @@ def count(name: str, folder: str, **options: bool) -> tuple[Counter[str], Counte
     gather, scatter = collectives._all_gather, collectives._reduce_scatter
 
     def counting(call: str, original: Any) -> Any:
-        def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        def call_and_count(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             everywhere[call] += 1
             if depth[0]:
                 inside[call] += 1
@@ -57,9 +61,9 @@ def count(name: str, folder: str, **options: bool) -> tuple[Counter[str], Counte
                     reduced.append(tensor.numel())
             return original(tensor, *args, **kwargs)
 
-        return counted
+        return call_and_count
 
-    for layer in model.model.layers:
+    for layer in model.base_model.layers:
         layer.register_forward_pre_hook(lambda *_: depth.__setitem__(0, depth[0] + 1))
         layer.register_forward_hook(lambda *_: depth.__setitem__(0, depth[0] - 1))
     try:

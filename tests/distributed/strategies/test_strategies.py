@@ -11,15 +11,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tp_transformers
+from tests.support.mixer_cases import MIXER_CASES
 from tests.support.models import relative
 from tests.support.modules import shard_module
-from tests.support.strategy_cases import CASES, Case
+from tests.support.strategy_cases import CASES as OTHERS
+from tests.support.strategy_cases import Case
 from tests.support.tiers import wide
 from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import Split
 from tp_transformers.strategies import STRATEGIES
 
 pytestmark = pytest.mark.distributed
+
+CASES = {**OTHERS, **MIXER_CASES}
 
 
 def own_part(x: Tensor, cut: tuple[int, Split] | None, rank: int) -> Tensor:

@@ -42,6 +42,7 @@ MODULES = {
     "norm": lambda: nn.LayerNorm(10),
     "rms norm": lambda: nn.RMSNorm(10, eps=1e-6),
     "convolution": lambda: nn.Conv1d(6, 10, 3),
+    "depthwise convolution": lambda: nn.Conv1d(10, 10, 3, groups=10),
     "dropout": nn.Dropout,
 }
 
@@ -85,6 +86,9 @@ CUTS: dict[str, Cut] = {
     "local_rowwise": {**without(INPUT_FEATURES, "embedding"), "norm": {"weight": None, "bias": None}},
     "local_packed_rowwise": {**without(INPUT_FEATURES, "embedding"), "norm": {"weight": None, "bias": None}},
     "sharded_norm": {"norm": {"weight": 0, "bias": 0}, "rms norm": {"weight": 0}},
+    "gated_norm": {"rms norm": {"weight": 0}},
+    "channelwise": {kind: {"weight": 0, "bias": 0} for kind in ("linear", "depthwise convolution")},
+    "rowwise_inner": INPUT_FEATURES,
     "local": WHOLE_EXPERTS,
     "moe_tp_experts": NOTHING,
     "moe_identity_expert": NOTHING,

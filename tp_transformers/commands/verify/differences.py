@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...infer.small_trace import Call, Trace
 from ...plans.bind import Resolution
-from ...plans.rules import UNRULED, Rule
+from ...plans.rule import UNRULED, Rule
 from ...slices.layout import Layout, Split, even
 from ...strategies import take
 

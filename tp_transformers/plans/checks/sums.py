@@ -13,7 +13,7 @@ from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import TensorParallelLayer
 from ..heads import AttentionCut
-from ..rules import UNRULED
+from ..rule import UNRULED
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ...anatomy.linears import features, input_width, output_width
 from ...anatomy.names import fold_layers
 from ...slices.layout import Split, even
 from ...strategies import TensorParallelLayer
-from ..rules import UNRULED
+from ..rule import UNRULED
 
 
 def misfits(
@@ -48,7 +48,8 @@ def misfits(
             takers = [other for other in fed if strategies.get(other, UNRULED).takes_sharded_input]
             split = None
             if mine.leaves_sharded_output:
-                if not fed and len(linears) > 1:  # one alone may be wrapped by what stands beside others
+                ends = linear == linears[-1] and isinstance(module, nn.Sequential)
+                if not fed and len(linears) > 1 and not ends:  # one alone may be wrapped by what stands beside others
                     yield (
                         f"{fold_layers(linear)}: it leaves its features sharded, and nothing after it in "
                         f"{fold_layers(name) or 'the model'} takes as many; make it colwise_rep"

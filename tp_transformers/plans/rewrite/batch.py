@@ -21,7 +21,8 @@ from ...anatomy.names import fold_layers, is_inside
 from ...errors import PlanError, describe, hint_for
 from ...strategies import BATCH_SHARDED, BatchGather, BatchStates, BatchWhole
 from ..pattern import Pattern
-from ..rules import Plan, Rule
+from ..rule import Rule
+from ..rules import Plan
 from .engine import Rewriter
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from ...anatomy.names import base_prefix, fold_layers, folded, is_inside
 from ...errors import PlanError, list_faults
 from ...strategies import TensorParallelLayer
 from ..pattern import Pattern
-from ..rules import Plan, Rule
+from ..rule import Rule
+from ..rules import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +33,8 @@ _LOCAL = {
     "packed_rowwise": "local_packed_rowwise",
 }
 """Strategy of a rule -> its strategy where the block around it communicates."""
-_LOCAL_ALREADY = {*_LOCAL.values(), "replicated_with_grad_allreduce", "sharded_norm"}
+_BETWEEN = {"replicated_with_grad_allreduce", "sharded_norm", "channelwise", "gated_norm", "rowwise_inner"}
+_LOCAL_ALREADY = {*_LOCAL.values(), *_BETWEEN}
 """Rules that stay in such a block."""
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from ...anatomy.names import base_prefix
 from ...errors import PlanError
 from ...transformers_api import ForCausalLMLoss
-from ..rules import Plan, Rule
+from ..rule import Rule
+from ..rules import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

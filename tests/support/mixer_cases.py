@@ -1,0 +1,46 @@
+"""The strategies of mixers on the modules that they fit; see `strategy_cases`."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
+
+from tests.support.modules import randn, randomized
+from tests.support.strategy_cases import FLOAT32, Case, Cases
+from tp_transformers.slices.layout import even, heads
+
+
+def gated_norm(groups: int, kv_heads: int, size: int) -> Case:
+    """A norm over `groups` of 24 features, which 8 heads make; the gate is left out."""
+    split = heads(8, kv_heads, size)[0]
+    norm, cut = Zamba2RMSNormGated(24, group_size=24 // groups), (-1, split.scaled(3))
+    rules = {"": ("gated_norm", {"split": split})}
+    return Case(randomized(norm), rules, (randn(2, 5, 24),), takes=cut, leaves=cut, tolerance=FLOAT32)
+
+
+MIXER_CASES: dict[str, Cases] = {
+    "gated_norm": {
+        "4 groups": lambda size: gated_norm(4, 4, size),
+        "2 groups": lambda size: gated_norm(2, 2, size),
+        "1 group": lambda size: gated_norm(1, 1, size),
+        "2 groups a group of heads": lambda size: gated_norm(8, 4, size),
+    },
+    "channelwise": {
+        "depthwise convolution": lambda size: Case(
+            nn.Conv1d(10, 10, 3, groups=10),
+            {"": "channelwise"},
+            (randn(2, 10, 5),),
+            takes=(1, even(10, size)),
+            leaves=(1, even(10, size)),
+        ),
+    },
+    "rowwise_inner": {
+        "before a linear that is cut": lambda size: Case(
+            nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 14)),
+            {"0": "rowwise_inner", "1": "channelwise"},
+            (randn(2, 5, 10),),
+            takes=(-1, even(10, size)),
+            leaves=(-1, even(14, size)),
+        ),
+    },
+}

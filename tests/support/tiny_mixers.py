@@ -1,0 +1,202 @@
+"""Tiny models whose layers mix tokens with state spaces, delta nets and convolutions, in any number of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.support.models import PAD, VOCAB
+
+STATE = 6
+HIDDEN = 72
+"""Hidden size, and the features of all heads."""
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How to make a model of one type."""
+
+    kind: str
+    """Its classes in transformers, without "Config" and "ForCausalLM"."""
+    settings: Callable[[int, int], dict[str, Any]]
+    """(heads, groups) -> arguments of the config."""
+
+    def make(self, heads: int, groups: int) -> Any:
+        """A random model in fp64, no two parameters of which are alike."""
+        name = f"{self.kind}TextConfig"
+        kind = getattr(transformers, name if hasattr(transformers, name) else f"{self.kind}Config")
+        shared = {
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 20,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 12,
+            "max_position_embeddings": 64,
+            "pad_token_id": PAD,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            "tie_word_embeddings": False,
+        }
+        known = {*kind().to_dict(), *kind.attribute_map}
+        config = kind(**{name: value for name, value in shared.items() if name in known} | self.settings(heads, groups))
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{self.kind}ForCausalLM")(config).eval().double()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if param.ndim == 1 or name.endswith("A_log"):
+                    param.add_(torch.randn_like(param) * 0.2)
+                elif param.std() < 0.1:
+                    param.normal_(std=0.3)
+        return model
+
+
+def state_space(prefix: str = "mamba_", **changes: Any) -> Callable[[int, int], dict[str, Any]]:
+    """Settings of Mamba-2 mixers, by the names that hybrids give them."""
+    return lambda heads, groups: {
+        f"{prefix}n_heads": heads,
+        f"{prefix}n_groups": groups,
+        f"{prefix}d_head": HIDDEN // heads,
+        f"{prefix}d_state": STATE,
+        f"{prefix}chunk_size": 4,
+        f"{prefix}expand": 1,
+        **changes,
+    }
+
+
+def delta_net(**changes: Any) -> Callable[[int, int], dict[str, Any]]:
+    """Settings of gated delta nets."""
+    return lambda heads, groups: {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": heads,
+        "linear_num_key_heads": groups,
+        "linear_value_head_dim": HIDDEN // heads,
+        "linear_key_head_dim": STATE,
+        **changes,
+    }
+
+
+MIXERS: dict[str, Mixing] = {
+    "falcon_h1": Mixing(
+        "FalconH1",
+        lambda heads, groups: {
+            **state_space(mamba_rms_norm=True, mamba_norm_before_gate=False)(heads, groups),
+            "mamba_d_ssm": HIDDEN,
+            "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 2.0],
+        },
+    ),
+    "falcon_h1, norm first": Mixing(
+        "FalconH1",
+        lambda heads, groups: {
+            **state_space(mamba_rms_norm=True, mamba_norm_before_gate=True, projectors_bias=True)(heads, groups),
+            "mamba_d_ssm": HIDDEN,
+        },
+    ),
+    "falcon_h1, no norm": Mixing(
+        "FalconH1",
+        lambda heads, groups: {
+            **state_space(mamba_rms_norm=False, mamba_proj_bias=True)(heads, groups),
+            "mamba_d_ssm": HIDDEN,
+        },
+    ),
+    "bamba": Mixing("Bamba", state_space(attn_layer_indices=[1])),
+    "mamba2": Mixing(
+        "Mamba2",
+        lambda heads, groups: {
+            "num_heads": heads,
+            "n_groups": groups,
+            "head_dim": HIDDEN // heads,
+            "state_size": STATE,
+            "chunk_size": 4,
+            "expand": 1,
+        },
+    ),
+    "granitemoehybrid": Mixing(
+        "GraniteMoeHybrid", state_space(layer_types=["mamba", "attention"], num_local_experts=0)
+    ),
+    "nemotron_h": Mixing(
+        "NemotronH",
+        lambda heads, groups: {
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "num_hidden_layers": 4,
+            "mamba_num_heads": heads,
+            "n_groups": groups,
+            "mamba_head_dim": HIDDEN // heads,
+            "ssm_state_size": STATE,
+            "chunk_size": 4,
+            "use_bias": True,
+        },
+    ),
+    "zamba2": Mixing(
+        "Zamba2",
+        lambda heads, groups: {
+            "layer_types": ["mamba", "hybrid", "mamba"],
+            "hybrid_layer_ids": [1],
+            "num_hidden_layers": 3,
+            "n_mamba_heads": heads,
+            "mamba_ngroups": groups,
+            "mamba_headdim": HIDDEN // heads,
+            "mamba_d_state": STATE,
+            "mamba_expand": 1,
+            "chunk_size": 4,
+            "adapter_rank": 4,
+        },
+    ),
+    "qwen3_next": Mixing("Qwen3Next", delta_net(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)),
+    "qwen3_5_text": Mixing("Qwen3_5", delta_net()),
+    "olmo_hybrid": Mixing("OlmoHybrid", delta_net()),
+    "kimi_linear": Mixing(
+        "KimiLinear",
+        lambda heads, _: {
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "dense"],
+            "linear_num_heads": heads,
+            "linear_head_dim": HIDDEN // heads,
+            "num_key_value_heads": 6,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+        },
+    ),
+    "mamba": Mixing("Mamba", lambda heads, _: {"state_size": STATE, "expand": 1, "time_step_rank": heads}),
+    "falcon_mamba": Mixing("FalconMamba", lambda heads, _: {"state_size": STATE, "expand": 1, "time_step_rank": heads}),
+    "jamba": Mixing(
+        "Jamba",
+        lambda heads, _: {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "mamba_dt_rank": heads,
+            "mamba_d_state": STATE,
+            "mamba_expand": 1,
+        },
+    ),
+    "lfm2": Mixing("Lfm2", lambda *_: {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    "minimax": Mixing(
+        "MiniMax",
+        lambda heads, groups: {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_attention_heads": 6,
+            "block_size": 3,
+            "num_local_experts": 4,
+        },
+    ),
+}
+
+
+def states(cache: Any) -> list[Tensor]:
+    """The tensors that a cache keeps of the mixers' layers."""
+    found: list[Any] = list(getattr(cache, "linear_cache", ()))
+    for layer in cache.layers:
+        for name in ("conv_states", "recurrent_states"):
+            kept = getattr(layer, name, None)
+            found += kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list) else [kept]
+    return [state for state in found if isinstance(state, Tensor)]

@@ -1,0 +1,41 @@
+"""Mixers of tokens that are no attention, such as state spaces and delta nets: the names that they have for widths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from .attention import first_of
+from .linears import features
+
+HEAD_COUNTS = ("num_heads", "num_v_heads", "num_attention_heads", "n_mamba_heads")
+GROUP_COUNTS = ("n_groups", "num_k_heads")
+"""Groups of heads, each of which shares a B and a C (state spaces), or a query and a key (delta nets)."""
+VALUE_WIDTHS = ("intermediate_size", "value_dim", "qkv_dim", "lru_width")
+"""Features of all heads."""
+KEY_WIDTHS = ("key_dim", "groups_time_state_size")
+"""Features of all groups."""
+CONVOLVED_WIDTH = "conv_dim"
+"""Channels of the convolution."""
+
+
+def mixer_counts(module: nn.Module, width: int) -> tuple[int, int]:
+    """(heads, groups) of a mixer whose heads have `width` features; a channel is a head where it counts none."""
+    heads = first_of(HEAD_COUNTS, module) or width
+    return heads, first_of(GROUP_COUNTS, module) or heads
+
+
+def first_long_dim(shape: Sequence[int]) -> int:
+    """The first dim of a parameter of a mixer that is longer than 1: its channels or heads."""
+    return next((dim for dim, length in enumerate(shape) if length > 1), 0)
+
+
+def mixed_length(child: nn.Module | Tensor, *, is_output: bool) -> int:
+    """Features of what belongs to a mixer: those that its output projection takes; otherwise those that are made."""
+    if not isinstance(child, nn.Module):
+        return child.shape[first_long_dim(child.shape)]
+    made = features(child)
+    if made is not None:
+        return made[0] if is_output else made[1]
+    return max((param.shape[0] for param in child.parameters(recurse=False)), default=0)

@@ -1,0 +1,48 @@
+"""Parameters with something for every channel or head, which the forward of a mixer reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from ...anatomy.linears import features, has_inputs_first
+from ...anatomy.mixers import first_long_dim
+from ...slices.layout import Layout
+from ..base import TensorParallelLayer
+
+
+class ChannelwiseParallel(TensorParallelLayer):
+    """Cut the first dim that is longer than 1, in plain tensors: channels of a depthwise convolution, output features
+    of a linear, heads of a parameter. Nothing is communicated.
+
+        [x | y] ── [a / b] ── [ax | by]
+    """
+
+    takes_sharded_activations = True
+    viewed_around = True
+
+    def check(self, module: nn.Module) -> None:
+        """A convolution that computes each channel by itself, or a linear."""
+        is_depthwise = isinstance(module, _ConvNd) and module.groups == module.in_channels == module.out_channels
+        is_linear = features(module) is not None and not has_inputs_first(module)
+        if not (is_depthwise or is_linear):
+            raise ValueError(f"a {type(module).__name__} is no linear, and no convolution channel by channel")
+
+    def split_dim(self, param_type: str, ndim: int) -> int | None:
+        """The first dim; see `_layout`."""
+        return 0
+
+    def _layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout | None:
+        dim = first_long_dim(shape)
+        return Layout(dim, self.cut(shape[dim], size))
+
+    def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
+        """The channels of a convolution, for code that calls it."""
+        if not isinstance(module, _ConvNd):
+            return {}
+        return dict.fromkeys(
+            ("groups", "in_channels", "out_channels"), self.cut(module.out_channels, self.size).widths[rank]
+        )
