@@ -1,0 +1,95 @@
+"""Mixers of plans: parts of parameters by heads and groups, and entries that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tp_transformers import Plan, PlanError
+from tp_transformers.plans.mixers import Mixer, cut_mixers, mixer_arguments
+
+ENTRY = {
+    "input": {"joined": ["value", "key", "head"], "by_group": [["key", "value", "head"]]},
+    "output": "back",
+}
+
+
+class Mixing(nn.Module):
+    """Heads of 2 features in groups of 3 features."""
+
+    def __init__(self, heads: int, groups: int) -> None:
+        super().__init__()
+        self.num_heads, self.n_groups = heads, groups
+        made = 2 * heads + 3 * groups + heads
+        self.joined, self.by_group = nn.Linear(4, made), nn.Linear(4, made)
+        self.back = nn.Linear(2 * heads, 4)
+
+
+def rows(heads: int, groups: int) -> dict[str, list[tuple[str, int]]]:
+    """The kind and the head or group of every row, as it is stored."""
+    per_group = heads // groups
+    parts = {
+        "value": [("value", head) for head in range(heads) for _ in range(2)],
+        "key": [("key", group) for group in range(groups) for _ in range(3)],
+        "head": [("head", head) for head in range(heads)],
+    }
+    stored = [
+        row
+        for group in range(groups)
+        for part in ("key", "value", "head")
+        for row in parts[part]
+        if (row[1] if part == "key" else row[1] // per_group) == group
+    ]
+    return {"joined": parts["value"] + parts["key"] + parts["head"], "by_group": stored, "back": parts["value"]}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("heads", "groups"), [(8, 4), (8, 2), (8, 1), (6, 3), (9, 3), (5, 5)])
+def test_a_rank_has_the_rows_of_its_heads_and_of_their_groups(heads: int, groups: int, size: int) -> None:
+    modules: dict[str, nn.Module] = {"": nn.Identity(), "mixer": Mixing(heads, groups)}
+    faults: list[str] = []
+    splits: Any = {}
+    cut = cut_mixers([Mixer(**mixer_arguments("mixer", ENTRY, faults))], modules, "", size, faults, splits, {})["mixer"]
+    assert not faults
+    for rank in range(size):
+        own = {head for start, stop in cut.heads.ranges[rank] for head in range(start, stop)}
+        theirs = {head * groups // heads for head in own}
+        assert cut.attributes(rank) | {"num_heads": len(own), "n_groups": len(theirs)} == cut.attributes(rank)
+        for child, stored in rows(heads, groups).items():
+            ranges = splits[f"mixer.{child}"].ranges[rank]
+            held = [index for start, stop in ranges for index in range(start, stop)]
+            expected = [index for index, (part, at) in enumerate(stored) if at in (theirs if part == "key" else own)]
+            assert held == expected, child
+    assert all(split.is_cut for split in splits.values())
+
+
+def test_more_ranks_than_heads_leave_a_mixer_whole() -> None:
+    whole: dict[str, str] = {}
+    mixer = Mixer(**mixer_arguments("mixer", ENTRY, []))
+    assert not cut_mixers([mixer], {"mixer": Mixing(2, 1)}, "", 3, [], {}, whole)
+    assert set(whole) == {"mixer", "mixer.joined", "mixer.by_group", "mixer.back"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        ({"input": "in_proj"}, "it has no output"),
+        ({"input": {"in_proj": ["gate"]}, "output": "out_proj"}, "does not map input, local"),
+        ({"projections": "in_proj", "output": "out_proj"}, "does not map input, local"),
+        ({"input": {"in_proj": []}, "output": "out_proj"}, "does not map input, local"),
+        ("in_proj", "it has no output"),
+    ],
+)
+def test_an_entry_that_is_no_mixer(entry: Any, fault: str) -> None:
+    with pytest.raises(PlanError, match=fault):
+        Plan.parse({"mixers": {"layers.*.mixer": entry}}, source="mine")
+
+
+def test_parts_that_do_not_add_up() -> None:
+    faults: list[str] = []
+    mixer = Mixer(**mixer_arguments("mixer", {**ENTRY, "local": {"back": ["head", "head"]}}, faults))
+    cut_mixers([mixer], {"mixer": Mixing(4, 2)}, "", 2, faults, {}, {})
+    assert len(faults) == 1
+    assert "of back are not" in faults[0]
