@@ -99,6 +99,10 @@ class Options:
                     expected="one of them",
                     fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
                 )
+        if self.tp_dequantize is False and others.get("quantization_config") is not None:
+            fix = "Leave out quantization_config to keep weights packed, or tp_dequantize to undo it."
+            got = "both tp_dequantize=False and quantization_config"
+            raise PlanError("from_pretrained", got=got, expected="one of them", fix=fix)
         if others.get("gguf_file") is not None:
             raise UnsupportedError(
                 "from_pretrained",

@@ -26,7 +26,7 @@ from tests.support.models import llama_config, load
 from tp_transformers.checkpoint.quantization.compressed import Compressed
 from tp_transformers.checkpoint.quantization.float8 import Float8
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
-from tp_transformers.errors import CheckpointError, UnsupportedError
+from tp_transformers.errors import CheckpointError, PlanError, UnsupportedError
 from tp_transformers.slices.lazy import Resident
 
 CONFIGS = {
@@ -154,6 +154,26 @@ def test_nothing_is_quantised(llama: Path, asked: Any, says: str) -> None:
     with pytest.raises(UnsupportedError, match="tp_plan with quantization_config") as caught:
         load(llama, quantization_config=asked)
     assert says in str(caught.value)
+
+
+def test_packed_and_undone_are_not_both(llama: Path) -> None:
+    with pytest.raises(PlanError, match="both tp_dequantize=False and quantization_config"):
+        load(llama, quantization_config=FineGrainedFP8Config(dequantize=True), tp_dequantize=False)
+
+
+@pytest.mark.parametrize("block", [(16, 16), None])
+def test_float8_stays_packed(tmp_path: Path, llama: Path, block: tuple[int, int] | None, caplog: Any) -> None:
+    quantize_folder(llama, tmp_path / "float8", block)
+    with caplog.at_level("INFO", logger="tp_transformers"):
+        model = load(tmp_path / "float8", dtype=torch.float32, tp_dequantize=False)
+    assert [record.levelname for record in caplog.records if "is in FP8, and stays packed" in record.message] == [
+        "INFO"
+    ]
+    dense = load(tmp_path / "float8", dtype=torch.float32)
+    tokens = torch.arange(8).view(2, 4)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, dense(tokens).logits)
+    assert model.get_memory_footprint() < 0.6 * dense.get_memory_footprint()
 
 
 def test_gguf_is_refused(llama: Path) -> None:

@@ -84,5 +84,5 @@ def _decode(group: int | None, parts: Parts, shape: Sequence[int]) -> torch.Tens
     )
     if group is not None:
         scales, offsets = (each.repeat_interleave(group, 1)[:, :columns] for each in (scales, offsets))
-    weight: torch.Tensor = (values - offsets).to(scales.dtype) * scales
-    return weight
+    result: torch.Tensor = (values - offsets).to(scales.dtype) * scales
+    return result
