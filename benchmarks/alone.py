@@ -26,10 +26,9 @@ def run_alone(script: str, *arguments: str) -> None:
     """Run `script` as `__main__`."""
     for cls in (transformers.PreTrainedModel, *auto_classes()):
         replace(cls, "from_pretrained", _plainly)
-    pipeline = transformers.pipeline
+    replace(transformers.Pipeline, "__init__", _plainly)
     changes: dict[Any, dict[str, Any]] = {
         transformers.PreTrainedModel: {"tp_group": SimpleNamespace(rank=0)},
-        transformers: {"pipeline": lambda *args, **kwargs: _plainly(pipeline, *args, **kwargs)},
         tp_transformers: {"enable": lambda: None, "data_parallel": lambda model, *_, **__: model},
         torch.distributed.device_mesh: {"init_device_mesh": lambda *_, **__: None},
     }
