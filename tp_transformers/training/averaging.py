@@ -64,6 +64,7 @@ class Average:
         self._means: dict[nn.Parameter, Tensor] = {}
         """The means of gradients that this copy has not."""
         self._heard = WeakTensorKeyDictionary()
+        """Parameters that tell of their gradients: all that have been in a bucket."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Average:
         return Average(self.process_group, self.sharing, self.reduce_dtype)
@@ -73,7 +74,7 @@ class Average:
         self.enabled = requires_gradient_sync
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After a forward: hear of the backward that begins at any of its outputs, and of every gradient."""
+        """After a forward: hear of the backward that begins at any of its outputs."""
         self.is_queued = False  # a backward that failed has not come to its end
         if not torch.is_grad_enabled():
             return
@@ -88,11 +89,6 @@ class Average:
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(begun)
-        for param in module.parameters():
-            if param.requires_grad and param not in self._heard:
-                self._heard[param] = True
-                param.register_hook(partial(self._before, param))
-                param.register_post_accumulate_grad_hook(self._after)
 
     def _before(self, param: nn.Parameter, grad: Tensor) -> None:
         """Before a gradient is added: where its bucket has left already, it is added to the mean."""
@@ -151,8 +147,9 @@ class Average:
         agreed = torch.tensor(state, dtype=torch.float, device=params[0].device)
         for process_group in filter(None, (self.process_group, self.sharing)):
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=process_group)
-        found = [param for param, anywhere in zip(params, agreed.tolist(), strict=True) if anywhere]
-        rest = {param for param, anywhere in zip(params, agreed.tolist(), strict=True) if anywhere == 2}
+        states = dict(zip(params, agreed.tolist(), strict=True))
+        found = [param for param in params if states[param]]
+        rest = [param for param in found if states[param] == 2]
         for param in found:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
@@ -162,11 +159,17 @@ class Average:
         self._means.clear()
         alone = set(outside(module)) if self.sharing is not None else set()
         for process_groups, some in (
-            ((self.sharing, self.process_group), alone),
-            ((self.process_group,), set(found) - alone),
+            ((self.sharing, self.process_group), [param for param in rest if param in alone]),
+            ((self.process_group,), [param for param in rest if param not in alone]),
         ):
-            _average([param for param in found if param in rest and param in some], process_groups, self.reduce_dtype)
-        self._buckets = list(_buckets([param for param in reversed(found) if param not in alone]))
+            _average(some, process_groups, self.reduce_dtype)
+        together = [param for param in reversed(found) if param not in alone]
+        self._buckets = list(_buckets(together))
+        for param in together:
+            if param not in self._heard:
+                self._heard[param] = True
+                param.register_hook(partial(self._before, param))
+                param.register_post_accumulate_grad_hook(self._after)
 
 
 def _average(
