@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tp_transformers.commands.serve.chat import answers
 from tp_transformers.ranks.launch import end_with_parent
 
 from .demo import prepare
@@ -205,21 +205,13 @@ def _server(model: Path, ranks: int) -> Iterator[str]:
     process = _start([*PYTHON, *command, "--host", "127.0.0.1", "--port", port], subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + TIMEOUT
-        while not _answers(url):
+        while not answers(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise ClientError(f"{' '.join(command)} does not answer")
             time.sleep(0.2)
         yield url
     finally:
         _end(process)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
-            return True
-    except OSError:
-        return False
 
 
 def _run(command: Sequence[str], said: str = "") -> str:

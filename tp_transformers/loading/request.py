@@ -115,11 +115,11 @@ def packable(
     Tied ones cannot, which several modules compute with, and ones that are quantised in part.
     """
     ties = tied_parameters(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    untied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {*ties, *ties.values()}
     packed: dict[str, PackedWeight] = {}
     reads: list[Request] = []
     for name, shard in shards.items():
-        found = pack(shard, dtypes[name], device) if name in parameters.keys() - {*ties, *ties.values()} else None
+        found = pack(shard, dtypes[name], device) if name in untied else None
         if found is not None:
             packed[name] = found[0]
             reads += [Request(leaf, view) for leaf, view in found[1]]

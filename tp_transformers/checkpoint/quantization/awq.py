@@ -16,7 +16,19 @@ import torch
 
 from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.lazy import LazyTensor
-from .format import Format, Tensors, bundle, member, packed, refused, unfit, unpack
+from .format import (
+    Format,
+    Tensors,
+    bundle,
+    count_groups,
+    dequantized_modules,
+    member,
+    packed,
+    quantized_modules,
+    refused,
+    unfit,
+    unpack,
+)
 
 _BITS = 4
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -43,28 +55,20 @@ class Awq(Format):
         return cls(None if group < 1 else group)
 
     def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
-        result: dict[str, LazyTensor] = {}
-        modules = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
-        for name, tensor in tensors.items():
+        kinds, modules = ("qzeros", "scales"), quantized_modules(tensors)
+        for name in tensors:
             module, _, kind = name.rpartition(".")
-            if kind == "qweight":
-                result[f"{module}.weight"] = self._weight(tensors, module)
-            elif kind in ("qzeros", "scales") and module not in modules:
+            if kind in kinds and module not in modules:
                 got = "scales of activations" if kind == "scales" else "zero points of no weight"
                 raise unfit(name, got, "weights alone in AWQ")
-            elif module not in modules or kind not in ("qzeros", "scales"):
-                result[name] = tensor
-        return result
+        return dequantized_modules(tensors, kinds, self._weight)
 
     def _weight(self, tensors: Tensors, module: str) -> Bundle:
         words = member(tensors, f"{module}.qweight", 2, torch.int32)
         scales = member(tensors, f"{module}.scales", 2, *_FLOATS)
         zeros = member(tensors, f"{module}.qzeros", 2, torch.int32)
         columns, rows = words.shape[0], words.shape[1] * 32 // _BITS
-        count = -(-columns // (self.group or columns))
-        if not len(scales) == len(zeros) == count:
-            got = f"{len(scales)} groups of scales and {len(zeros)} of zero points"
-            raise unfit(f"{module}.scales", got, f"{count}, of {self.group} of {columns} features each")
+        count_groups(module, columns, self.group, scales, zeros)
         groups = None if self.group is None else Cut(1, self.group)
         members = {
             "words": Member(words, (Cut(1), packed(0, _BITS))),

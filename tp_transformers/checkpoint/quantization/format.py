@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +56,35 @@ def member(tensors: Tensors, name: str, ndim: int, *dtypes: torch.dtype) -> Lazy
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise unfit(name, f"{tensor.dtype} of shape {tuple(tensor.shape)}", f"{expected} of {ndim} dims")
     return tensor
+
+
+def dequantized_modules(
+    tensors: Tensors, kinds: Collection[str], weight: Callable[[Tensors, str], LazyTensor]
+) -> dict[str, LazyTensor]:
+    """The tensors, with a `weight` in place of each `qweight` and of the members of those `kinds` beside it."""
+    modules = quantized_modules(tensors)
+    result: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "qweight":
+            result[f"{module}.weight"] = weight(tensors, module)
+        elif module not in modules or kind not in kinds:
+            result[name] = tensor
+    return result
+
+
+def quantized_modules(tensors: Tensors) -> set[str]:
+    """The modules that have a `qweight`."""
+    return {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
+
+
+def count_groups(module: str, columns: int, group: int | None, scales: LazyTensor, zeros: LazyTensor) -> int:
+    """Groups of `columns` input features. Raises CheckpointError where scales or zero points are not as many."""
+    count = -(-columns // (group or columns))
+    if not len(scales) == len(zeros) == count:
+        got = f"{len(scales)} groups of scales and {len(zeros)} of zero points"
+        raise unfit(f"{module}.scales", got, f"{count}, of {group} of {columns} features each")
+    return count
 
 
 def unfit(name: str, got: str, expected: str) -> CheckpointError:

@@ -17,7 +17,19 @@ import torch
 
 from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.lazy import LazyTensor, Resident
-from .format import Format, Tensors, bundle, member, packed, refused, unfit, unpack
+from .format import (
+    Format,
+    Tensors,
+    bundle,
+    count_groups,
+    dequantized_modules,
+    member,
+    packed,
+    quantized_modules,
+    refused,
+    unfit,
+    unpack,
+)
 
 _BITS = (2, 3, 4, 8)
 _VERSIONS = ("gptq", "gptq_v2")
@@ -52,17 +64,12 @@ class Gptq(Format):
         return cls(bits, None if group < 1 else group, bool(settings.get("desc_act")), version == "gptq")
 
     def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
-        result: dict[str, LazyTensor] = {}
-        modules = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
-        for name, tensor in tensors.items():
+        modules = quantized_modules(tensors)
+        for name in tensors:
             module, _, kind = name.rpartition(".")
-            if kind == "qweight":
-                result[f"{module}.weight"] = self._weight(tensors, module)
-            elif kind in ("qzeros", "g_idx") and module not in modules:
+            if kind in ("qzeros", "g_idx") and module not in modules:
                 raise unfit(f"{module}.qweight", "no such tensor", f"one for {name}")
-            elif module not in modules or kind not in ("qzeros", "scales", "g_idx"):
-                result[name] = tensor
-        return result
+        return dequantized_modules(tensors, ("qzeros", "scales", "g_idx"), self._weight)
 
     def _weight(self, tensors: Tensors, module: str) -> Bundle:
         words = member(tensors, f"{module}.qweight", 2, torch.int32)
@@ -78,10 +85,7 @@ class Gptq(Format):
             "scales": Member(scales, (groups, Cut(0))),
             "zeros": Member(zeros, (groups, packed(0, self.bits))),
         }
-        count = -(-columns // (self.group or columns))
-        if not len(scales) == len(zeros) == count:
-            got = f"{len(scales)} groups of scales and {len(zeros)} of zero points"
-            raise unfit(f"{module}.scales", got, f"{count}, of {self.group} of {columns} features each")
+        count = count_groups(module, columns, self.group, scales, zeros)
         if self.ordered:
             of = order.materialize()
             if of.min() < 0 or of.max() >= count:

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         subprocess.Popen([*python, *serve], stdout=log, stderr=log, preexec_fn=end_with_parent) as server,
     ):
         try:
-            while not _answers(url):
+            while not answers(url):
                 if server.poll() is not None:
                     log.seek(0)
                     print(log.read().decode(errors="replace"), file=sys.stderr)
@@ -47,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
             server.terminate()
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """True if a server at `url` says that it is well."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5):
             return True
