@@ -177,7 +177,7 @@ def _draw(result: dict[str, Any], path: Path) -> bool:
                 axes.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
         axes.set_title(name, fontsize=9)
         axes.set_xticks([int(size) for size in sizes])
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
         axes.set_xlabel("ranks")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("ms")

@@ -7,7 +7,6 @@ prints a table: client, version, the output of one process, and how far those of
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -21,19 +20,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from tp_transformers.commands.serve.chat import answers
 from tp_transformers.ranks.launch import end_with_parent
 
 from .demo import prepare
+from .tasks import TASKS, write_tasks
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "benchmarks" / "recipes"
 TIMEOUT = 900
 """Seconds that one client may take."""
 
-TASKS = ("loglikelihood", "rolling", "generation")
 QUESTION = "Why is the sky blue?"
 PYTHON = (sys.executable, "-m")
 
@@ -94,46 +92,6 @@ class Inputs:
     picture: Path | None = None
 
 
-def write_tasks(folder: Path) -> Path:
-    """Three tasks of lm_eval that need no Hub: of choices, of a text's perplexity, and of generated text."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {"question": "The sky is", "choices": ["blue", "a dog", "seven"], "answer": 0},
-        {"question": "Grass is", "choices": ["a car", "green", "late"], "answer": 1},
-        {"question": "Snow is", "choices": ["hot", "a verb", "white"], "answer": 2},
-    ]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    shared = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
-    }
-    kinds: dict[str, Any] = {
-        "loglikelihood": {
-            "output_type": "multiple_choice",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "answer",
-            "metric_list": [{"metric": "acc"}, {"metric": "brier_score"}],
-        },
-        "rolling": {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_target": "{{question}} {{choices[answer]}}.",
-            "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-        },
-        "generation": {
-            "output_type": "generate_until",
-            "doc_to_target": "{{choices[answer]}}",
-            "generation_kwargs": {"until": ["."], "max_gen_toks": 8, "do_sample": False},
-            "metric_list": [{"metric": "bleu"}, {"metric": "chrf"}],
-        },
-    }
-    for name, settings in kinds.items():
-        text = json.dumps({"task": name, **shared, **settings})  # JSON is YAML
-        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
-    return folder
-
-
 def outcome(client: Client, inputs: Inputs, ranks: int) -> str:
     """The lines that a client prints on `ranks` ranks, or on one process of plain transformers for 0.
 
@@ -152,11 +110,11 @@ def outcome(client: Client, inputs: Inputs, ranks: int) -> str:
     program = [str(RECIPES / client.script), *(str(given.get(each, each)) for each in client.arguments)]
     said = f"{QUESTION}\n\n" if client.script == "chat.py" else ""
     if not ranks:
-        return _run([*PYTHON, "benchmarks.alone", *program], said)
+        return run([*PYTHON, "benchmarks.alone", *program], said)
     if client.script == "accelerated.py":
-        launch = ["accelerate.commands.launch", "--cpu", "--num_processes", str(ranks), "--num_machines", "1"]
-        return _run([*PYTHON, *launch, "--mixed_precision", "no", "--dynamo_backend", "no", *program])
-    return _run([*_torchrun(ranks * client.copies), *program], said)
+        launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(ranks), "--num_machines", "1"]
+        return run([*PYTHON, *launch, "--mixed_precision", "no", "--dynamo_backend", "no", *program], ranks=ranks)
+    return run([*_torchrun(ranks * client.copies), *program], said, ranks)
 
 
 def _torchrun(ranks: int) -> list[str]:
@@ -168,14 +126,14 @@ def _lm_eval(inputs: Inputs, ranks: int) -> str:
     model = f"pretrained={inputs.model},dtype=float32" + (",tp_plan=auto" if ranks else "")
     launch = [*_torchrun(ranks), "--local-ranks-filter", "0", "-m", "tp_transformers", "-m"] if ranks else PYTHON
     options = ["--tasks", ",".join(TASKS), "--include_path", str(inputs.tasks), "--batch_size", "2"]
-    printed = _run([*launch, "lm_eval", "--model", "hf", "--device", "cpu", "--model_args", model, *options])
+    printed = run([*launch, "lm_eval", "--model", "hf", "--device", "cpu", "--model_args", model, *options], "", ranks)
     return "\n".join(line for line in printed.splitlines() if line.startswith("|"))
 
 
 def _serve(inputs: Inputs, ranks: int, requests: int = 32) -> str:
     """The answers that the openai client streams, one after the other and at once."""
     with _server(inputs.model, ranks) as url:
-        return _run([sys.executable, str(RECIPES / "ask.py"), str(inputs.model), f"{url}/v1", str(requests)])
+        return run([sys.executable, str(RECIPES / "ask.py"), str(inputs.model), f"{url}/v1", str(requests)])
 
 
 def _chat(inputs: Inputs, ranks: int) -> str:
@@ -183,10 +141,11 @@ def _chat(inputs: Inputs, ranks: int) -> str:
     flags = ["max_new_tokens=12", "do_sample=False"]
     said = f"{QUESTION}\nn\n!exit\n"
     if ranks:
-        printed = _run([*PYTHON, "tp_transformers", "chat", str(inputs.model), "-n", str(ranks), *flags], said)
+        # Its ranks print to no terminal.
+        printed = run([*PYTHON, "tp_transformers", "chat", str(inputs.model), "-n", str(ranks), *flags], said)
     else:
         with _server(inputs.model, 0) as url:
-            printed = _run([*PYTHON, "transformers.cli.transformers", "chat", str(inputs.model), url, *flags], said)
+            printed = run([*PYTHON, "transformers.cli.transformers", "chat", str(inputs.model), url, *flags], said)
     answer = re.search(r">:\s*\n(.*?)\n\d+ tokens in", printed.rpartition(str(inputs.model))[2], re.DOTALL)
     if answer is None:
         raise ClientError(printed)
@@ -202,20 +161,29 @@ def _server(model: Path, ranks: int) -> Iterator[str]:
     ours = ["tp_transformers", "serve", str(model), "-n", str(ranks)]
     command = ours if ranks else ["transformers.cli.transformers", "serve", str(model), "--dtype", "float32"]
     url = f"http://127.0.0.1:{port}"
-    process = _start([*PYTHON, *command, "--host", "127.0.0.1", "--port", port], subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + TIMEOUT
-        while not answers(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ClientError(f"{' '.join(command)} does not answer")
-            time.sleep(0.2)
-        yield url
-    finally:
-        _end(process)
+    with tempfile.TemporaryFile("w+") as log:
+        process = _start([*PYTHON, *command, "--host", "127.0.0.1", "--port", port], log.fileno())
+        try:
+            deadline = time.monotonic() + TIMEOUT
+            while not answers(url):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise ClientError(f"{' '.join(command)} does not answer")
+                time.sleep(0.2)
+            yield url
+        finally:
+            _end(process)
+        log.seek(0)
+        _check_ranks(command, log.read(), ranks)
 
 
-def _run(command: Sequence[str], said: str = "") -> str:
-    """The stdout of a command that is given `said`."""
+def _check_ranks(command: Sequence[str], printed: str, ranks: int) -> None:
+    """Raise ClientError unless a model was cut for `ranks` ranks, as the load's progress says."""
+    if ranks > 1 and f"Loading shard 1 of {ranks}" not in printed:
+        raise ClientError(f"{' '.join(command)} did not load on {ranks} ranks")
+
+
+def run(command: Sequence[str], said: str = "", ranks: int = 0) -> str:
+    """The stdout of a command that is given `said`, and that loads a model on `ranks` ranks, where given."""
     with tempfile.TemporaryDirectory() as scratch:
         process = _start(command, subprocess.PIPE, scratch)
         try:
@@ -226,12 +194,15 @@ def _run(command: Sequence[str], said: str = "") -> str:
             _end(process)
     if process.returncode:
         raise ClientError(f"{' '.join(command)}\n{printed}\n{errors}")
+    _check_ranks(command, errors, ranks)
     return "\n".join(line for line in printed.splitlines() if line and not line.startswith("{"))  # what Trainer logs
 
 
 def _start(command: Sequence[str], output: int, folder: str | None = None) -> subprocess.Popen[str]:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "400", **os.environ, "PYTHONPATH": path}
+    offline = "0" if "chat" in command else "1"  # transformers' chat asks this machine through the Hub's client
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": offline, "COLUMNS": "400"}
+    environment = {**settings, **os.environ, "PYTHONPATH": path}
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=output, stderr=output, text=True, cwd=folder, env=environment,
         start_new_session=True, preexec_fn=end_with_parent,

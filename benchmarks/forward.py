@@ -140,7 +140,7 @@ SCENARIOS: dict[str, Callable[[Timed], None]] = {
     "prefill": lambda side: side.prefill(1),
     "prefill of 8": lambda side: side.prefill(8),
     "decode": lambda side: side.decode("dynamic"),
-    "decode, static cache": lambda side: side.decode("static"),
+    "decode with a static cache": lambda side: side.decode("static"),
     "training step": Timed.train,
     "generate": Timed.generate,
 }

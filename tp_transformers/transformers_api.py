@@ -1,7 +1,7 @@
 """All that this package uses of transformers below its public names, and a check that it is there.
 
 Public are the names of `transformers.__all__` and the module `transformers.utils`. A test lets no other module import
-from below them, except `training/trainer.py`, whose module of transformers takes a second to import.
+from below them, except `training/trainer_checkpoints.py`, whose module of transformers is imported late.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ __all__ = [
     "extract_commit_hash",  # commit of a file in the Hub's cache
     "get_state_dict_dtype",  # dtype="auto" of weights that stay on the Hub
     "modeling_utils",  # two of its functions are replaced
+    "registered_style",  # strategies that users register with transformers
     "rename_source_key",  # name of a checkpoint's tensor in the model
     "revert_weight_conversion",  # saved files have the checkpoint's names and shapes
     "str_to_torch_dtype",  # names of dtypes in safetensors headers
@@ -127,6 +128,15 @@ def auto_classes() -> list[type]:
     for cls in classes:
         classes.extend(cls.__subclasses__())
     return [cls for cls in classes if "from_pretrained" in cls.__dict__]
+
+
+def registered_style(name: str) -> Any:
+    """What transformers' own interface of strategies has under `name`; None where it has nothing."""
+    try:
+        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+    except ImportError:  # before 5.17
+        from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+    return ALL_PARALLEL_STYLES.get(name)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""A loop with accelerate, started by it: accelerate launch --num_processes 2 accelerated.py [MODEL]"""
+"""A loop with accelerate, started by it: accelerate launch --multi_gpu --num_processes 2 accelerated.py [MODEL]"""
 
 import sys
 
@@ -16,7 +16,8 @@ tokenizer = AutoTokenizer.from_pretrained(name)
 texts = ["The sky is blue.", "Grass is green.", "Snow is white.", "Coal is black."]
 batches = DataLoader([tokenizer(text, return_tensors="pt").input_ids[0, :4] for text in texts], batch_size=2)
 optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(model), lr=1e-4)
-accelerator = Accelerator()  # the model and its batches are not prepared: all ranks take the same batches
+# The model and its batches are not prepared: all ranks take the same batches.
+accelerator = Accelerator(cpu=model.device.type == "cpu")
 losses = []
 for batch in batches:
     batch = batch.to(model.device)

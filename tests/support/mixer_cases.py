@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from tests.support.modules import randn, randomized
@@ -18,12 +19,33 @@ def gated_norm(groups: int, kv_heads: int, size: int) -> Case:
     return Case(randomized(norm), rules, (randn(2, 5, 24),), takes=cut, leaves=cut, tolerance=FLOAT32)
 
 
+class Standing(nn.Module):
+    """An MLP that keeps those features that stand out among all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 11
+        self.up, self.down = nn.Linear(6, 11), nn.Linear(11, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        x = x - torch.mean(x, dim=-1, keepdim=True) - 0.3 * torch.std(x, dim=-1, keepdim=True, unbiased=False)
+        return self.down(torch.relu(x))
+
+
 MIXER_CASES: dict[str, Cases] = {
     "gated_norm": {
         "4 groups": lambda size: gated_norm(4, 4, size),
         "2 groups": lambda size: gated_norm(2, 2, size),
         "1 group": lambda size: gated_norm(1, 1, size),
         "2 groups a group of heads": lambda size: gated_norm(8, 4, size),
+    },
+    "sharded_moments": {
+        "an MLP": lambda size: Case(
+            Standing(),
+            {"": ("sharded_moments", {"widths": ("width",)}), "up": "colwise", "down": "rowwise"},
+            (randn(2, 5, 6),),
+        ),
     },
     "channelwise": {
         "depthwise convolution": lambda size: Case(

@@ -104,6 +104,47 @@ def compressed(
     return expected
 
 
+def small_groups(folder: str | Path, target: Path, *, form: str) -> Tensors:
+    """The linears in NVFP4, MXFP4 or MXFP8 of compressed-tensors; returns what their weights are, in bfloat16."""
+    expected: Tensors = {}
+    group, bits = 16 if form.startswith("nv") else 32, 8 if form == "mxfp8-quantized" else 4
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat((table, -table)).bfloat16()
+
+    def change(name: str, tensor: torch.Tensor) -> Tensors | None:
+        if not _is_linear(name, tensor):
+            return None
+        rows, columns = tensor.shape
+        made: Tensors = {}
+        if bits == 8:
+            made[name] = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+            values = made[name].bfloat16()
+        else:
+            indices = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
+            made[f"{name}_packed"] = indices[:, ::2] | indices[:, 1::2] << 4
+            values = table[indices.long()]
+        if group == 16:
+            made[f"{name}_scale"] = torch.rand(rows, columns // group).add(1).to(torch.float8_e4m3fn)
+            made[f"{name}_global_scale"] = torch.tensor([37.0])
+            scales = made[f"{name}_scale"].bfloat16() / torch.tensor([37.0])
+        else:
+            made[f"{name}_scale"] = torch.randint(119, 123, (rows, columns // group), dtype=torch.uint8)
+            scales = torch.ldexp(torch.ones(1), made[f"{name}_scale"].int() - 127)
+        expected[name] = (values * scales.repeat_interleave(group, 1)).bfloat16()
+        return made
+
+    strategy = "tensor_group" if group == 16 else "group"
+    weights = {"num_bits": bits, "type": "float", "strategy": strategy, "group_size": group}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    rewrite(folder, target, settings, change)
+    return expected
+
+
 def unit(bits: int) -> tuple[int, int]:
     """The fewest values that fill words without a rest, and the number of words."""
     common = math.gcd(bits, 32)

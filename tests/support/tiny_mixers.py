@@ -180,6 +180,35 @@ MIXERS: dict[str, Mixing] = {
         },
     ),
     "lfm2": Mixing("Lfm2", lambda *_: {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    "recurrent_gemma": Mixing(
+        "RecurrentGemma",
+        lambda heads, groups: {
+            "block_types": ["recurrent", "attention"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "hidden_size": 8 * heads,
+            "head_dim": 8,
+            "lru_width": 16 * heads,
+            "intermediate_size": 44,
+        },
+    ),
+    "zamba": Mixing(
+        "Zamba",
+        lambda heads, _: {
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+            "num_hidden_layers": 3,
+            "n_mamba_heads": heads,
+            "mamba_d_state": STATE,
+            "mamba_expand": 1,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "rwkv": Mixing("Rwkv", lambda *_: {"rescale_every": 1}),
+    "xlstm": Mixing(
+        "xLSTM",
+        lambda heads, _: {"hidden_size": 64 * heads, "num_heads": heads, "qk_dim_factor": 1.0, "use_bias": True},
+    ),
     "minimax": Mixing(
         "MiniMax",
         lambda heads, groups: {
@@ -192,11 +221,12 @@ MIXERS: dict[str, Mixing] = {
 }
 
 
-def states(cache: Any) -> list[Tensor]:
-    """The tensors that a cache keeps of the mixers' layers."""
-    found: list[Any] = list(getattr(cache, "linear_cache", ()))
-    for layer in cache.layers:
-        for name in ("conv_states", "recurrent_states"):
+def states(model: Any, output: Any, cache: Any) -> list[Tensor]:
+    """The tensors that an output, a cache, or modules of a model, keep of the mixers' layers."""
+    found: list[Any] = [*getattr(cache, "linear_cache", ()), *(output.get("state") or ())[2:]]
+    found += [state for layer in getattr(output.get("cache_params"), "rnn_state", {}).values() for state in layer]
+    for layer in (*getattr(cache, "layers", ()), *model.modules()):
+        for name in ("conv_states", "conv1d_state", "recurrent_states"):
             kept = getattr(layer, name, None)
             found += kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list) else [kept]
     return [state for state in found if isinstance(state, Tensor)]

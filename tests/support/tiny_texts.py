@@ -31,6 +31,13 @@ EXPERTS: tuple[tuple[str, Any], ...] = (
     ("moe_intermediate_size", 44),
 )
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+TWELVE_HEADS = (
+    ("hidden_size", 96),
+    ("n_embd", 96),
+    ("num_attention_heads", 12),
+    ("n_head", 12),
+    ("num_key_value_heads", 12),
+)
 TWO_GROUPS = (
     ("hidden_size", 64),
     ("n_embd", 64),
@@ -175,7 +182,7 @@ TEXTS = {
     "bitnet": Tiny("BitNetConfig", "BitNetForCausalLM", tokens),
     "emu3_text_model": Tiny("Emu3TextConfig", "Emu3ForCausalLM", tokens, (("rope_parameters", ROPE),)),
     "trocr": Tiny("TrOCRConfig", "TrOCRForCausalLM", tokens),
-    "codegen": Tiny("CodeGenConfig", "CodeGenForCausalLM", tokens, (*TWO_GROUPS, ("rotary_dim", 4))),
+    "codegen": Tiny("CodeGenConfig", "CodeGenForCausalLM", tokens, (*TWELVE_HEADS, ("rotary_dim", 4))),
     "falcon_h1": Tiny("FalconH1Config", "FalconH1ForCausalLM", tokens, STATE_SPACE),
     "bamba": Tiny("BambaConfig", "BambaForCausalLM", tokens, (*STATE_SPACE, ("attn_layer_indices", [1]))),
     "big_bird": Tiny("BigBirdConfig", "BigBirdForCausalLM", tokens, (*DECODES, ("attention_type", "original_full"))),

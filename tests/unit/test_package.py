@@ -57,8 +57,20 @@ def test_the_package_does_not_import_what_few_need() -> None:
     program = (
         "import sys, tp_transformers\n"
         "for name in tp_transformers.__all__: getattr(tp_transformers, name)\n"
-        "few = ['commands', 'verify', 'trainer', 'training.trainer']\n"
+        "few = ['commands', 'verify', 'trainer', 'training.trainer', 'training.trainer_methods']\n"
         "assert not sys.modules.keys() & {'matplotlib', *(f'tp_transformers.{room}' for room in few)}"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_trainer_is_imported_after_the_hook_is_on() -> None:
+    program = (
+        "import sys, tp_transformers\n"
+        "tp_transformers.enable()\n"
+        "assert 'transformers.trainer' not in sys.modules\n"
+        "from tp_transformers.trainer import Trainer\n"
+        "from transformers import Trainer as original\n"
+        "assert original.compute_loss.__wrapped__ is not original.compute_loss and issubclass(Trainer, original)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
+KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 """The attributes in which transformers' attention modules, or their configs, keep counts and sizes of heads."""
 LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -52,6 +52,7 @@ def holds_experts(module: nn.Module) -> bool:
         not isinstance(module, _ConvNd)
         and {2, 3} >= {len(shape) for shape in shapes} >= {3}
         and len({shape[0] for shape in shapes}) == 1
+        and not any(map(features, module.children()))  # of a mixer, which has heads
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -12,18 +13,28 @@ from .linears import features
 HEAD_COUNTS = ("num_heads", "num_v_heads", "num_attention_heads", "n_mamba_heads")
 GROUP_COUNTS = ("n_groups", "num_k_heads")
 """Groups of heads, each of which shares a B and a C (state spaces), or a query and a key (delta nets)."""
-VALUE_WIDTHS = ("intermediate_size", "value_dim", "qkv_dim", "lru_width")
+VALUE_WIDTHS = ("intermediate_size", "value_dim", "qkv_dim", "lru_width", "v_dim", "attention_hidden_size")
 """Features of all heads."""
-KEY_WIDTHS = ("key_dim", "groups_time_state_size")
+KEY_WIDTHS = ("key_dim", "groups_time_state_size", "qk_dim")
 """Features of all groups."""
 CONVOLVED_WIDTH = "conv_dim"
 """Channels of the convolution."""
 
 
-def mixer_counts(module: nn.Module, width: int) -> tuple[int, int]:
-    """(heads, groups) of a mixer whose heads have `width` features; a channel is a head where it counts none."""
-    heads = first_of(HEAD_COUNTS, module) or width
-    return heads, first_of(GROUP_COUNTS, module) or heads
+def mixer_counts(modules: Sequence[nn.Module], width: int) -> tuple[int, int]:
+    """(heads, groups) of a mixer whose heads have `width` features; a channel is a head where it counts none.
+
+    `modules`: the mixer, and those in it that read parameters with something for every head.
+    """
+    heads = first_of(HEAD_COUNTS, *modules) or width
+    return heads, first_of(GROUP_COUNTS, *modules) or heads
+
+
+def counts_heads_by_config(module: nn.Module) -> bool:
+    """True if the forward of a mixer takes the count of its heads from its config."""
+    if not hasattr(module, "config") or first_of(HEAD_COUNTS, module) is not None:
+        return False
+    return not set(HEAD_COUNTS).isdisjoint(inspect.unwrap(type(module).forward).__code__.co_names)
 
 
 def first_long_dim(shape: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -215,9 +216,14 @@ def generate(model: PreTrainedModel, question: dict[str, Tensor], count: int = N
     return tokens
 
 
-def gradients(model: PreTrainedModel, question: dict[str, Tensor], labels: Tensor | None = None) -> dict[str, Tensor]:
-    """The gradients of the logits' sum, each multiplied by a random number of its own, and of the loss."""
+def gradients(model: PreTrainedModel, question: dict[str, Any], labels: Tensor | None = None) -> dict[str, Tensor]:
+    """The gradients of the logits' sum, each multiplied by a random number of its own, and of the loss.
+
+    Without a cache, whose states some models overwrite.
+    """
     model.zero_grad()
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        question = {**question, "use_cache": False}
     logits = answer(model, question)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     total = (logits * weights).mean()

@@ -233,7 +233,10 @@ def _shrink_heads(level: Level, scale: float) -> None:
 
 
 def _rotates(width: int, level: Level) -> bool:
-    """True if the rotated part of a head of `width` features consists of pairs."""
+    """True if the rotated part of a head of `width` features consists of pairs, and its key is no narrower than heads
+    are."""
+    if width * level.get("qk_dim_factor", 1) < HEAD_WIDTHS[0]:
+        return False
     factors = [found[name] for found in (level, *_dicts(level)) for name in ROTATED if found.get(name)]
     return all(int(width * factor) >= 2 and int(width * factor) % 2 == 0 for factor in factors)
 

@@ -18,8 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..anatomy.classes import generating_class
 from ..anatomy.names import base_prefix, fold_layers, fold_lists
 from ..errors import PlanError
+from ..plans.attention_heads import AttentionHeads
 from ..plans.bind import Resolution, resolve
-from ..plans.heads import AttentionHeads
 from ..plans.rules import Plan
 from ..plans.shares import shares
 from . import small_model as probe

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.hub.hub import Weights, check_index, is_on_hub, open_weights, pin
 from ..checkpoint.hub.remote_file import RemoteFile
+from ..checkpoint.quantization.arriving import Arriving
 from ..checkpoint.quantization.find import take_quantization
-from ..checkpoint.quantization.format import Format
+from ..checkpoint.quantization.format import Quantization
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
 from ..errors import CheckpointError, UnsupportedError
 from ..marks import untyped
@@ -56,8 +57,10 @@ class _Load:
     """The commit of which weights are read from the Hub without a download."""
     remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
     """The files on the Hub, by the names that transformers passes on."""
-    quantization: Format | None = None
+    quantization: Quantization | None = None
     """How the weights are quantised, if they are."""
+    arriving: Arriving | None = None
+    """How weights are to be quantised, if they are not and shall be."""
     instead: Instead | None = None
     """Function that runs in place of parallelizing and loading."""
     resolution: Resolution | None = None
@@ -204,6 +207,8 @@ def find_quantizer(original: Callable[..., Any], config: Any, quantization_confi
     if current is None or current.resolution is not None:
         return original(config, quantization_config, *args, **kw)
     current.quantization = take_quantization(config, quantization_config)
+    if current.quantization is None and quantization_config is not None:
+        current.arriving = Arriving.of(quantization_config, current.group.device)
     return original(config, None, *args, **kw)
 
 
@@ -230,6 +235,7 @@ def load_pretrained_model(
         state_dict=state_dict,
         sharded=current.sharded,
         quantization=current.quantization,
+        arriving=current.arriving,
     )
     if current.instead is not None:
         current.resolution, result = current.instead(model, plan, request)

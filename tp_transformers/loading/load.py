@@ -17,12 +17,10 @@ from transformers.utils import logging as transformers_logging
 
 from ..anatomy.names import tied_parameters, untie
 from ..checkpoint.conversion.convert import dtype_policy
-from ..checkpoint.hub.fetch import fetch
+from ..checkpoint.quantization.members import PACKED_CHECKPOINT
 from ..checkpoint.quantization.packed import hold_packed
-from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
 from ..checkpoint.reading.prefetch import prefetch
-from ..checkpoint.reading.reader import read
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.reading.sameness import check_same_files
 from ..logs import get_logger
@@ -30,11 +28,11 @@ from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, Resident
-from ..slices.stored import Stored
 from ..strategies import take, whole_like
 from ..strategies.shards.shard import SHARD
 from ..text import size
-from .request import LoadRequest, Mismatched, express, leaves, open_checkpoint, packable
+from .request import LoadRequest, Mismatched, express, leaves, open_checkpoint, packing, read_first
+from .rounds import cut_rounds, fill, fill_round, map_pages, names_arriving
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,6 +66,7 @@ def load(
     # 1. Open the files and read their headers.
     with ExitStack() as stack:
         checkpoint = group.together(lambda: stack.enter_context(open_checkpoint(request, rank=group.rank)))
+        read_first(checkpoint, request, group)
         with group.agree():
             # 2. Say what each parameter is, in terms of checkpoint tensors; keep the slice that this rank holds.
             conversion, mismatched = express(model, checkpoint, whole, request)
@@ -78,52 +77,64 @@ def load(
             # 3. Say which bytes go where in the memory that the parameters will live in.
             dtype_of = dtype_policy(request.config.dtype_plan)
             dtypes = {name: dtype_of(name) or whole[name].dtype for name in shards}
-            packed, of_packed = packable(model, shards, dtypes, group.device) if request.stays_packed else ({}, [])
-            dense = {name: shard for name, shard in shards.items() if name not in packed}
+            packed = packing(model, conversion, shards, dtypes, group.device, request)
+            dense = {name: shard for name, shard in shards.items() if name not in packed.weights}
             values, mapped = {}, {}
+            arriving = names_arriving(model, dense, request)
             maps = request.options.tp_map is not False and group.device.type == "cpu"
             for name, shard in dense.items():
+                if name in arriving:
+                    continue
                 dtype = dtypes[name]
-                pages = _pages(shard, dtype) if maps else None
+                pages = map_pages(shard, dtype) if maps else None
                 values[name] = empty(shard.shape, dtype, group.device) if pages is None else pages
                 if pages is not None:
                     mapped[name] = shard
             in_place, _ = leaves(mapped, values)
-            stored, others = leaves({name: shard for name, shard in dense.items() if name not in mapped}, values)
-            stored += of_packed
-            remote = [each for each in stored if each.tensor.source.is_remote]
-            stored = [each for each in stored if not each.tensor.source.is_remote]
+            names = [name for name in dense if name not in mapped]
+            first, *later = cut_rounds(names, conversion.expressions, dtypes, arriving, group.size, request)
+            stored, others = leaves({name: dense[name] for name in first}, values)
+            stored += packed.reads
+            outlines = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
+            coming, _ = leaves({name: dense[name] for name in outlines}, outlines)
         sampled = check_same_files(group, checkpoint)
-        group.check_same("the checkpoint", [sorted(values), sorted(packed)])
-        nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *remote))
+        group.check_same("the checkpoint", [sorted(values), sorted(packed.weights)])
+        nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *coming))
         nbytes += sum(leaf.nbytes for leaf, _ in others)
-        held = sum(value.nbytes for value in values.values()) + sum(weight.nbytes for weight in packed.values())
+        held = sum(value.nbytes for value in values.values()) + packed.nbytes
         if request.quantization is not None and group.rank == 0:
             logger.log(
-                logging.INFO if packed else logging.WARNING,
+                logging.INFO if packed.weights else logging.WARNING,
                 "the checkpoint is in %s, and %s: of %s in its files, this rank makes %s in memory",
-                request.quantization.title,
-                "stays packed" if packed else "dequantised while it is loaded",
+                request.quantization.format.title,
+                "stays packed" if packed.weights else "dequantised while it is loaded",
                 size(nbytes),
                 size(held),
             )
         # 4. Read them; the ranks of a node first fill a cold page cache together, and all share what comes from afar.
-        prefetched = prefetch(checkpoint.opened, [*stored, *in_place], group, wanted=request.options.tp_prefetch)
+        local = [each for each in (*stored, *coming, *in_place) if not each.tensor.source.is_remote]
+        prefetched = prefetch(checkpoint.opened, local, group, wanted=request.options.tp_prefetch)
         title, is_quiet = f"Loading shard 1 of {group.size}", group.rank > 0
         with transformers_logging.tqdm(total=nbytes, unit="B", unit_scale=True, desc=title, disable=is_quiet) as bar:
-            statistics = group.together(lambda: read(stored, threads=group.threads, progress=bar.update))
             bar.update(sum(each.tensor.nbytes for each in in_place))
-            if request.shared:
-                fetch(remote, sources=checkpoint.sources, group=group, progress=bar.update)
+            statistics = fill(stored, others, checkpoint, group, request, bar.update)
+            for names in later:
+                packed.weights |= fill_round(
+                    {name: dense[name] for name in names},
+                    values,
+                    dtypes,
+                    checkpoint,
+                    group,
+                    request,
+                    statistics,
+                    bar.update,
+                )
 
-            def finish() -> None:
-                for leaf, destination in others:
-                    leaf.fill(destination)
-                    bar.update(leaf.nbytes)
+            def check() -> None:
                 for source in checkpoint.sources:
                     source.check_unchanged()
 
-            group.together(finish)
+            group.together(check)
         reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
 
     # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
@@ -138,13 +149,15 @@ def load(
         del values[name]
     for name, value in values.items():
         place(model, name, value)
-    for name, weight in packed.items():
-        hold_packed(*_owner(model, name), weight)
-    missing = set(whole) - set(values) - set(packed)
+    for name, weight in packed.weights.items():
+        hold_packed(*owner_of(model, name), weight)
+    if packed.kept is not None and packed.weights:
+        PACKED_CHECKPOINT.put(model, packed.kept)
+    missing = set(whole) - set(values) - set(packed.weights)
     for name in missing:
         restore_whole(model, name, whole[name])
     missing -= {name for name, _, _ in mismatched}
-    held = sum(value.nbytes for value in values.values()) + sum(weight.nbytes for weight in packed.values())
+    held = sum(value.nbytes for value in values.values()) + packed.nbytes
     report = LoadReport(
         rank=group.rank,
         shares=tuple(group.gather(held)),
@@ -203,7 +216,7 @@ def partition_initialized(model: nn.Module, resolution: Resolution, group: Tenso
             shard = resolution.shard(name, param.shape, group)
             local = _partition(name, Resident(param.data), resolution, group, whole_like(param)).materialize()
             made[param] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
-        owner, param_type = _owner(model, name)
+        owner, param_type = owner_of(model, name)
         owner._parameters[param_type] = made[param]
 
 
@@ -216,21 +229,6 @@ def _partition(
         return expression
     layout = strategy.layout(name.rpartition(".")[2], whole.shape, group.size)
     return take(expression, layout, group.rank)
-
-
-def _pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The pages of the file that a shard stands in, as a tensor, if they are what the parameter holds."""
-    outline = torch.empty(shard.shape, device="meta")
-    found = list(shard.pieces(outline))
-    if len(found) != 1 or not isinstance(found[0][0], Stored) or not found[0][1].is_contiguous():
-        return None
-    boxes = [box for box, _ in found[0][0].boxes(found[0][1])]
-    if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].start % dtype.itemsize:
-        return None
-    (box,) = boxes
-    if not isinstance(box.source, LocalFile):
-        return None
-    return box.source.map(own=True).parameter(box.start, box.span, dtype, outline.shape)
 
 
 def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, str], bool], *, say: bool) -> set[str]:
@@ -263,7 +261,7 @@ def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Set one parameter or buffer, marked so that transformers does not initialise it."""
-    owner, attribute = _owner(model, name)
+    owner, attribute = owner_of(model, name)
     if attribute in owner._buffers:
         untyped(value)._is_hf_initialized = True
         owner._buffers[attribute] = value
@@ -277,11 +275,12 @@ def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def restore_whole(model: nn.Module, name: str, whole: torch.Tensor) -> None:
     """Put back the meta parameter that was there before it was cut, for transformers to tie or to initialise."""
-    owner, attribute = _owner(model, name)
+    owner, attribute = owner_of(model, name)
     if attribute in owner._parameters:
         owner._parameters[attribute] = nn.Parameter(whole, requires_grad=whole.requires_grad)
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has a parameter or buffer, and its name there."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute

@@ -10,14 +10,20 @@ import torch
 
 from ..anatomy.names import tied_parameters
 from ..checkpoint.conversion.convert import Conversion, convert, identity
-from ..checkpoint.quantization.format import Format
-from ..checkpoint.quantization.packed import PackedWeight, pack
+from ..checkpoint.hub.fetch import fetch
+from ..checkpoint.quantization.arriving import Arriving
+from ..checkpoint.quantization.format import Quantization, member_names
+from ..checkpoint.quantization.members import PackedCheckpoint
+from ..checkpoint.quantization.packed import HeldWeight, pack
 from ..checkpoint.reading.header import Checkpoint, check_files
 from ..checkpoint.reading.jobs import Request
+from ..checkpoint.reading.reader import read
 from ..checkpoint.saving.manifest import Manifest
 from ..checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from ..errors import CheckpointError
 from ..marks import untyped
+from ..ranks.group import TensorParallelGroup
+from ..slices.bundle import Decoded
 from ..slices.lazy import LazyTensor, Leaf, Resident
 from ..slices.source import Source
 from ..slices.stored import Stored
@@ -42,8 +48,10 @@ class LoadRequest:
     """Weights in memory, in place of files."""
     sharded: Manifest | None = None
     """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
-    quantization: Format | None = None
+    quantization: Quantization | None = None
     """How the weights are quantised, if they are."""
+    arriving: Arriving | None = None
+    """How they are to be quantised, if they are not and shall be."""
 
     @property
     def stays_packed(self) -> bool:
@@ -63,6 +71,21 @@ def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
     return Checkpoint(files, weight_map=(request.config.sharded_metadata or {}).get("weight_map"))
 
 
+def read_first(checkpoint: Checkpoint, request: LoadRequest, group: TensorParallelGroup) -> None:
+    """Read the tensors of a quantised checkpoint that say how others are cut, all together; they are in memory then."""
+    if request.quantization is None:
+        return
+    names = request.quantization.format.read_first(checkpoint.tensors)
+    found = {name: checkpoint.tensors[name] for name in names}
+    values = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in found.items()}
+    stored, _ = leaves(found, values)
+    here = [each for each in stored if not each.tensor.source.is_remote]
+    group.together(lambda: read(here, threads=group.threads))
+    if request.shared:
+        fetch([each for each in stored if each.tensor.source.is_remote], sources=checkpoint.sources, group=group)
+    checkpoint.tensors.update({name: Resident(value) for name, value in values.items()})
+
+
 Mismatched = set[tuple[str, torch.Size, torch.Size]]
 """(name, shape in the checkpoint, shape in the model)."""
 
@@ -78,10 +101,18 @@ def express(
     tensors: Mapping[str, LazyTensor] = checkpoint.tensors
     if request.state_dict is not None:
         tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
+    stored = tensors
     if request.quantization is not None:
-        tensors = request.quantization.expressed(tensors, stays_packed=request.stays_packed)
+        tensors = request.quantization.format.expressed(tensors, stays_packed=request.stays_packed)
     shapes, entries = {name: tensor.shape for name, tensor in whole.items()}, request.config.weight_mapping
-    conversion = convert(model, tensors, shapes, entries if request.sharded is None else None)
+    # Quantised tensors have the checkpoint's own names in a pre-sharded one too.
+    has_own_names = request.sharded is not None and request.quantization is None
+    conversion = convert(model, tensors, shapes, None if has_own_names else entries)
+    if request.stays_packed:
+        members = {name for tensor in tensors.values() for name in member_names(tensor)}
+        conversion.beside = {
+            name: tensor for name, tensor in stored.items() if name not in members and tensors.get(name) is not tensor
+        }
     if request.sharded is not None:
         # The model went through these before it was saved in shards; `save_pretrained` reverts them.
         gone_through = [entry for entry in entries or () if identity(entry) in request.sharded.conversions]
@@ -104,26 +135,58 @@ def leaves(
     return stored, others
 
 
-def packable(
+def is_quantised(expression: LazyTensor) -> bool:
+    """True if some of it is decoded from members that are read first."""
+    outline = torch.empty(expression.shape, device="meta")
+    return any(isinstance(leaf, Decoded) for leaf, _ in expression.pieces(outline))
+
+
+@dataclass
+class Packing:
+    """The parameters of a rank that stay packed."""
+
+    weights: dict[str, HeldWeight]
+    reads: list[Request]
+    """The reads of their members, and of what is kept for a save."""
+    kept: PackedCheckpoint | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the members in memory."""
+        return sum(weight.nbytes for weight in self.weights.values())
+
+
+def packing(
     model: PreTrainedModel,
+    conversion: Conversion,
     shards: Mapping[str, LazyTensor],
     dtypes: Mapping[str, torch.dtype],
     device: torch.device,
-) -> tuple[dict[str, PackedWeight], list[Request]]:
-    """The parameters that can stay packed, and the reads of their members.
+    request: LoadRequest,
+) -> Packing:
+    """The parameters that stay packed, of those that the request wants to.
 
     Tied ones cannot, which several modules compute with, and ones that are quantised in part.
     """
-    ties = tied_parameters(model)
+    found = Packing({}, [])
+    if request.quantization is None or not request.stays_packed:
+        return found
+    ties, unpacked = tied_parameters(model), list(conversion.fallbacks)
     untied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {*ties, *ties.values()}
-    packed: dict[str, PackedWeight] = {}
-    reads: list[Request] = []
     for name, shard in shards.items():
-        found = pack(shard, dtypes[name], device) if name in untied else None
-        if found is not None:
-            packed[name] = found[0]
-            reads += [Request(leaf, view) for leaf, view in found[1]]
-    return packed, reads
+        made = pack(shard, dtypes[name], device) if name in untied else None
+        if made is not None:
+            found.weights[name] = made[0]
+            found.reads += [Request(leaf, view) for leaf, view in made[1]]
+        elif is_quantised(shard):
+            unpacked.append(name)
+    beside = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in conversion.beside.items()}
+    reads, others = leaves(conversion.beside, beside)
+    found.reads += reads
+    for leaf, destination in others:
+        leaf.fill(destination)
+    found.kept = PackedCheckpoint(request.quantization, beside, unpacked)
+    return found
 
 
 def _take_mismatched(conversion: Conversion, whole: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:

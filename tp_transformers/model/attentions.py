@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 
 from ..anatomy.attention import is_cross_attention
 from ..errors import UnsupportedError
-from ..plans.heads import AttentionHeads
+from ..plans.attention_heads import AttentionHeads
 from ..ranks.collectives import Group, gather_from_region
 from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Split

@@ -17,7 +17,6 @@ torch.utils.checkpoint restores the shared state, the same masks are drawn again
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -29,7 +28,7 @@ from ..marks import untyped
 from ..ranks.collectives import Group, all_gather_number
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
-from ..strategies import TensorParallelLayer, wrap_forward
+from ..strategies import TensorParallelLayer, block_of
 from ..strategies.regions.sequence import is_cut
 
 _STEP = 0x9E3779B97F4A7C15
@@ -62,14 +61,15 @@ class OwnRandomness:
         If there is none, or a forward raises, it is the end of `module` (recomputation stops by raising). For a
         part of a sequence, draw as this rank from the end of a block, which joins the parts, to the start of the next.
         """
-        untyped(module).tp_randomness = self
-        wrap_forward(module, _drawing)
+        block_of(module).guards.append(self)
 
     def begin(self, module: nn.Module) -> None:
         """Before the module: find out whether it drops anything, and the layers that it is made of by now."""
         self.leave()
         self.draws = module.training and _drops(module)
-        children = list(module.children()) if self.draws else []
+        if not self.draws:
+            return
+        children = list(module.children())
         self.children = WeakSet(children)
         on_parts = any(strategy is not None and strategy.joins_sequence for strategy in map(_strategy, children))
         for child in children:
@@ -115,17 +115,6 @@ class OwnRandomness:
 
     def _has_entered(self) -> bool:
         return self.shared is not None and _generator(self.device).initial_seed() == self.seed
-
-
-def _drawing(call: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    randomness: OwnRandomness = module.tp_randomness
-    if not (module.training or randomness.draws):
-        return call(module, *args, **kwargs)
-    randomness.begin(module)
-    try:
-        return call(module, *args, **kwargs)
-    finally:
-        randomness.leave()
 
 
 class SharedRandomness:

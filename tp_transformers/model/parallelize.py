@@ -9,13 +9,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.attention import reads_counts_of_config
+from ..anatomy.mixers import HEAD_COUNTS, counts_heads_by_config
 from ..anatomy.names import base_prefix, fold_layers
 from ..logs import get_logger
 from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
 from ..plans.shares import check_layers_are_cut
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import LocalConfig, ParamShard, TensorParallelLayer, attach, mix_locally, share_inputs
+from ..strategies import LocalConfig, ParamShard, TensorParallelLayer, attach, join_layers, mix_locally
 from .attentions import return_whole_attentions
 from .dropout import OwnRandomness, SharedRandomness
 from .state_dict import keep_state
@@ -67,6 +68,9 @@ def parallelize(
         if hasattr(module, "config") and (heads.is_fused or reads_counts_of_config(module)):
             module.config = LocalConfig(module.config, **heads.config_attributes(group.rank))
     for name, mixer in resolution.mixers.items():
+        module = model.get_submodule(name)
+        if counts_heads_by_config(module):
+            module.config = LocalConfig(module.config, **dict.fromkeys(HEAD_COUNTS, mixer.heads.widths[group.rank]))
         for owner in ("", *(child.rpartition(".")[0] for child in mixer.local)):
             _set_own(model.get_submodule(f"{name}.{owner}".rstrip(".")), mixer.attributes(group.rank))
 
@@ -83,14 +87,14 @@ def parallelize(
         for name, mixer in resolution.mixers.items():
             inside = tuple(f"{name}.{child}." for child in mixer.local)
             read = {param[len(name) + 1 :]: shard for param, shard in shards.items() if param.startswith(inside)}
-            mix_locally(model.get_submodule(name), read, mixer.splits, group.rank)
+            mix_locally(model.get_submodule(name), read, mixer.splits, mixer.states, group.rank)
         return_whole_attentions(model, resolution.attention, group)
         for name in dict.fromkeys(
             name.rpartition(".")[0]
             for name, strategy in resolution.module_strategies.items()
             if strategy.leaves_sharded_output or strategy.joins_sequence
         ):
-            share_inputs(model.get_submodule(name))
+            join_layers(model.get_submodule(name))
             OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
         for name, strategy in resolution.module_strategies.items():
             if strategy.draws_alike:  # after what is inside: its own states begin in the shared one

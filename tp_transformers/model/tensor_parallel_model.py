@@ -78,8 +78,11 @@ class TensorParallelModel(WatchedModel, _Model):
         return load_adapter(self, *args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards. Raises UnsupportedError where weights are packed, unless for parameters (`keep_vars`)."""
-        if not kwargs.get("keep_vars"):
+        """This rank's shards. Raises UnsupportedError where weights are packed, unless for parameters (`keep_vars`).
+
+        With adapters, packed weights are on the meta device in it: peft looks for its own parameters there.
+        """
+        if not kwargs.get("keep_vars") and not any(hasattr(module, "lora_A") for module in self.modules()):
             refuse_packed(self, "state_dict")
         return super().state_dict(*args, **kwargs)
 

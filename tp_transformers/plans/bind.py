@@ -23,14 +23,15 @@ from ..strategies import (
     TensorParallelLayer,
     style_hint,
 )
+from .attention_heads import AttentionCut, AttentionHeads
 from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
 from .checks.widths import misfits
-from .heads import AttentionCut, AttentionHeads, cut_attention
+from .heads import cut_attention
 from .mixers import MixerHeads, cut_mixers
 from .rewrite.batch import cut_batch
 from .rewrite.loss import cut_loss
 from .rewrite.sequence import cut_sequence
-from .rule import Rule
+from .rule import UNRULED, Rule
 from .rules import Plan
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ class _Resolver:
         if self.plan.declared:
             self._follow_tied(module_rules)
         cut, faults = AttentionCut(), self.faults
-        mixers = cut_mixers(self.plan.mixers, self.modules, self.prefix, self.size, faults, cut.splits, cut.whole)
+        mixers = cut_mixers(
+            self.plan.mixers, self.modules, self.prefix, self.size, faults, cut.splits, cut.whole, module_rules
+        )
         cut_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, faults, cut)
         module_strategies = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
         param_strategies: dict[str, TensorParallelLayer] = {}
@@ -139,8 +142,8 @@ class _Resolver:
             raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
         names = ", ".join(sorted(set(map(fold_layers, cut.whole.values()))))
         notes = (
-            f"{names}: {self.size} ranks are more than the query heads, so every rank holds and computes all of them; "
-            "the rest is still split",
+            f"{names}: {self.size} ranks are more than the heads, so every rank computes all of them; the rest is "
+            "still split",
         )
         return Resolution(
             module_strategies,
@@ -256,10 +259,12 @@ class _Resolver:
             # Gemma 3n keeps those features that stand out among all of a token's.
             pattern = getattr(strategy.config, "activation_sparsity_pattern", None)
             sparse = any(pattern) if isinstance(pattern, list | tuple) else bool(pattern)
-            if sparse and name.endswith("mlp.gate_proj") and strategy.leaves_sharded_output and self.size > 1:
+            block = name.rpartition(".")[0]
+            compared = sparse and name.endswith("mlp.gate_proj") and strategy.leaves_sharded_output and self.size > 1
+            if compared and not module_strategies.get(block, UNRULED).shares_moments:
                 self.faults.append(
-                    f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with each "
-                    "other; make gate_proj and up_proj colwise_rep, and down_proj rowwise_rep"
+                    f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with each other; "
+                    f"add {fold_layers(block)}: {{strategy: sharded_moments, widths: intermediate_size}}"
                 )
         for name, rule in param_rules.items():
             owner = name.rpartition(".")[0]

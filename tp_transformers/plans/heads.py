@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ..anatomy.attention import (
     HEAD_SIZES,
-    KV_COUNTS,
-    QUERY_COUNTS,
     attention_config,
     first_of,
     head_counts,
@@ -22,6 +19,7 @@ from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers, inner
 from ..errors import hint_for
 from ..slices.layout import Split, heads, interleaved, packed
+from .attention_heads import AttentionCut, AttentionHeads
 from .rule import UNRULED, Rule
 from .rules import Plan
 
@@ -41,50 +39,6 @@ LATENT_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "output": ("o_proj",),
 }
 """The children by which attention is recognised where a plan does not name it (a dict, a declared plan)."""
-
-
-@dataclass(frozen=True)
-class AttentionHeads:
-    """How the heads of one attention module are cut."""
-
-    query: Split
-    kv: Split
-    is_fused: bool = False
-    """True if one projection makes queries, keys and values, which the module splits by head counts."""
-    is_latent: bool = False
-    """True if heads are made from replicated latents (multi-head latent attention)."""
-    head_dim: int | None = None
-    """Features of a query head, where they are known."""
-
-    def attributes(self, rank: int) -> dict[str, int]:
-        """The module's own head counts on `rank`, by the names that transformers uses."""
-        query, kv = self.query.widths[rank], self.kv.widths[rank]
-        counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
-        counts["num_key_value_groups"] = query // kv
-        if self.head_dim is not None:
-            # Names for the width of all query heads, at which GPT-2 and DBRX split queries from keys, and of KV heads.
-            widths = ("split_size", "embed_dim", "inner_dim", "all_head_size", "q_dim")
-            counts |= dict.fromkeys(widths, query * self.head_dim)
-            counts["kv_dim"] = kv * self.head_dim
-            if self.is_fused:
-                counts["hidden_size"] = query * self.head_dim
-        return counts
-
-    def config_attributes(self, rank: int) -> dict[str, int]:
-        """The head counts that the module reads from its config on `rank`."""
-        counts = self.attributes(rank)
-        return {name: counts[name] for name in ("num_attention_heads", *KV_COUNTS)}
-
-
-@dataclass
-class AttentionCut:
-    """How all attention of a model is cut."""
-
-    heads: dict[str, AttentionHeads] = field(default_factory=dict)
-    splits: dict[str, Split] = field(default_factory=dict)
-    """Projection, parameter or attention module -> how its heads are cut."""
-    whole: dict[str, str] = field(default_factory=dict)
-    """Replicated child (there are more ranks than heads) -> its attention module or mixer."""
 
 
 def cut_attention(
@@ -107,7 +61,7 @@ def cut_attention(
         faults, cut: lists of faults and of how mixers are cut, which are added to.
     """
     modules, known = dict(model.named_modules()), len(faults)
-    for name, (around, children) in _groups(plan, modules, prefix, faults).items():
+    for name, (around, children, blocks) in _groups(plan, modules, prefix, faults).items():
         roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
         projections = {child: role for role, names in roles.items() for child in names if not role.startswith("with_")}
         sharded = {child for child, role in projections.items() if _is_sharded(role, module_rules.get(child))}
@@ -123,14 +77,20 @@ def cut_attention(
         if counts is None:
             continue
         query, kv, head_dim = counts
+        count = max(blocks.values(), default=1)
+        if query % count or kv % count:
+            faults.append(f"attention {name}: {query} query and {kv} key/value heads are not those of {count} blocks")
+            continue
         if plan.declared and not plan.names_attention(name, prefix):
             _complete_declared(name, roles, modules, module_rules, param_rules, (query, head_dim))
         followers = [child for names in roles.values() for child in names]
-        if size > query:
+        if size > query // count:
             cut.whole.update(dict.fromkeys((*followers, name), name))
             continue
+        units = heads(query // count, kv // count, size)
         group = AttentionHeads(
-            *heads(query, kv, size),
+            packed([units[0]] * count),
+            packed([units[1]] * count),
             is_fused=bool({"fused", "interleaved"} & roles.keys()),
             is_latent="key_value" in roles,
             head_dim=head_dim,
@@ -141,7 +101,7 @@ def cut_attention(
             for child in names:
                 rule = module_rules.get(child) or param_rules.get(child)
                 if rule is not None:
-                    cut.splits[child] = _role_split(role, group, rule)
+                    cut.splits[child] = packed([_role_split(role, units, rule)] * blocks.get(role, 1))
                 if rule is not None and rule.parts is not None and role != "fused":
                     faults.append(
                         f"{fold_layers(child)}: attention cuts it by heads, as {role}, which has no parts; leave parts "
@@ -182,15 +142,16 @@ def _complete_declared(
                 module_rules[child] = Rule(child, "replicated_with_grad_allreduce")
 
 
-def _role_split(role: str, group: AttentionHeads, rule: Rule) -> Split:
-    """Split, in heads, of the projection or parameter with `role` in attention."""
-    by_part = {"query": group.query, "key": group.kv, "value": group.kv}
+def _role_split(role: str, units: tuple[Split, Split], rule: Rule) -> Split:
+    """Split, in heads, of a block of the projection or parameter with `role`, by query and KV heads of a block."""
+    query, kv = units
+    by_part = {"query": query, "key": kv, "value": kv}
     if role == "fused":
         parts = rule.parts if isinstance(rule.parts, tuple) else tuple(by_part)
-        return packed([by_part.get(str(part), group.kv) for part in parts])
+        return packed([by_part.get(str(part), kv) for part in parts])
     if role == "interleaved":
-        return interleaved(group.query, group.kv)
-    return group.kv if role in ("key", "value", "key_value", "with_key") else group.query
+        return interleaved(query, kv)
+    return kv if role in ("key", "value", "key_value", "with_key") else query
 
 
 def _unrecognised(
@@ -218,14 +179,15 @@ def _unrecognised(
 
 def _groups(
     plan: Plan, modules: Mapping[str, nn.Module], prefix: str, faults: list[str]
-) -> dict[str, tuple[str, Mapping[str, tuple[str, ...]]]]:
-    """Attention module -> (it or one around it, that one's children by role), as plans say, or else PROJECTIONS."""
-    groups: dict[str, tuple[str, Mapping[str, tuple[str, ...]]]] = {}
+) -> dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]]:
+    """Attention module -> (it or one around it, that one's children and blocks by role), as plans say, or else
+    PROJECTIONS."""
+    groups: dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]] = {}
     for name, module in modules.items():
         for projections in () if plan.names_attention(name, prefix) else (PROJECTIONS, LATENT_PROJECTIONS):
             children = dict(_present(module, projections))
             if projections.keys() - {"with_query"} <= children.keys():
-                groups[name] = name, children
+                groups[name] = name, children, {}
     for group in plan.attention:
         names = list(group.match(modules, prefix))
         if not names and not group.optional:
@@ -244,7 +206,7 @@ def _groups(
                 made = [child for role in children.keys() - {"output"} for child in children[role]]
                 holders = {child.rpartition(".")[0] for child in made}
                 own = ".".join(filter(None, (name, *holders))) if len(holders) == 1 else name
-                groups[own] = name, children
+                groups[own] = name, children, group.blocks
     return groups
 
 

@@ -13,7 +13,7 @@ groups, or a part of the heads of one, whose features it holds like other ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -27,11 +27,12 @@ from ..anatomy.mixers import (
     mixed_length,
     mixer_counts,
 )
-from ..anatomy.names import fold_layers, inner
+from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for, shown
 from ..slices.layout import Range, Split, heads, packed
 from .parse import is_name, names_of, rule_arguments
 from .pattern import Pattern
+from .rule import Rule
 
 PARTS = ("value", "key", "head")
 
@@ -45,6 +46,11 @@ MIXER_RULES: Mapping[str, str] = {
     "output": "rowwise",
 }
 """Rules of a mixer's children, by role, where a plan has none for them."""
+GATHERED: Mapping[str, str] = {"colwise": "colwise_rep", "rowwise": "rowwise_rep"}
+"""Rules in place of these where every rank computes all heads."""
+
+STATES = "states"
+"""Role of states that the forward is given: `argument.index`, with something for heads or groups along dim 1."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Mixer(Pattern):
     """The modules that match `pattern` mix tokens with heads: their parameters are cut part by part."""
 
     children: Mapping[str, Mapping[str, Parts]]
-    """Role (one of MIXER_RULES) -> name of a child module, parameter or buffer -> its parts."""
+    """Role (one of MIXER_RULES, or STATES) -> name of a child module, parameter or buffer -> its parts."""
     optional: bool = False
 
 
@@ -65,9 +71,11 @@ class MixerHeads:
     widths: Mapping[str, int]
     """Features of a head (`value`) and of a group (`key`)."""
     splits: Mapping[str, Split] = field(default_factory=dict)
-    """Child -> how its features are cut."""
+    """Child, or state -> how its features are cut; empty where every rank has all heads."""
     local: tuple[str, ...] = ()
     """Children that the mixer's own forward reads."""
+    states: tuple[str, ...] = ()
+    """States that it is given."""
     convolved: Split | None = None
 
     def attributes(self, rank: int) -> dict[str, int]:
@@ -87,10 +95,10 @@ def mixer_arguments(pattern: str, entry: Any, faults: list[str]) -> dict[str, An
     options = dict(entry) if isinstance(entry, Mapping) else {}
     optional = options.pop("optional", False)
     children = {role: _children(value) for role, value in options.items()}
-    if not isinstance(optional, bool) or children.keys() - MIXER_RULES.keys() or None in children.values():
+    if not isinstance(optional, bool) or children.keys() - {*MIXER_RULES, STATES} or None in children.values():
         faults.append(
-            f"mixer {pattern}: {shown(entry)} does not map {', '.join(MIXER_RULES)} to names, or to names and their "
-            f"parts ({', '.join(PARTS)})"
+            f"mixer {pattern}: {shown(entry)} does not map {', '.join((*MIXER_RULES, STATES))} to names, or to names "
+            f"and their parts ({', '.join(PARTS)})"
         )
         children = {}
     elif not children.get("output"):
@@ -101,7 +109,7 @@ def mixer_arguments(pattern: str, entry: Any, faults: list[str]) -> dict[str, An
 def mixer_rules(pattern: str, children: Mapping[str, Mapping[str, Parts]]) -> Iterator[dict[str, Any]]:
     """The arguments of `Rule` for the children of a mixer at `pattern`; those that a module lacks are skipped."""
     for role, names in children.items():
-        for name in names:
+        for name in names if role in MIXER_RULES else ():
             yield rule_arguments(f"{pattern}.{name}", MIXER_RULES[role], "optional", []) or {}
 
 
@@ -131,13 +139,17 @@ def cut_mixers(
     faults: list[str],
     splits: dict[str, Split],
     whole: dict[str, str],
+    module_rules: dict[str, Rule],
 ) -> dict[str, MixerHeads]:
     """Cut every mixer by whole heads.
+
+    Where there are more ranks than heads, projections are cut by features, and their outputs gathered.
 
     Args:
         faults: list to which faults are added.
         splits: children by their full names, to which those of the mixers are added.
-        whole: child -> its mixer, to which those are added that have fewer heads than there are ranks.
+        whole: child -> its mixer, to which those are added that every rank holds, there being fewer heads than ranks.
+        module_rules: the rule of every module that has one; those of projections change that are gathered.
     """
     cut: dict[str, MixerHeads] = {}
     for mixer in mixers:
@@ -146,7 +158,9 @@ def cut_mixers(
             hint = hint_for(faults, mixer.full(prefix), map(fold_layers, modules))
             faults.append(f"mixer {mixer.full(prefix)}: matches no module{hint}")
         for name in names:
-            own = {role: dict(_present(modules[name], children)) for role, children in mixer.children.items()}
+            stated = mixer.children.get(STATES, {})
+            named = {role: children for role, children in mixer.children.items() if role != STATES}
+            own = {role: dict(_present(modules[name], children)) for role, children in named.items()}
             absent = [role for role, found in own.items() if not found and role != "norm"]
             if absent:
                 if not mixer.optional:
@@ -154,15 +168,21 @@ def cut_mixers(
                 continue
             children = [f"{name}.{child}" for found in own.values() for child in found]
             try:
-                found = _cut(modules[name], own, size)
+                found = _cut(modules[name], own, stated, size)
             except ValueError as error:
                 faults.append(f"mixer {fold_layers(name)}: {error}")
                 continue
-            if found is None:
-                whole.update(dict.fromkeys((*children, name), name))
-                continue
             cut[name] = found
             splits.update({f"{name}.{child}": split for child, split in found.splits.items()})
+            if not found.splits:
+                gathered = {
+                    child: replace(module_rules[child], strategy=GATHERED[module_rules[child].strategy_name])
+                    for child in children
+                    if child in module_rules and module_rules[child].strategy_name in GATHERED
+                }
+                module_rules.update(gathered)
+                ruled = (child for child in module_rules if is_inside(child, name))
+                whole.update((child, name) for child in (*children, *ruled) if child not in gathered)
     return cut
 
 
@@ -174,8 +194,10 @@ def _present(module: nn.Module, children: Mapping[str, Parts]) -> Iterator[tuple
             yield child, parts
 
 
-def _cut(module: nn.Module, own: Mapping[str, Mapping[str, Parts]], size: int) -> MixerHeads | None:
-    """The heads of one mixer, whose children are `own`; None where there are more ranks than heads.
+def _cut(
+    module: nn.Module, own: Mapping[str, Mapping[str, Parts]], stated: Mapping[str, Parts], size: int
+) -> MixerHeads:
+    """The heads of one mixer, whose children are `own`, and its states `stated`.
 
     Raises ValueError where its parameters are not made up of their parts.
     """
@@ -186,7 +208,8 @@ def _cut(module: nn.Module, own: Mapping[str, Mapping[str, Parts]], size: int) -
     }
     parts = {child: found for children in own.values() for child, found in children.items()}
     width = lengths[next(iter(own["output"]))]
-    head_count, group_count = mixer_counts(module, width)
+    readers = dict.fromkeys(("", *(child.rpartition(".")[0] for child in own.get("local", ()))))
+    head_count, group_count = mixer_counts([module.get_submodule(name) for name in readers], width)
     whole = {"head": head_count, "value": width, "key": 0}
     for child, found in parts.items():
         flat = _flat(found)
@@ -196,10 +219,12 @@ def _cut(module: nn.Module, own: Mapping[str, Mapping[str, Parts]], size: int) -
                 break
     if width % head_count or whole["key"] % group_count or whole["key"] < 0:
         raise ValueError(f"{width} and {whole['key']} features are not {head_count} heads and {group_count} groups")
+    widths = {"value": width // head_count, "key": whole["key"] // group_count, "head": 1}
     if size > head_count:
-        return None
+        every_head, every_group = (Split(count, (((0, count),),) * size) for count in (head_count, group_count))
+        return MixerHeads(every_head, every_group, widths, local=tuple(own.get("local", ())))
     by_head, by_group = heads(head_count, group_count, size)
-    cut = MixerHeads(by_head, by_group, {"value": width // head_count, "key": whole["key"] // group_count, "head": 1})
+    cut = MixerHeads(by_head, by_group, widths)
     splits = {}
     for child, found in parts.items():
         single = found[0] if len(found) == 1 else None
@@ -213,8 +238,15 @@ def _cut(module: nn.Module, own: Mapping[str, Mapping[str, Parts]], size: int) -
             raise ValueError(f"{lengths[child]} features of {child} are not its parts, {shown(list(found))}")
         splits[child] = packed([_split(part, cut) for part in found])
     convolved = [split for split in splits.values() if split.length == vars(module).get(CONVOLVED_WIDTH)]
+    splits |= {state: packed([_split(part, cut) for part in found]) for state, found in stated.items()}
     return MixerHeads(
-        by_head, by_group, cut.widths, splits, tuple(own.get("local", ())), convolved[0] if convolved else None
+        by_head,
+        by_group,
+        cut.widths,
+        splits,
+        tuple(own.get("local", ())),
+        tuple(stated),
+        convolved[0] if convolved else None,
     )
 
 

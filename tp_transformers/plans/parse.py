@@ -157,7 +157,11 @@ def attention_arguments(pattern: str, children: Any, faults: list[str]) -> dict[
         for name, value in flags.items()
         if not isinstance(value, bool)
     )
+    blocks = options.pop("blocks", {})
     roles = {role: names_of(names or ()) for role, names in options.items()}
+    if not isinstance(blocks, Mapping) or blocks.keys() - roles.keys() or len({1, *blocks.values()}) > 2:
+        faults.append(f"attention {pattern}: blocks is {shown(blocks)}, not one number for some of its roles")
+        blocks = {}
     if not roles or None in roles.values() or roles.keys() - set(ATTENTION_ROLES):
         faults.append(
             f"attention {pattern}: {shown(children)} does not map {', '.join(ATTENTION_ROLES)} to child names"
@@ -166,6 +170,7 @@ def attention_arguments(pattern: str, children: Any, faults: list[str]) -> dict[
         "pattern": pattern,
         "children": roles,
         **{name: bool(value) for name, value in flags.items()},
+        "blocks": blocks,
         "in_base_model": True,
     }
 

@@ -43,7 +43,7 @@ class Rule(Pattern):
     @property
     def instance(self) -> TensorParallelLayer | None:
         """The strategy itself; None where there is none of that name."""
-        return STRATEGIES.get(self.strategy) if isinstance(self.strategy, str) else as_strategy(self.strategy)
+        return STRATEGIES.find(self.strategy) if isinstance(self.strategy, str) else as_strategy(self.strategy)
 
 
 @dataclass(frozen=True)
@@ -55,3 +55,5 @@ class Attention(Pattern):
     optional: bool = False
     gathered: bool = False
     """True if projections are cut, but their outputs gathered, so that every rank computes with all heads."""
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """Role -> blocks in which heads are stored, one after the other; a rank has a share of each."""

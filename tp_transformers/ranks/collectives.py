@@ -12,6 +12,7 @@ Sharded dims need not divide: `widths` gives the length of every rank's slice.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ Place = tuple[int, int, int]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_SUM = dist.AllreduceOptions()
+_SUM.asyncOp = False
+
+
+def _all_reduce(x: Tensor, group: Group) -> None:
+    """`dist.all_reduce` of a real tensor, most of whose time passes before it asks the group for the same."""
+    if torch.compiler.is_compiling():
+        dist.all_reduce(x, group=group)
+    elif (work := group.allreduce([x], _SUM)) is not None:
+        work.wait()
+
 
 def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """Identity; backward sums the gradients of all ranks of `group` (all-reduce), in `reduce_dtype` or in their own."""
@@ -39,11 +51,16 @@ def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = N
 def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
     """Sum over the ranks of `group` (all-reduce); backward is the identity.
 
-    `in_place`: nobody else reads `x`, so that its memory may take the sum where there is no backward.
+    `in_place`: nobody else reads `x`, the backward that is recorded included, so that its memory may take the sum.
     """
-    if in_place and not torch.is_grad_enabled() and x.is_contiguous():
-        dist.all_reduce(x, group=group)
-        return x
+    if in_place and x.is_contiguous():
+        if not torch.is_grad_enabled() or not x.requires_grad:
+            _all_reduce(x, group)
+            return x
+        if not torch.compiler.is_compiling():
+            _all_reduce(x.detach(), group)
+            x.register_hook(partial(copy_to_region, group=group))  # for gradients of gradients
+            return x
     return _apply(_ReduceFromRegion, x, group, None)
 
 
@@ -52,6 +69,8 @@ def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: i
 
     `widths[rank]` is the length of that rank's slice; `x` has length `widths[own rank]` along `dim`.
     """
+    if not torch.is_grad_enabled():
+        return all_gather_uneven(x, widths, group, dim=dim)
     return _apply(_GatherFromRegion, x, tuple(widths), group, dim)
 
 
@@ -133,8 +152,15 @@ def all_gather_number(number: int, group: Group, device: torch.device | str) -> 
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    output: Tensor = function.apply(*args)
+    output: Tensor = apply_directly(function)(*args)
     return output
+
+
+def apply_directly(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply` without its support of torch.func, which takes a third of the time."""
+    if torch.compiler.is_compiling():
+        return function.apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 class _CopyToRegion(torch.autograd.Function):
@@ -154,7 +180,7 @@ class _ReduceFromRegion(torch.autograd.Function):
         ctx.group, ctx.reduce_dtype = group, reduce_dtype
         # A copy: the caller's tensor may be an activation that others still read.
         total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        _all_reduce(total, group)
         return total.to(x.dtype)
 
     @staticmethod
@@ -250,7 +276,7 @@ class _ReduceShared(torch.autograd.Function):
         buffer = total.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))
         for local, slot, width in places:
             buffer.narrow(dim, slot, width).copy_(x.narrow(dim, local, width))
-        dist.all_reduce(buffer, group=group)
+        _all_reduce(buffer, group)
         for local, slot, width in places:
             total.narrow(dim, local, width).copy_(buffer.narrow(dim, slot, width))
         return total.to(x.dtype)

@@ -46,6 +46,8 @@ class Member:
 
     tensor: LazyTensor
     cuts: tuple[Cut | None, ...]
+    name: str = ""
+    """Name in the checkpoint."""
 
 
 Parts = Mapping[str, torch.Tensor]
@@ -93,6 +95,7 @@ class Bundle(Expression):
             _Hull(ranges, unit, length) for ranges, unit, length in zip(self.selection, units, self.whole, strict=True)
         ]
         parts: dict[str, torch.Tensor] = {}
+        origins: dict[str, Origin] = {}
         for name, member in self.members.items():
             places = [
                 [(0, 0, length)] if cut is None else hulls[cut.dim].places(cut, length)
@@ -111,8 +114,9 @@ class Bundle(Expression):
                         part = part.select(dim, [(start, start + length)])
                     view = view.narrow(dim, position, length)
                 yield from part.pieces(view)
+            origins[name] = Origin(member.name, tuple(member.tensor.shape), places)
         cuts = {name: member.cuts for name, member in self.members.items()}
-        yield Decoded(parts, cuts, tuple(hulls), self.decode), destination
+        yield Decoded(parts, cuts, tuple(hulls), self.decode, origins), destination
 
 
 class _Hull:
@@ -141,9 +145,9 @@ class _Hull:
         """The selected indices, in their order, as ranges of the hull."""
         return [(self.position(start), self.position(start) + stop - start) for start, stop in self.ranges]
 
-    def places(self, cut: Cut, length: int) -> list[tuple[int, int, int]]:
-        """(index in a member of `length`, index in its part of the hull, count) of all that the selection touches."""
-        made: list[tuple[int, int, int]] = []
+    def places(self, cut: Cut, length: int) -> list[Place]:
+        """What the selection touches of a member of `length`."""
+        made: list[Place] = []
         for at in self._touched(cut.unit):
             start, stop = at * cut.width, min((at + 1) * cut.width, length)
             position = cut.members(self.position(at * cut.unit))
@@ -154,6 +158,20 @@ class _Hull:
         return made
 
 
+Place = tuple[int, int, int]
+"""(index in a stored tensor, index in the part of it, count)."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The stored tensor that a part was read of."""
+
+    name: str
+    shape: tuple[int, ...]
+    places: Sequence[Sequence[Place]]
+    """What was read of each dim."""
+
+
 @dataclass(frozen=True)
 class Decoded:
     """The members of a selection in memory, of whole units, and the values that they stand for."""
@@ -162,6 +180,8 @@ class Decoded:
     cuts: Mapping[str, Sequence[Cut | None]]
     hulls: Sequence[_Hull]
     decode: Decode
+    origins: Mapping[str, Origin]
+    """By the names of the parts."""
     nbytes: int = 0
 
     def fill(self, destination: torch.Tensor) -> None:

@@ -157,10 +157,16 @@ def concat(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
 def merge_last(tensor: LazyTensor) -> LazyTensor:
     """`tensor` with its last two dims as one: (..., n, m) -> (..., n * m). One that is not stored whole is read."""
     *outer, rows, columns = tensor.shape
+    return reshaped(tensor, (*outer, rows * columns))
+
+
+def reshaped(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor:
+    """`tensor` in another `shape` of as many elements. One that is not stored whole is read."""
+    if tuple(tensor.shape) == tuple(shape):
+        return tensor
     if isinstance(tensor, Stored) and tensor.stored_shape == tuple(tensor.shape):
-        shape = (*outer, rows * columns)
         return Stored(tensor.source, offset=tensor.offset, shape=shape, dtype=tensor.dtype)
-    return Resident(tensor.materialize().flatten(-2))
+    return Resident(tensor.materialize().reshape(tuple(shape)))
 
 
 def permute(tensor: LazyTensor, dim: int, order: Sequence[int]) -> LazyTensor:

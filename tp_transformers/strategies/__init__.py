@@ -1,6 +1,6 @@
 """Strategies: how one module is cut over the ranks, and the communication of its forward. See README.md."""
 
-from .attach import LocalConfig, attach, begun_forward, share_inputs, wrap_forward
+from .attach import Forwarder, LocalConfig, attach, begun_forward, block_of, join_layers, wrap_forward
 from .base import STRATEGY, TensorParallelLayer, cut_module
 from .experts import IsolatedParallel, MoEExpertsParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
@@ -13,4 +13,4 @@ from .registry import STRATEGIES, ParallelInterface
 from .replicate import ReplicateParallel, ReplicateSumGradParallel
 from .shards.shard import SHARD, ParamShard, full_tensor, layout_of, local_tensor, settle_gradient, shard_of, whole_like
 from .shards.slicing import get_packed_weights, get_tensor_shard, take
-from .torch_style import as_strategy, style_hint
+from .styles import as_strategy, style_hint

@@ -10,6 +10,7 @@ from itertools import dropwhile, takewhile
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -17,8 +18,12 @@ from torch.nn.functional import linear
 
 from ..marks import untyped
 from ..slices.layout import even_widths
-from .communication import Communication, SharedInputs
+from .communication import Communication
+from .shards.block import Block
 from .shards.shard import ParamShard
+
+Forwarder = Callable[..., Any]
+"""The forward of a module, which it takes first."""
 
 
 def attach(
@@ -40,57 +45,63 @@ def attach(
     untyped(module).tp_strategy = strategy
     untyped(module).tp_forwards = []
     strategy.arguments, strategy.rank = argument_names(module), mesh.get_local_rank()
+    strategy.group_name = mesh.get_group().group_name
     strategy.attached(module, shards, mesh)
     views = {name: shard for name, shard in shards.items() if shard.needs_view and not strategy.viewed_around}
     if not (views or takes_dtensors or strategy.acts):
         return
     is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
 
-    def around(call: Callable[..., Any], mod: Any, *args: Any, **kwargs: Any) -> Any:
-        # Read directly: torch.compile loses what is restored where a mark reads the module.
-        strategy: Communication = mod.tp_strategy
-        forward = Forward(strategy.arguments, args, kwargs)
-        forwards: list[Forward] = mod.tp_forwards
-        is_local = any(other.replaced is not None for other in forwards)
-        forwards.append(forward)
-        try:
-            names = _input_names(strategy.arguments, args, kwargs)
-            inputs = (*args, *(kwargs[name] for name in names))
-            given = len(inputs)
-            inputs = strategy.before(mod, inputs, mesh)
-            if not is_local:
-                is_dtensor = any(isinstance(value, DTensor) for value in inputs)
-                forward.replaced = (
-                    _enter_dtensor_view(mod, shards, mesh) if is_dtensor else _enter_local_view(mod, strategy, views)
-                )
-            count = len(args) if len(inputs) == given else len(inputs)
-            kwargs = {name: value for name, value in kwargs.items() if name not in names}
-            kwargs.update(zip(names, inputs[count:], strict=False))
-            args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
-            forward.given = {}
-            output = call(mod, *args, **kwargs)
-        except BaseException:
-            _leave_view(mod, forward)
-            strategy.interrupted(mod, mesh)
-            forwards.pop()
-            raise
-        try:
-            _leave_view(mod, forward)
-            return strategy.after(mod, output, mesh)
-        finally:
-            forwards.pop()
+    def around(call: Forwarder) -> Forwarder:
+        def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
+            # Read directly: torch.compile loses what is restored where a mark reads the module.
+            strategy: Communication = mod.tp_strategy
+            state = Forward(strategy.arguments, args, kwargs)
+            forwards: list[Forward] = mod.tp_forwards
+            is_local = any(other.replaced is not None for other in forwards)
+            forwards.append(state)
+            try:
+                names = _input_names(strategy.arguments, args, kwargs)
+                inputs = (*args, *(kwargs[name] for name in names))
+                given = len(inputs)
+                inputs = strategy.before(mod, inputs, mesh)
+                if not is_local:
+                    is_dtensor = any(isinstance(value, DTensor) for value in inputs)
+                    if is_dtensor:
+                        state.replaced = _enter_dtensor_view(mod, shards, mesh)
+                    else:
+                        state.replaced = _enter_local_view(mod, strategy, views)
+                count = len(args) if len(inputs) == given else len(inputs)
+                kwargs = {name: value for name, value in kwargs.items() if name not in names}
+                kwargs.update(zip(names, inputs[count:], strict=False))
+                args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
+                state.given = {}
+                output = call(mod, *args, **kwargs)
+            except BaseException:
+                _leave_view(mod, state)
+                strategy.interrupted(mod, mesh)
+                forwards.pop()
+                raise
+            try:
+                _leave_view(mod, state)
+                return strategy.after(mod, output, mesh)
+            finally:
+                forwards.pop()
+
+        return forward
 
     wrap_forward(module, around)
     if is_plain and strategy.is_simple and not strategy.widths:
         forward = _forward_of_linear(untyped(module).forward.__func__, strategy, views, mesh)
+        strategy.asks_block = True
         untyped(module).forward = MethodType(forward, module)
 
 
-def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Let `around(call, module, *args, **kwargs)` be called for the module's forward, which is `call(module, ...)`.
+def wrap_forward(module: nn.Module, around: Callable[[Forwarder], Forwarder]) -> None:
+    """Let `around(call)` be the module's forward, in place of `call`; both take the module first.
 
-    It is a method of the module, and so that of a deep copy is called for the copy: `around` has to take all that is
-    the module's own from there. Hooks of users run outside of it.
+    It is a method of the module, and so that of a deep copy is called for the copy: it has to take all that is the
+    module's own from there. Hooks of users run outside of it.
     """
     own = module.__dict__.get("forward")
     if own is None:
@@ -99,49 +110,71 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
         call = own.__func__
     else:
         call = wraps(own)(lambda _, *args, **kwargs: own(*args, **kwargs))
-
-    @wraps(call)
-    def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return around(call, mod, *args, **kwargs)
-
-    untyped(module).forward = MethodType(forward, module)
+    untyped(module).forward = MethodType(wraps(call)(around(call)), module)
 
 
-def share_inputs(module: nn.Module) -> None:
-    """Let the layers right inside of `module` that are given one input sum its gradient before they communicate it."""
-    strategies = [vars(child)["tp_strategy"] for child in module.children() if "tp_strategy" in vars(child)]
-    if len(strategies) < 2:
-        return
-    inputs = SharedInputs()
-    for strategy in strategies:
-        strategy.inputs = inputs
-    untyped(module).tp_inputs = inputs
+def block_of(module: nn.Module) -> Block:
+    """The block that `module` is, from now on."""
+    found: Block | None = vars(module).get("tp_block")
+    if found is not None:
+        return found
+    untyped(module).tp_block = block = Block()
 
-    def around(call: Callable[..., Any], mod: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs: SharedInputs = mod.tp_inputs
-        return inputs.around(call, mod, *args, **kwargs)
+    def around(call: Forwarder) -> Forwarder:
+        def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
+            block: Block = mod.tp_block
+            if mod.training or block.was_training or torch.is_grad_enabled():
+                return block.around(call, mod, args, kwargs)
+            return call(mod, *args, **kwargs)
+
+        return forward
 
     wrap_forward(module, around)
+    return block
+
+
+def join_layers(module: nn.Module) -> None:
+    """Let the layers right inside of `module` share inputs and local views of parameters; see `Block`."""
+    strategies = [vars(child)["tp_strategy"] for child in module.children() if "tp_strategy" in vars(child)]
+    for strategy in strategies if len(strategies) > 1 else ():
+        strategy.block = block_of(module)
 
 
 def _forward_of_linear(
-    otherwise: Callable[..., Any], strategy: Communication, views: Mapping[str, ParamShard], mesh: DeviceMesh
-) -> Callable[..., Any]:
+    otherwise: Forwarder, strategy: Communication, views: Mapping[str, ParamShard], mesh: DeviceMesh
+) -> Forwarder:
     """The forward of a linear whose strategy is simple, in as few steps as there are; `otherwise` is for DTensors."""
-    of_weight, of_bias, hides_bias = views.get("weight"), views.get("bias"), "bias" in strategy.hidden
+    of_bias, hides_bias = views.get("bias"), "bias" in strategy.hidden
+    of_weight, joins = views.get("weight"), {name for name, shard in views.items() if not shard.routes_gradient}
+    joins_weight, joins_bias = "weight" in joins, "bias" in joins
+    keeps_input, keeps_output, copies_input = strategy.keeps_input, strategy.keeps_output, strategy.copies_input
 
     @wraps(nn.Linear.forward)
     def forward(module: Any, input: Tensor) -> Any:
         if type(input) is not Tensor:
             return otherwise(module, input)
         strategy: Communication = module.tp_strategy
-        (x,) = strategy.before(module, (input,), mesh)
-        weight, bias = module._parameters["weight"], module._parameters["bias"]
-        if of_weight is not None:
-            weight = of_weight.view(weight)
-        if bias is not None:
-            bias = None if hides_bias else bias if of_bias is None else of_bias.view(bias)
-        return strategy.after(module, linear(x, weight, bias), mesh)
+        parameters, records = module._parameters, torch.is_grad_enabled()
+        weight, bias = parameters["weight"], None if hides_bias else parameters["bias"]
+        block = strategy.block
+        if not keeps_input:
+            (x,) = strategy.before(module, (input,), mesh)
+        elif copies_input and records and input.requires_grad:
+            x = strategy.copy(input, mesh)
+        else:
+            x = input
+        if joins_weight and not records:
+            weight = weight._local_tensor if isinstance(weight, DTensor) else weight
+        elif of_weight is not None:
+            weight = block.local(weight) if block is not None and joins_weight else of_weight.view(weight)
+        if bias is not None and of_bias is not None:
+            bias = block.local(bias) if block is not None and joins_bias else of_bias.view(bias)
+        try:
+            output = linear(x, weight, bias)
+        except RuntimeError:
+            strategy.before(module, (input,), mesh)  # says so, where the input is not as wide as it should be
+            raise
+        return output if keeps_output else strategy.after(module, output, mesh)
 
     return forward
 

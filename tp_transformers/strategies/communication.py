@@ -9,49 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..ranks.collectives import Group, copy_to_region
 from ..slices.layout import Split
+from .shards.block import Block
 from .shards.shard import ParamShard
 
 Placements = Sequence[Placement] | Placement | None
-
-
-class SharedInputs:
-    """Copies of the inputs of a block's layers, while a forward of the block is under way.
-
-    Layers that are given one tensor, such as query, key and value projections, get one copy of it. Autograd adds up
-    their gradients there, on each rank, and the backward has one all-reduce in place of one a layer.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self.last: tuple[Tensor, int, Tensor] | None = None
-        """An input, its version, and its copy."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInputs:
-        return SharedInputs()
-
-    def copy(self, x: Tensor, group: Group) -> Tensor:
-        """A copy of `x` for the region where ranks compute on their own features; see `copy_to_region`."""
-        last = self.last
-        if last is not None and last[0] is x and last[1] == x._version:
-            return last[2]
-        copied = copy_to_region(x, group)
-        if self.is_open:
-            self.last = (x, x._version, copied)
-        return copied
-
-    def around(self, call: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the block."""
-        if self.is_open or not torch.is_grad_enabled():
-            return call(module, *args, **kwargs)
-        self.is_open = True
-        try:
-            return call(module, *args, **kwargs)
-        finally:
-            self.is_open, self.last = False, None
 
 
 class Communication:
@@ -88,6 +54,8 @@ class Communication:
     """True if the module takes samples of each rank's own, and computes on those of all ranks."""
     is_for_identity = False
     """True for a module without parameters that returns its input."""
+    shares_moments = False
+    """True around a block in which means and deviations over features that are cut are those of the whole width."""
     draws_alike = False
     """True if the ranks, which draw random numbers of their own outside of the module, draw the same inside."""
 
@@ -101,8 +69,14 @@ class Communication:
     """Number of ranks."""
     rank: int
     """This process among them, once the strategy is attached."""
-    inputs: SharedInputs | None = None
-    """The inputs that it shares with other layers of one block, once `share_inputs` has joined them."""
+    asks_block = False
+    """True for a linear that asks its block for local views; nobody else reads the output that `after` is given then,
+    not even a backward."""
+    group_name: Any = None
+    """The name of their process group, once the strategy is attached."""
+    block: Block | None = None
+    """The block whose layers it shares inputs and the node of its parameters with, once `join_layers` has joined them.
+    """
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Derive `before` from `_prepare_input_fn` where the class has only that, and the reverse; likewise `after`."""
@@ -150,12 +124,39 @@ class Communication:
         """Split of the output features over the ranks; None where they are replicated, or it is not known."""
         return None
 
+    def group_of(self, mesh: DeviceMesh) -> Group:
+        """`mesh.get_group()`, by its name: the mesh takes longer, and finds the same."""
+        if self.group_name is None or torch.compiler.is_compiling():
+            return mesh.get_group()
+        return _resolve_process_group(self.group_name)
+
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Called once the parameters of `module` are cut: `shards` are this rank's, by name in the module."""
 
     @property
     def is_simple(self) -> bool:
         """True if `before` and `after` ask for the input and the output alone, and keep nothing meanwhile."""
+        return False
+
+    @property
+    def keeps_input(self) -> bool:
+        """True if `before` checks a plain input, and leaves it as it is; see `copies_input`."""
+        return False
+
+    @property
+    def copies_input(self) -> bool:
+        """True if it `copy`s an input that has a gradient."""
+        return False
+
+    def copy(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """See `copy_to_region`; layers of one block share a copy."""
+        if self.block is None:
+            return copy_to_region(x, self.group_of(mesh))
+        return self.block.copy(x, self, mesh)
+
+    @property
+    def keeps_output(self) -> bool:
+        """True if `after` leaves a plain output as it is."""
         return False
 
     @property

@@ -124,6 +124,18 @@ class ColwiseParallel(_WeightParallel):
             raise NotImplementedError
         return ReplicateParallel(), ColwiseParallel(output_layouts=only(self.output_layouts))
 
+    @property
+    def keeps_input(self) -> bool:
+        return not self.is_input_sharded
+
+    @property
+    def copies_input(self) -> bool:
+        return True
+
+    @property
+    def keeps_output(self) -> bool:
+        return self.use_local_output and not self.is_output_whole
+
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The width that a Conv1D gives its output."""
         return {"nf": self.output_split.widths[rank]} if self.is_transposed else {}
@@ -139,8 +151,7 @@ class ColwiseParallel(_WeightParallel):
             if not self.is_embedding:
                 self.check_width(x, self.in_features)
             if x.requires_grad and torch.is_grad_enabled():
-                group = mesh.get_group()
-                x = copy_to_region(x, group) if self.inputs is None else self.inputs.copy(x, group)
+                x = self.copy(x, mesh)
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
@@ -218,6 +229,10 @@ class RowwiseParallel(_WeightParallel):
             raise NotImplementedError
         return RowwiseParallel(input_layouts=only(self.input_layouts)), ReplicateParallel()
 
+    @property
+    def keeps_input(self) -> bool:
+        return self.is_input_sharded
+
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """An embedding's `padding_idx`, counted in the local rows."""
         if not isinstance(module, nn.Embedding) or module.padding_idx is None:
@@ -256,9 +271,9 @@ class RowwiseParallel(_WeightParallel):
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if self.is_embedding:
             outputs = outputs.masked_fill(forward_of(module).notes["outside"].unsqueeze(LAST), 0)
-        outputs = reduce_from_region(outputs, mesh.get_group(), in_place=True)
-        bias = module._parameters.get("bias")
-        if bias is not None:
+        is_own = self.asks_block or not torch.is_grad_enabled()
+        outputs = reduce_from_region(outputs, self.group_of(mesh), in_place=is_own)
+        if (bias := module._parameters.get("bias")) is not None:
             outputs = outputs + (bias.to_local() if isinstance(bias, DTensor) else bias)
         return outputs if self.use_local_output else _as_replicated(outputs, mesh)
 

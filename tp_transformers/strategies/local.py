@@ -32,6 +32,10 @@ class _LocalMixin(TensorParallelLayer):
     def check(self, module: nn.Module) -> None:
         """Anything that has parameters along the cut, such as a norm over heads."""
 
+    keeps_input = True  # type: ignore[assignment]
+    copies_input = False  # type: ignore[assignment]
+    keeps_output = True  # type: ignore[assignment]
+
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return to_local(inputs)
 

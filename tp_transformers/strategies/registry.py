@@ -25,6 +25,7 @@ from .loss.head import LossColwiseParallel, LossParallel
 from .mixers.channelwise import ChannelwiseParallel
 from .mixers.gated_norm import GatedNormParallel
 from .mixers.inner import InnerRowwiseParallel
+from .mixers.sharded_moments import ShardedMomentsParallel
 from .regions.sequence import (
     SequenceGatherParallel,
     SequenceParallel,
@@ -35,7 +36,7 @@ from .regions.sequence import (
 )
 from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
 from .sharded_norm import ShardedNormParallel
-from .torch_style import as_strategy
+from .styles import as_strategy, registered_by_user
 
 BUILT_IN: dict[str, TensorParallelLayer] = {
     "colwise": ColwiseParallel(),
@@ -61,6 +62,7 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
     "sequence_whole": SequenceWholeParallel(),
     "sequence_states": SequenceStatesParallel(),
     "sharded_norm": ShardedNormParallel(),
+    "sharded_moments": ShardedMomentsParallel(),
     "channelwise": ChannelwiseParallel(use_dtensor=False),
     "gated_norm": GatedNormParallel(use_dtensor=False),
     "rowwise_inner": InnerRowwiseParallel(),
@@ -98,13 +100,17 @@ class ParallelInterface(UserDict[str, TensorParallelLayer]):
         """All names, as transformers' interface lists them."""
         return list(self)
 
+    def find(self, name: str) -> TensorParallelLayer | None:
+        """The strategy `name`, else that which a user registered with transformers' interface; None for neither."""
+        return self[name] if name in self else registered_by_user(name, self)
+
     def __setitem__(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
         instance = as_strategy(strategy() if isinstance(strategy, type) else strategy)
         if not isinstance(instance, TensorParallelLayer):
             raise PlanError(
                 f"strategy {name!r}",
                 got=repr(strategy),
-                expected="a TensorParallelLayer class or instance, or a style of torch",
+                expected="a TensorParallelLayer class or instance, or a style of torch or of transformers",
                 fix="Inherit from tp_transformers.TensorParallelLayer.",
             )
         super().__setitem__(name, instance)

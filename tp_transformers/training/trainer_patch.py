@@ -8,7 +8,7 @@ from ..patches import Patch, Undo, when_imported
 
 
 def _change_methods() -> Undo:
-    undo: Undo = import_module(f"{__package__}.trainer").change_methods()
+    undo: Undo = import_module(f"{__package__}.trainer_methods").change_methods()
     return undo
 
 

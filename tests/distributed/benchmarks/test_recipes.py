@@ -15,7 +15,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from benchmarks.clients import CLIENTS, RECIPES, ROOT, Client, Inputs, difference, outcome, write_tasks
+from benchmarks.clients import CLIENTS, RECIPES, ROOT, Client, ClientError, Inputs, difference, outcome, run
+from benchmarks.tasks import write_tasks
 from tests.support import processors
 from tests.support.pool import free_port
 
@@ -114,3 +115,8 @@ def test_recipes_are_short_and_named() -> None:
 def test_texts_are_compared_by_their_numbers() -> None:
     assert difference("losses 2.0 4.0e-1", "losses 2.0 4.4e-1") == pytest.approx(0.1)
     assert difference("answer 'a dog' 1.5", "answer 'a cat' 1.5") == float("inf")
+
+
+def test_a_client_that_runs_on_fewer_ranks_is_an_error() -> None:
+    with pytest.raises(ClientError, match="did not load on 2 ranks"):
+        run([sys.executable, "-c", "print('losses 1.0')"], ranks=2)

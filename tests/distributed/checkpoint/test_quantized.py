@@ -60,6 +60,9 @@ VARIANTS: dict[str, Callable[[Path, Path], quantized.Tensors]] = {
     "gptq": quantized.gptq,
     "gptq in order": partial(quantized.gptq, bits=8, desc_act=True, version="gptq_v2"),
     "awq": quantized.awq,
+    "nvfp4": partial(quantized.small_groups, form="nvfp4-pack-quantized"),
+    "mxfp4 of linears": partial(quantized.small_groups, form="mxfp4-pack-quantized"),
+    "mxfp8": partial(quantized.small_groups, form="mxfp8-quantized"),
 }
 FLOATING = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "router", "sinks", "bias")
 """Parts of names of what is not quantised; in MXFP4 the attention is not either."""
@@ -72,16 +75,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 
     def make(name: str, variant: str) -> tuple[Path, Path]:
         if (name, variant) not in made:
-            folder = tmp_path_factory.mktemp("quantised")
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.bfloat16).save_pretrained(folder / "plain")
-            expected = VARIANTS[variant](folder / "plain", folder / "packed")
-            tensors = read_folder(folder / "plain") | expected
-            save_file(tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
-            made[name, variant] = folder / "packed", folder / "plain"
+            made[name, variant] = packed_folder(tmp_path_factory.mktemp("quantised"), name, VARIANTS[variant])
         return made[name, variant]
 
     return make
+
+
+def packed_folder(folder: Path, name: str, quantize: Callable[[Path, Path], quantized.Tensors]) -> tuple[Path, Path]:
+    """A quantised checkpoint of a config, and one of the same values in floating point."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.bfloat16).save_pretrained(folder / "plain")
+    expected = quantize(folder / "plain", folder / "packed")
+    tensors = read_folder(folder / "plain") | expected
+    save_file(tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    return folder / "packed", folder / "plain"
 
 
 def compare(packed: str, plain: str, variant: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -127,6 +134,11 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
         length //= 2
         parts = [{row for row in rows if row < length}, {row - length for row in rows if row >= length}]
     settings: dict[str, Any] = {"bits": 4, "group": None, "symmetric": True}
+    if "form" in getattr(VARIANTS[variant], "keywords", {}):
+        group = 16 if variant == "nvfp4" else 32
+        width = len(columns) if variant == "mxfp8" else len({column // 2 for column in columns})
+        groups = len({column // group for column in columns})
+        return count * sum(len(part) * (width + groups) + 4 * (variant == "nvfp4") for part in parts)
     settings |= getattr(VARIANTS[variant], "keywords", {})
     bits, group = settings["bits"], settings["group"] or shard.shape[-1]
     values, width = quantized.unit(bits)
@@ -171,6 +183,10 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
             ("llama", "gptq in order", 4, torch.float32),
             ("llama", "awq", 2, torch.float16),
             ("qwen3_moe", "awq", 3, torch.bfloat16),
+            ("llama", "nvfp4", 3, torch.bfloat16),
+            ("qwen3_moe", "nvfp4", 2, torch.bfloat16),
+            ("llama", "mxfp4 of linears", 4, torch.bfloat16),
+            ("llama", "mxfp8", 3, torch.float32),
         ],
         2,
     ),
@@ -195,7 +211,6 @@ def stay_packed(folder: str, dtype: torch.dtype) -> dict[str, Any]:
         same_copy = torch.equal(logits_of(dense), logits_of(copied))
     refused = {}
     for what, use in {
-        "a save": lambda: model.save_pretrained(f"{folder}-saved"),
         "state_dict": model.state_dict,
         "load_state_dict": lambda: model.load_state_dict({}),
         "another dtype": lambda: model.to(torch.float64),
@@ -224,6 +239,8 @@ def stay_packed(folder: str, dtype: torch.dtype) -> dict[str, Any]:
             ("qwen3_moe", "int8 by rows", 2),
             ("llama", "gptq in order", 3),
             ("qwen3_moe", "awq", 3),
+            ("llama", "nvfp4", 3),
+            ("llama", "mxfp8", 2),
         ],
         1,
     ),
@@ -238,5 +255,5 @@ def test_packed_weights_are_decoded_for_each_forward(
         # Members have room for whole groups, of which a rank reads its part.
         assert rank["held"] <= 1.1 * rank["read"]
         assert rank["parameters"]
-        assert rank["refused"].keys() == {"a save", "state_dict", "load_state_dict", "another dtype"}
+        assert rank["refused"].keys() == {"state_dict", "load_state_dict", "another dtype"}
         assert all("tp_dequantize=True" in text for text in rank["refused"].values())

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.architectures import ARCHITECTURES
-from tests.support.models import PROMPTS, load
+from tests.support.models import PROMPTS, load, load_both
 from tests.support.pool import Pool
+from tp_transformers.ranks import collectives
 
 pytestmark = pytest.mark.distributed
 
@@ -43,14 +45,12 @@ def counted(model: Any) -> tuple[Counter[str], Counter[str], list[int]]:
     """See `count`."""
     with torch.no_grad():
         model(PROMPTS)  # blocks tell each other uneven lengths once: see test_forwards
-    from tp_transformers.ranks import collectives
-
     everywhere: Counter[str] = Counter()
     inside: Counter[str] = Counter()
     reduced: list[int] = []
     depth = [0]
     originals = {call: getattr(dist, call) for call in COLLECTIVES if hasattr(dist, call)}
-    gather, scatter = collectives._all_gather, collectives._reduce_scatter
+    gather, scatter, reduce = collectives._all_gather, collectives._reduce_scatter, collectives._all_reduce
 
     def counting(call: str, original: Any) -> Any:
         def call_and_count(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,10 +71,11 @@ def counted(model: Any) -> tuple[Counter[str], Counter[str], list[int]]:
             setattr(dist, call, counting(call, original))
         collectives._all_gather = counting("all_gather", gather)
         collectives._reduce_scatter = counting("reduce_scatter", scatter)
+        collectives._all_reduce = counting("all_reduce", reduce)
         with torch.no_grad():
             model(PROMPTS)
     finally:
-        collectives._all_gather, collectives._reduce_scatter = gather, scatter
+        collectives._all_gather, collectives._reduce_scatter, collectives._all_reduce = gather, scatter, reduce
         for call, original in originals.items():
             setattr(dist, call, original)
     return everywhere, inside, reduced
@@ -115,17 +116,17 @@ def backward(name: str, folder: str) -> Counter[str]:
     model = load(folder, getattr(transformers, ARCHITECTURES[name].model))
     output = model(PROMPTS, labels=PROMPTS)
     seen: Counter[str] = Counter()
-    original = dist.all_reduce
+    original = collectives._all_reduce
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen["all_reduce"] += 1
         return original(*args, **kwargs)
 
-    dist.all_reduce = counted
+    collectives._all_reduce = counted
     try:
         output.loss.backward()
     finally:
-        dist.all_reduce = original
+        collectives._all_reduce = original
     return seen
 
 
@@ -134,3 +135,42 @@ def test_layers_of_a_block_sum_the_gradient_of_their_input_together(pool: Pool, 
     ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
     for seen in pool.run(2, backward, name, str(tmp_path)):
         assert seen == {"all_reduce": 2 * LAYERS + 1}  # one is that of the logits
+
+
+WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::equal")
+"""Operators whose result the host waits for, so that a CUDA graph refuses them."""
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def decode(name: str, folder: str) -> tuple[Counter[str], Counter[str]]:
+    """Operators of one decode step with a static cache: of this rank, and of one process."""
+    found = []
+    for model in load_both(folder, getattr(transformers, ARCHITECTURES[name].model)):
+        cache = transformers.StaticCache(model.config, max_cache_len=32)
+        with torch.no_grad():
+            model(PROMPTS, past_key_values=cache)
+            positions = torch.full((len(PROMPTS), 1), PROMPTS.shape[1])
+            with Operators() as operators:
+                model(PROMPTS[:, :1], past_key_values=cache, position_ids=positions)
+        found.append(operators.seen)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "olmo2"])
+def test_the_host_waits_for_nothing_in_a_decode_step(pool: Pool, tmp_path: Path, name: str) -> None:
+    ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
+    for ours, plain in pool.run(2, decode, name, str(tmp_path)):
+        assert {each: ours[each] for each in WAITS} == {each: plain[each] for each in WAITS}
+        communicates = {each: count for each, count in ours.items() if each.startswith("c10d::")}
+        assert sum(communicates.values()) == {"olmo2": 4}.get(name, 2) * LAYERS + 2  # of the embedding, of the logits

@@ -222,6 +222,42 @@ def test_blocks_are_nested_and_computed_again(pool: Pool, cases: Any) -> None:
         assert is_clean
 
 
+# -- hooks of parameters
+
+
+def hook_parameters(folder: str) -> tuple[float, float, list[str]]:
+    """Gradients where some parameters have hooks, frozen ones, and names of hooks that are called."""
+    ours, theirs = load_both(folder)
+    called: list[str] = []
+    for model in (ours, theirs):
+        mlp = model.model.layers[0].mlp
+        for name in ("gate_proj", "down_proj"):
+            layer = mlp.get_submodule(name)
+            layer.weight.register_hook(lambda grad: grad * 2)
+            layer.weight.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+    doubled = differences(ours, theirs, PROMPTS)
+    for model in (ours, theirs):
+        model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+        model.model.layers[1].self_attn.q_proj.weight.requires_grad_(False)
+        model.model.layers[1].mlp.forward = lambda x: x  # whose layers are not called
+    trained = (name for name, param in theirs.named_parameters() if param.requires_grad)
+    names = [name for name in trained if "layers.1.mlp" not in name]
+    grads = []
+    for model in (ours, theirs):
+        model.zero_grad()
+        model(PROMPTS, labels=PROMPTS).loss.backward()
+        found = {name: param.grad for name, param in model.named_parameters()}
+        assert [name for name, grad in found.items() if grad is not None] == names
+        grads.append({name: found[name] for name in names})
+    return doubled, max(gradient_errors(ours, *grads).values()), called
+
+
+def test_parameters_may_have_hooks_and_be_frozen(pool: Pool, cases: Any) -> None:
+    for doubled, frozen, called in pool.run(2, hook_parameters, cases(8, 2).folder):
+        assert max(doubled, frozen) < GRADIENT_TOLERANCE
+        assert sorted(called) == ["down_proj"] * 4 + ["gate_proj"] * 4
+
+
 # -- misfits
 
 

@@ -10,7 +10,17 @@ import torch
 
 from tests.distributed.strategies.test_collectives_count import counted
 from tests.support.architectures import gradient_errors
-from tests.support.models import MASK, PROMPTS, assert_same_files, load, relative, save_as_loaded
+from tests.support.models import (
+    MASK,
+    PROMPTS,
+    assert_same_files,
+    bytes_read,
+    headers,
+    held,
+    load,
+    relative,
+    save_as_loaded,
+)
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import HIDDEN, MIXERS, STATE, states
@@ -25,12 +35,17 @@ LAYOUTS: dict[str, Layouts] = {"8 heads": ((8, 2), (8, 1)), "other heads": ((6, 
 TOLERANCE = 1e-9  # float64: only the order of the sums differs, which delta nets magnify
 
 
+REPEATED = 1e-6
+"""Tolerance of gradients where the backward repeats norms, whose own code computes in float32: a float64 that
+`computing_in` gives to forwards does not reach into hooks of a backward."""
+
+
 def observe(model: Any) -> dict[str, Any]:
     """What a model does with a left-padded batch, in numbers."""
     convert(model, torch.float64)
     with computing_in(torch.float64):
         with torch.no_grad():
-            logits = model(PROMPTS, attention_mask=MASK).logits
+            answer = model(PROMPTS, attention_mask=MASK)
         made = model.generate(
             PROMPTS, attention_mask=MASK, max_new_tokens=5, do_sample=False, return_dict_in_generate=True
         )
@@ -39,45 +54,61 @@ def observe(model: Any) -> dict[str, Any]:
         (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
         model.eval()
     return {
-        "logits": logits,
+        "logits": answer.logits,
         "trained": output.detach(),
         "tokens": made.sequences,
-        "states": sum(state.nbytes for state in states(made.past_key_values)),
+        "states": sum(state.nbytes for state in states(model, answer, made.past_key_values)),
         "grads": {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
     }
 
 
-def compare(folders: dict[str, str], saved: str) -> dict[str, dict[str, Any]]:
+def compare(folders: dict[str, str], saved: str, **options: Any) -> dict[str, dict[str, Any]]:
     """Run on every rank: the largest differences from one process, of outputs and gradients, and what is cut."""
     found = {}
     for name, folder in folders.items():
-        model = load(folder, dtype=torch.float64)
+        model = load(folder, dtype=torch.float64, **options)
+        read = bytes_read(model) - held(model) - headers(folder)
         seen, expected = observe(model), torch.load(Path(folder).parent / "reference.pt")
         model.save_pretrained(f"{saved}/{name}")
         errors = gradient_errors(model, seen["grads"], expected["grads"])
         assert seen["grads"].keys() == expected["grads"].keys(), name
         worst = max(errors, key=errors.__getitem__)
-        params = [param for key, param in model.named_parameters() if ".mamba." in key or ".linear_attn." in key]
         found[name] = {
             "logits": max(relative(seen[key], expected[key]) for key in ("logits", "trained")),
             "tokens": torch.equal(seen["tokens"], expected["tokens"]),
             "gradient": (errors[worst], worst),
             "states": seen["states"] / expected["states"],
-            "mixers": sum(p.tp_shard.layout is None for p in params),
+            "read": read,
         }
     return found
+
+
+def compare_on_sequences(folders: dict[str, str], saved: str) -> dict[str, dict[str, Any]]:
+    """Run on every rank: `compare`, with activations cut along the sequence."""
+    return compare(folders, saved, tp_sequence_parallel=True)
+
+
+def make(name: str, layouts: Layouts, path: Path) -> dict[str, str]:
+    """Folders of models by their layouts; what one process makes of them lies there too."""
+    folders = {}
+    for heads, groups in layouts:
+        folder = path / f"{heads}-{groups}"
+        model = save_as_loaded(MIXERS[name].make(heads, groups), folder)
+        torch.save(observe(model), folder / "reference.pt")
+        folders[folder.name] = str(folder / "checkpoint")
+    return folders
+
+
+def divides(heads: int, groups: int, size: int) -> bool:
+    """True if all ranks have as many heads, of whole groups or of one."""
+    return heads % size == 0 and (groups % size == 0 or size % groups == 0)
 
 
 @pytest.mark.parametrize("layouts", wide(LAYOUTS, 1))
 @pytest.mark.parametrize("size", wide([3, 2, 4], 1))
 @pytest.mark.parametrize("name", wide(MIXERS, 1))
 def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: int, layouts: str) -> None:
-    folders = {}
-    for heads, groups in LAYOUTS[layouts]:
-        folder = tmp_path / f"{heads}-{groups}"
-        model = save_as_loaded(MIXERS[name].make(heads, groups), folder)
-        torch.save(observe(model), folder / "reference.pt")
-        folders[folder.name] = str(folder / "checkpoint")
+    folders = make(name, LAYOUTS[layouts], tmp_path)
     results = pool.run(size, compare, folders, str(tmp_path / "saved"))
     for layout, folder in folders.items():
         print(name, size, layout, results[0][layout], [round(seen[layout]["states"], 3) for seen in results])
@@ -85,7 +116,30 @@ def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: i
             assert seen["logits"] < TOLERANCE, layout
             assert seen["tokens"], layout
             assert seen["gradient"][0] < TOLERANCE, layout
+            assert seen["read"] == 0, layout  # exactly this rank's bytes, and the headers
+            if divides(*map(int, layout.split("-")), size):
+                assert seen["states"] <= 1 / size + 0.05, layout
         assert_same_files(folder, str(tmp_path / "saved" / layout))
+
+
+@pytest.mark.parametrize("name", wide(["lfm2", "bamba", "qwen3_5_text", "recurrent_gemma", "xlstm", "rwkv"], 1))
+def test_mixers_match_on_parts_of_the_sequence(pool: Pool, tmp_path: Path, name: str) -> None:
+    folders = make(name, ((8, 2),), tmp_path)
+    for result in pool.run(3, compare_on_sequences, folders, str(tmp_path / "saved")):
+        (seen,) = result.values()
+        assert seen["logits"] < TOLERANCE
+        assert seen["tokens"]
+        assert seen["gradient"][0] < REPEATED
+
+
+@pytest.mark.parametrize("name", wide(["zamba", "mamba2", "qwen3_5_text"], 1))
+def test_mixers_with_fewer_heads_than_ranks_are_cut_by_features(pool: Pool, tmp_path: Path, name: str) -> None:
+    folders = make(name, ((2, 2),), tmp_path)
+    for result in pool.run(3, compare, folders, str(tmp_path / "saved")):
+        (seen,) = result.values()
+        assert max(seen["logits"], seen["gradient"][0]) < TOLERANCE
+        assert seen["tokens"]
+        assert seen["read"] == 0
 
 
 def count(folders: dict[str, str]) -> dict[str, tuple[dict[str, int], list[int]]]:
@@ -106,6 +160,7 @@ def test_a_mixer_sums_its_output_and_gathers_nothing(pool: Pool, tmp_path: Path)
         "mamba, 8, 8": [tokens * (8 + 2 * STATE), output],  # dt, B and C of all channels
         "qwen3_5_text, 8, 4": [output, output],  # and an MLP
         "lfm2, 8, 8": [output, output],
+        "recurrent_gemma, 8, 4": [tokens * 64, tokens * 64],
     }
     folders = {}
     for key in expected:

@@ -18,6 +18,7 @@ import tp_transformers
 from benchmarks import machine, processes
 from benchmarks.check import WrongResultError, check
 from benchmarks.checkpoints import LAYOUTS, ensure, files, outline
+from benchmarks.forward import SCENARIOS
 from benchmarks.memory import shard_bytes, touch
 from benchmarks.report import fractions, summarise
 
@@ -164,3 +165,7 @@ def test_a_process_that_fails_is_shown_and_the_others_are_ended(
     assert "FileNotFoundError" in str(caught.value)
     with pytest.raises(processes.ProcessError, match="process 0: still running, was ended"):
         processes.run("benchmarks.machine", [job(started + 600, Path(__file__))], timeout=1)
+
+
+def test_names_of_scenarios_can_be_listed() -> None:
+    assert ",".join(SCENARIOS).split(",") == list(SCENARIOS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,16 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.support import quantized
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
 from tp_transformers.checkpoint.quantization.compressed import Compressed
 from tp_transformers.checkpoint.quantization.float8 import Float8
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
 from tp_transformers.errors import CheckpointError, PlanError, UnsupportedError
+from tp_transformers.loading import load as loader
+from tp_transformers.loading import rounds
+from tp_transformers.slices.bundle import Decoded
 from tp_transformers.slices.lazy import Resident
 
 CONFIGS = {
@@ -119,11 +125,10 @@ def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]
         ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in 4 bits, in the version gemv"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero points"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes (4bit)"),
-        ({"load_in_8bit": True}, "bitsandbytes (8bit)"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}, "of bfloat16"),
         ({"quant_method": "of next year"}, "of next year"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "experts in fp4"),
-        (compressed(format="nvfp4-pack-quantized", num_bits=4, type="float"), "the format nvfp4-pack-quantized"),
+        (compressed(format="marlin-24", num_bits=4, type="float"), "the format marlin-24"),
         (compressed(strategy="tensor_group"), "scales by tensor_group"),
         (compressed(group_size=32, actorder="group"), "scales by group ordered by group"),
         (compressed(num_bits=4, type="float"), "float of 4 bits"),
@@ -266,3 +271,26 @@ def test_every_module_has_its_group() -> None:
     assert list(made) == ["m.q.weight", "m.experts.0.weight", "m.norm.weight"]
     assert torch.equal(made["m.q.weight"].materialize(), torch.full((2, 7), 2.0 * (0x11 - 128)))
     assert torch.equal(made["m.experts.0.weight"].materialize(), torch.full((2, 16), 2.0 * (1 - 8)))
+
+
+def test_few_weights_are_packed_and_dequantised_at_once(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized.compressed(llama, tmp_path / "packed", bits=8)
+    whole = load(tmp_path / "packed")
+    seen = []
+
+    def fill(stored: Any, others: Any, *args: Any) -> Any:
+        gc.collect()
+        seen.append((sum(isinstance(leaf, Decoded) for leaf, _ in others), sum(each() is not None for each in parts)))
+        parts.extend(weakref.ref(leaf) for leaf, _ in others if isinstance(leaf, Decoded))
+        return original(stored, others, *args)
+
+    parts: list[weakref.ref[Decoded]] = []
+    original = rounds.fill
+    monkeypatch.setattr(rounds, "ROUND_BYTES", 1)
+    for module in (loader, rounds):
+        monkeypatch.setattr(module, "fill", fill)
+    model = load(tmp_path / "packed")
+    assert seen == [(0, 0), *[(1, 0)] * 14], "what was packed is gone before the next weight is read"
+    assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), whole.parameters(), strict=True))

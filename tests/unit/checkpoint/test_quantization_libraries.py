@@ -56,6 +56,12 @@ def test_a_weight_is_what_the_library_makes_of_it(form: str, weights: dict[str, 
     state = {name: value for name, value in state.items() if value is not None}
     expected = compressor.decompress(state, scheme)["weight"]
 
+    check(form, weights, state, expected, dtype)
+
+
+def check(
+    form: str, weights: dict[str, Any], state: dict[str, torch.Tensor], expected: torch.Tensor, dtype: torch.dtype
+) -> None:
     settings = {"format": form, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
     found = Compressed.of(settings).expressed({f"a.{name}": Resident(value) for name, value in state.items()})
     assert found.keys() == {"a.weight"}
@@ -63,3 +69,32 @@ def test_a_weight_is_what_the_library_makes_of_it(form: str, weights: dict[str, 
     assert torch.equal(found["a.weight"].materialize(), expected)
     part = found["a.weight"].select(0, [(3, 21), (30, 33)]).select(1, [(11, 70)]).materialize()
     assert torch.equal(part, torch.cat((expected[3:21], expected[30:33]))[:, 11:70])
+
+
+MICRO: list[tuple[str, dict[str, Any]]] = [
+    ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+    ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+    ("mxfp8-quantized", {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32}),
+]
+
+
+@pytest.mark.parametrize(("form", "weights"), MICRO)
+def test_a_weight_of_small_groups_is_what_the_library_makes_of_it(form: str, weights: dict[str, Any]) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    torch.manual_seed(0)
+    weight = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
+    is_nv = weights["strategy"] == "tensor_group"
+    args = QuantizationArgs(**weights, scale_dtype=torch.float8_e4m3fn if is_nv else torch.uint8)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    low, high = torch.aminmax(weight.unflatten(1, (-1, weights["group_size"])), dim=-1)
+    divisor = generate_gparam(weight.min(), weight.max()).reshape(1) if is_nv else None
+    scale, _ = calculate_qparams(low, high, args, global_scale=divisor)
+    given = {"weight": weight, "weight_scale": scale}
+    compressor = BaseCompressor.get_value_from_registry(form)
+    state = compressor.compress(given | ({"weight_global_scale": divisor} if is_nv else {}), scheme)
+    expected = compressor.decompress(state, scheme)["weight"]
+    check(form, weights, state, expected, torch.bfloat16)
+    assert (expected.float() - weight.float()).abs().max() < 1

@@ -11,6 +11,7 @@ import transformers
 
 from tests.support.models import llama_config
 from tests.support.tiny import TEXTS
+from tp_transformers.errors import PlanError
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.rules import Plan
 
@@ -48,6 +49,18 @@ def test_attention_that_is_gathered_has_all_heads_on_every_rank(tmp_path: Path) 
     columns = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise_rep")
     assert rules_of(plan, model) == {**columns, "o_proj": "rowwise_rep"}
     assert not resolve(plan, model, 3).attention
+
+
+def test_heads_in_blocks_are_cut_in_every_block(tmp_path: Path) -> None:
+    blocks = "blocks: {query: 2, key: 2, value: 2, output: 2}"
+    plan = plan_of(tmp_path, f"model_type: llama\n{ATTENTION[:-2]}, {blocks}}}")
+    heads = resolve(plan, on_meta(llama_config(8, 4)), 2).attention[LAYER[:-1]]
+    assert heads.query.ranges == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+    assert heads.kv.ranges == (((0, 1), (2, 3)), ((1, 2), (3, 4)))
+    with pytest.raises(PlanError, match="9 query and 3 key/value heads are not those of 2 blocks"):
+        resolve(plan, on_meta(llama_config(9, 3)), 2)
+    with pytest.raises(PlanError, match=r"blocks is .*, not one number for some of its roles"):
+        plan_of(tmp_path, f"model_type: llama\n{ATTENTION[:-2]}, blocks: {{query: 2, key: 3}}}}")
 
 
 @pytest.mark.parametrize(

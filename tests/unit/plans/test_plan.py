@@ -250,7 +250,7 @@ def test_more_ranks_than_heads_replicates_attention_with_one_note() -> None:
     assert plan is not None
     resolution = resolve(plan, model, 4)
     assert len(resolution.notes) == 1
-    assert "model.layers.*.self_attn: 4 ranks are more than the query heads" in resolution.notes[0]
+    assert "model.layers.*.self_attn: 4 ranks are more than the heads" in resolution.notes[0]
     for name in ("q", "k", "v", "o"):
         layer = f"model.layers.0.self_attn.{name}_proj"
         assert layout(resolution, f"{layer}.weight", model, 4) is None

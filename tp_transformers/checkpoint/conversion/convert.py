@@ -35,6 +35,8 @@ class Conversion:
     """Checkpoint tensors (renamed) that the model has no place for."""
     fallbacks: list[str] = field(default_factory=list)
     """Parameters whose sources have to be read completely."""
+    beside: Mapping[str, LazyTensor] = field(default_factory=dict)
+    """Tensors of quantised weights on which no value depends."""
 
 
 def convert(

@@ -71,9 +71,9 @@ class Awq(Format):
         count_groups(module, columns, self.group, scales, zeros)
         groups = None if self.group is None else Cut(1, self.group)
         members = {
-            "words": Member(words, (Cut(1), packed(0, _BITS))),
-            "scales": Member(scales, (groups, Cut(0))),
-            "zeros": Member(zeros, (groups, packed(0, _BITS))),
+            "words": Member(words, (Cut(1), packed(0, _BITS)), f"{module}.qweight"),
+            "scales": Member(scales, (groups, Cut(0)), f"{module}.scales"),
+            "zeros": Member(zeros, (groups, packed(0, _BITS)), f"{module}.qzeros"),
         }
         return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, partial(_decode, self.group))
 

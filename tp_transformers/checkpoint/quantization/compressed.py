@@ -2,7 +2,10 @@
 
 pack-quantized                                    X.weight_packed  (out, in * bits / 32) int32
 int-, float- and naive-quantized                  X.weight         (out, in) int8 or float8
+nvfp4- and mxfp4-pack-quantized                   X.weight_packed  (out, in / 2) uint8
+mxfp8-quantized                                   X.weight         (out, in) float8
 scales by tensor, channel, group, block           X.weight_scale   (1), (out, 1), (out, in / group), (out / b, in / b)
+scales of MX: exponents; of NVFP4: float8         X.weight_global_scale (1) float32, by which those of NVFP4 are divided
 zero points, where they are not symmetric         X.weight_zero_point, which pack-quantized packs along its rows
 """
 
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +24,17 @@ from ...slices.lazy import LazyTensor
 from .format import Format, Tensors, bundle, member, packed, refused, unfit, unpack
 
 _PACKED = "pack-quantized"
-_FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized")
+_MICRO = {
+    "nvfp4-pack-quantized": (4, "tensor_group", torch.float8_e4m3fn),
+    "mxfp4-pack-quantized": (4, "group", torch.uint8),
+    "mxfp8-quantized": (8, "group", torch.uint8),
+}
+"""Formats of small groups: bits, strategy and dtype of the scales."""
+_FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized", *_MICRO)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_WEIGHTS = re.compile(r"\.((input|output|q|k|v)_(scale|zero_point|global_scale)|weight_shape)$")
 """Members without values: of activations, which stay in floating point, and shapes."""
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -41,6 +51,15 @@ class Scheme:
     """Columns that share a scale; None for all."""
     block: tuple[int, int] | None
     """Rows and columns that share a scale; None for one scale a row, or for all."""
+    micro: str | None = None
+    """The name of a format of small groups; None for any other."""
+
+    @property
+    def along(self) -> Cut:
+        """The cut of the last dim of the values, as a dim 0."""
+        if self.micro is not None:
+            return Cut(0, 8 // self.bits)
+        return packed(0, self.bits) if self.is_packed else Cut(0)
 
     @classmethod
     def of(cls, group: Mapping[str, Any], default: str) -> Scheme:
@@ -52,19 +71,23 @@ class Scheme:
         expected = f"{', '.join(_FORMATS)}, of integers or float8, with scales by tensor, channel, group or block"
         if form not in _FORMATS:
             raise refused(f"compressed-tensors in the format {form}", expected)
-        if strategy not in ("tensor", "channel", "group", "block") or str(weights.get("actorder")).lower() == "group":
+        micro = _MICRO.get(form)
+        strategies = ("tensor", "channel", "group", "block") if micro is None else (micro[1],)
+        if strategy not in strategies or str(weights.get("actorder")).lower() == "group":
             order = f" ordered by {weights.get('actorder')}" if weights.get("actorder") else ""
             raise refused(f"compressed-tensors with scales by {strategy}{order}", expected)
-        if (kind == "float" and (bits != 8 or form == _PACKED)) or not 1 <= bits <= 8:
+        is_odd = (kind, bits) != ("float", micro[0]) if micro else kind == "float" and (bits != 8 or form == _PACKED)
+        if is_odd or not 1 <= bits <= 8 or (micro is not None and not weights.get("symmetric", True)):
             raise refused(f"compressed-tensors in {kind} of {bits} bits in the format {form}", expected)
         rows, columns = block.split("x") if isinstance(block, str) else block or (0, 0)
         return cls(
             tuple(group.get("targets", ())),
-            form == _PACKED,
+            form == _PACKED or (form in _MICRO and bits == 4),
             bits,
             bool(weights.get("symmetric", True)),
-            int(size) if strategy == "group" else None,
+            int(size) if strategy in ("group", "tensor_group") else None,
             (int(rows), int(columns)) if strategy == "block" else None,
+            form if micro is not None else None,
         )
 
     def targets_by_name(self, module: str) -> bool:
@@ -78,34 +101,41 @@ class Scheme:
     def weight(self, tensors: Tensors, module: str) -> Bundle:
         """The weight of `module`. Raises CheckpointError where its members do not fit."""
         name = f"{module}.weight"
-        values = tensors[f"{name}_packed" if self.is_packed else name]
+        stored = f"{name}_packed" if self.is_packed else name
+        values = tensors[stored]
         *lead, rows, _ = values.shape
         ndim = values.ndim
         scales = self._scales(tensors, f"{name}_scale", ndim)
         columns = self._columns(tensors, name, values, scales)
         shape = (*lead, rows, columns)
         own = tuple(map(Cut, range(ndim - 1)))
-        along = packed(ndim - 1, self.bits) if self.is_packed else Cut(ndim - 1)
+        along = replace(self.along, dim=ndim - 1)
         by_block = self._by_block(ndim, scales)
-        members = {"values": Member(values, (*own, along)), "scales": Member(scales, by_block)}
+        members = {
+            "values": Member(values, (*own, along), stored),
+            "scales": Member(scales, by_block, f"{name}_scale"),
+        }
         if not self.symmetric:
             zeros = member(tensors, f"{name}_zero_point", ndim, torch.int32, torch.int8)
             is_packed = zeros.dtype == torch.int32
             cuts = (*by_block[:-2], packed(ndim - 2, self.bits), by_block[-1]) if is_packed else by_block
-            members["zeros"] = Member(zeros, cuts)
+            members["zeros"] = Member(zeros, cuts, f"{name}_zero_point")
+        if self.micro is not None and _MICRO[self.micro][1] == "tensor_group":
+            divisor = member(tensors, f"{name}_global_scale", 1, torch.float32)
+            members["divisor"] = Member(divisor, (None,), f"{name}_global_scale")
         # transformers multiplies float8 of experts, which it merges, in float32.
         is_wide = values.dtype.is_floating_point and _EXPERT.search(module)
-        dtype = torch.float32 if is_wide else scales.dtype
+        dtype = torch.bfloat16 if self.micro is not None else torch.float32 if is_wide else scales.dtype
         return bundle(name, members, shape, dtype, partial(_decode, self, dtype))
 
     def _scales(self, tensors: Tensors, name: str, ndim: int) -> LazyTensor:
         scales = tensors.get(name)
-        return member(tensors, name, 1 if scales is not None and scales.ndim == 1 else ndim, *_FLOATS)
+        dtypes = _FLOATS if self.micro is None else (_MICRO[self.micro][2],)
+        return member(tensors, name, 1 if scales is not None and scales.ndim == 1 else ndim, *dtypes)
 
     def _columns(self, tensors: Tensors, name: str, values: LazyTensor, scales: LazyTensor) -> int:
         """Columns of the weight; the last word of a row may have room for more."""
         stored = values.shape[-1]
-        along = packed(0, self.bits) if self.is_packed else Cut(0)
         if self.group is not None:
             columns = scales.shape[-1] * self.group
         elif not self.is_packed:
@@ -113,7 +143,7 @@ class Scheme:
         else:
             outline = member(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
             columns = int(outline[-1]) if outline[:-1] == list(values.shape[:-1]) else -1
-        if along.members(columns) != stored:
+        if self.along.members(columns) != stored:
             got = f"{scales.shape[-1]} groups of {self.group} columns" if self.group else f"the shape {outline}"
             raise unfit(name, f"{got}, and values of shape {tuple(values.shape)}", "those of one weight")
         return columns
@@ -150,6 +180,10 @@ class Compressed(Format):
         default = settings.get("format") or "dense"
         return cls(tuple(Scheme.of(group, default) for group in groups if group.get("weights")))
 
+    def read_first(self, tensors: Tensors) -> list[str]:
+        are_wanted = any(scheme.is_packed and scheme.group is None for scheme in self.schemes)
+        return [name for name in tensors if are_wanted and name.endswith(".weight_shape")]
+
     def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         result: dict[str, LazyTensor] = {}
         scales = {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}
@@ -175,7 +209,14 @@ class Compressed(Format):
 
 def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
     """Compute in `dtype`, which mostly is that of the scales, as the library does it."""
-    values, scales = parts["values"], parts["scales"].to(dtype)
+    values, scales = parts["values"], parts["scales"]
+    if scheme.micro is not None:
+        pairs = torch.stack((values & 0xF, values >> 4), -1).flatten(-2) if scheme.bits == 4 else None
+        values = values if pairs is None else _FP4.to(values.device)[pairs.long()]
+        scales = 2.0 ** (scales.int() - 127).to(dtype) if scales.dtype == torch.uint8 else scales.to(dtype)
+        scales = scales / parts["divisor"] if "divisor" in parts else scales
+        return (values.to(dtype).to(scales.dtype) * _spread(scales, scheme, shape)).to(dtype)
+    scales = scales.to(dtype)
     offset = 1 << (scheme.bits - 1)
     if scheme.is_packed:
         values = (unpack(values, scheme.bits, shape[-1]).to(torch.int16) - offset).to(torch.int8)

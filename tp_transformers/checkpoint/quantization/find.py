@@ -7,14 +7,17 @@ from typing import Any
 
 from ...errors import UnsupportedError
 from .awq import Awq
+from .bitsandbytes import BitsAndBytes
 from .compressed import Compressed
 from .float8 import Float8
-from .format import Format, refused
+from .format import Format, Quantization, refused
 from .gptq import Gptq
 from .mxfp4 import Mxfp4
 
 FORMATS: Mapping[str, type[Format]] = {
     "awq": Awq,
+    "bitsandbytes (4bit)": BitsAndBytes,
+    "bitsandbytes (8bit)": BitsAndBytes,
     "compressed-tensors": Compressed,
     "fp8": Float8,
     "gptq": Gptq,
@@ -23,31 +26,43 @@ FORMATS: Mapping[str, type[Format]] = {
 """Formats by the name of their method in a config."""
 
 
-def take_quantization(config: Any, asked: Any) -> Format | None:
+def take_quantization(config: Any, asked: Any) -> Quantization | None:
     """Take what a model's `config` says of quantisation out of it; None where its checkpoint is not quantised.
 
     `asked` is the `quantization_config` that the caller gave `from_pretrained`.
 
-    Raises UnsupportedError on a format that is not one of FORMATS, and on `asked` that wants anything but to undo it.
+    Raises UnsupportedError on a format that is not one of FORMATS, and on `asked` that wants anything but to undo it,
+    or to quantise with torchao.
     """
-    found = None
-    for each in (config, *(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))):
-        found = found or _settings(getattr(each, "quantization_config", None))
+    found: dict[str, Any] = {}
+    part = None
+    for key in (None, *getattr(config, "sub_configs", ())):
+        each: Any = config if key is None else getattr(config, key, None)
+        if not found:
+            found, part = _settings(getattr(each, "quantization_config", None)), key
         if "quantization_config" in vars(each or object):
             del each.quantization_config
     method, wanted = _method(found), _settings(asked)
+    if not found and method_of(asked) == "torchao":
+        return None
     if wanted and not (found and method == _method(wanted) and _undoes(asked)):
         raise UnsupportedError(
             "from_pretrained",
             got=f"tp_plan with quantization_config for {_method(wanted)}",
             expected="weights in floating point",
-            fix="Leave out quantization_config: with tp_plan quantised weights are dequantised, and none quantised.",
+            fix="Leave out quantization_config: quantised weights are dequantised; others only torchao quantises.",
         )
     if not found:
         return None
     if method not in FORMATS:
-        raise refused(method, f"one in floating point, or in {', '.join(kind.title for kind in FORMATS.values())}")
-    return FORMATS[method].of(found)
+        titles = dict.fromkeys(kind.title for kind in FORMATS.values())
+        raise refused(method, f"one in floating point, or in {', '.join(titles)}")
+    return Quantization(FORMATS[method].of(found), found, part)
+
+
+def method_of(quantization: Any) -> str:
+    """The method's name in a quantization_config."""
+    return _method(_settings(quantization))
 
 
 def _undoes(asked: Any) -> bool:

@@ -50,7 +50,10 @@ class Float8(Format):
             if not self._is_consumed(name, tensors)
         }
         if stays_packed:
-            result = {name: _bundle(name, each) if isinstance(each, Scaled) else each for name, each in result.items()}
+            result = {
+                name: _bundle(name, each, tensors[name + _SCALE]) if isinstance(each, Scaled) else each
+                for name, each in result.items()
+            }
         for name, tensor in result.items():
             if tensor.dtype in _FLOAT8:
                 raise unfit(name, f"{tensor.dtype} without {name + _SCALE}", "a scale for each of its blocks")
@@ -79,13 +82,13 @@ class Float8(Format):
             raise unfit(name, str(error), "one scale a block") from None
 
 
-def _bundle(name: str, product: Scaled) -> Bundle:
+def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:
     """The same values, which stay in float8 until they are needed."""
     block = [size if size < length else None for size, length in zip(product.block, product.shape, strict=True)]
     cuts = tuple(None if size is None else Cut(dim, size) for dim, size in enumerate(block))
     members = {
-        "values": Member(product.values, tuple(map(Cut, range(product.ndim)))),
-        "scales": Member(product.scales, cuts),
+        "values": Member(product.values, tuple(map(Cut, range(product.ndim))), name),
+        "scales": Member(scales, (None,) * scales.ndim if scales.numel() == 1 else cuts, name + _SCALE),
     }
     return bundle(name, members, product.shape, torch.float32, partial(_decode, block))
 

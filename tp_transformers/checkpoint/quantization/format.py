@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ...errors import CheckpointError, UnsupportedError
 from ...slices.bundle import Bundle, Cut, Decode, Member
+from ...slices.composed import Transpose
 from ...slices.lazy import LazyTensor
 
 Tensors = Mapping[str, LazyTensor]
@@ -35,6 +37,36 @@ class Format(ABC):
         `stays_packed`: whether their members are to stay in memory as they are, so that each has to be a `Bundle`.
         Raises CheckpointError where a member of a quantised tensor is missing, or does not fit the others.
         """
+
+    def read_first(self, tensors: Tensors) -> list[str]:
+        """Names of the tensors whose values say how others are cut."""
+        return []
+
+    def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The complete `tensor` of a checkpoint in the shape that checkpoints have it in."""
+        return tensor
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What the config of a model says of quantisation."""
+
+    format: Format
+    settings: Mapping[str, Any]
+    part: str | None = None
+    """The config in the config that says it; None for the model's own."""
+
+    def put_into(self, config: Any) -> None:
+        """Let a `config` say it."""
+        of_part = config if self.part is None else getattr(config, self.part)
+        of_part.quantization_config = dict(self.settings)
+
+
+def member_names(tensor: LazyTensor) -> list[str]:
+    """The names of the stored tensors that a quantised one stands for; none for any other."""
+    while isinstance(tensor, Transpose):
+        tensor = tensor.source
+    return [member.name for member in tensor.members.values()] if isinstance(tensor, Bundle) else []
 
 
 def bundle(

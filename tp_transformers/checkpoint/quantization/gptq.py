@@ -63,15 +63,19 @@ class Gptq(Format):
             raise refused(f"GPTQ with other settings for {changes[0]}", expected)
         return cls(bits, None if group < 1 else group, bool(settings.get("desc_act")), version == "gptq")
 
+    def read_first(self, tensors: Tensors) -> list[str]:
+        return [name for name in tensors if self.ordered and name.endswith(".g_idx")]
+
     def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         modules = quantized_modules(tensors)
         for name in tensors:
             module, _, kind = name.rpartition(".")
             if kind in ("qzeros", "g_idx") and module not in modules:
                 raise unfit(f"{module}.qweight", "no such tensor", f"one for {name}")
-        return dequantized_modules(tensors, ("qzeros", "scales", "g_idx"), self._weight)
+        weight = partial(self._weight, stays_packed=stays_packed)
+        return dequantized_modules(tensors, ("qzeros", "scales", "g_idx"), weight)
 
-    def _weight(self, tensors: Tensors, module: str) -> Bundle:
+    def _weight(self, tensors: Tensors, module: str, *, stays_packed: bool) -> Bundle:
         words = member(tensors, f"{module}.qweight", 2, torch.int32)
         scales = member(tensors, f"{module}.scales", 2, *_FLOATS)
         zeros = member(tensors, f"{module}.qzeros", 2, torch.int32)
@@ -81,9 +85,9 @@ class Gptq(Format):
             columns = len(order)
         groups = None if self.group is None or self.ordered else Cut(1, self.group)
         members = {
-            "words": Member(words, (packed(1, self.bits), Cut(0))),
-            "scales": Member(scales, (groups, Cut(0))),
-            "zeros": Member(zeros, (groups, packed(0, self.bits))),
+            "words": Member(words, (packed(1, self.bits), Cut(0)), f"{module}.qweight"),
+            "scales": Member(scales, (groups, Cut(0)), f"{module}.scales"),
+            "zeros": Member(zeros, (groups, packed(0, self.bits)), f"{module}.qzeros"),
         }
         count = count_groups(module, columns, self.group, scales, zeros)
         if self.ordered:
@@ -91,7 +95,9 @@ class Gptq(Format):
             if of.min() < 0 or of.max() >= count:
                 got = f"groups from {int(of.min())} to {int(of.max())}"
                 raise unfit(f"{module}.g_idx", got, f"those from 0 to {count - 1}")
-            members["order"] = Member(Resident(of), (Cut(1),))
+            members["order"] = Member(Resident(of), (Cut(1),), f"{module}.g_idx")
+        elif stays_packed and f"{module}.g_idx" in tensors:  # for a save
+            members["order"] = Member(order, (Cut(1),), f"{module}.g_idx")
         return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, partial(_decode, self))
 
 
@@ -104,7 +110,7 @@ def _decode(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
     offsets = unpack(zeros, form.bits, rows).t().to(torch.int16)
     if form.less_one and form.bits == 3:
         offsets = (offsets + 1) & 7
-    if "order" in parts:
+    if form.ordered:
         of = parts["order"].long()
         scales, offsets = scales[:, of], offsets[:, of]
     elif form.group is not None:

@@ -1,11 +1,12 @@
 """MXFP4 (GPT-OSS): experts in 4 bits, and an exponent for every 32 values along their input features.
 
 Stored are `NAME_blocks` (experts, out, in / 32, 16), two values a byte, and `NAME_scales` (experts, out, in / 32); the
-parameter NAME is (experts, in, out).
+parameter NAME is (experts, in, out). Where a rank's part of a block is stored, the last two dims of blocks are one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,20 +39,23 @@ class Mxfp4(Format):
             if not name.endswith("_blocks"):
                 continue
             whole = name.removesuffix("_blocks")
-            blocks = member(tensors, name, 4, torch.uint8)
+            blocks = member(tensors, name, 3 if tensors[name].ndim == 3 else 4, torch.uint8)
             scales = member(tensors, f"{whole}_scales", 3, torch.uint8)
-            experts, rows, groups, width = blocks.shape
-            if width * 2 != _BLOCK:
-                raise unfit(name, f"blocks of {width} bytes", f"{_BLOCK // 2}")
+            experts, rows, *width = blocks.shape
+            if width[-1] * 2 % _BLOCK or (len(width) == 2 and width[-1] * 2 != _BLOCK):
+                raise unfit(name, f"blocks of {width[-1]} bytes", f"{_BLOCK // 2}")
             lead = (Cut(0), Cut(1))
             members = {
-                "pairs": Member(merge_last(blocks), (*lead, Cut(2, 2))),
-                "scales": Member(scales, (*lead, Cut(2, _BLOCK))),
+                "pairs": Member(merge_last(blocks) if blocks.ndim == 4 else blocks, (*lead, Cut(2, 2)), name),
+                "scales": Member(scales, (*lead, Cut(2, _BLOCK)), f"{whole}_scales"),
             }
-            values = bundle(whole, members, (experts, rows, groups * _BLOCK), torch.float32, _decode)
+            values = bundle(whole, members, (experts, rows, math.prod(width) * 2), torch.float32, _decode)
             del result[name], result[f"{whole}_scales"]
             result[whole] = Transpose(values, 1, 2)
         return result
+
+    def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(-1, (-1, _BLOCK // 2)) if name.endswith("_blocks") else tensor
 
 
 def _decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Weights that stay quantised in memory: decoded for each forward of their module, and dropped after it.
 
+A backward that needs one decodes it again.
+
 The module's parameter is a placeholder on the meta device: its shape, dtype and shard are those of the weight, and it
 has no values. In the module's forward, the decoded weight stands in its place.
 """
@@ -10,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +23,28 @@ from ...slices.bundle import Decoded
 from ...slices.lazy import LazyTensor
 from ...slices.stored import Stored
 from ...strategies import SHARD
-from ...strategies.attach import wrap_forward
+from ...strategies.attach import Forwarder, wrap_forward
+
+
+class HeldWeight(Protocol):
+    """A rank's shard of a weight, in fewer bytes."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weight that it stands for."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+
+    def decoded(self) -> torch.Tensor:
+        """The weight, contiguous."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +90,11 @@ def pack(
     return PackedWeight(shard.shape, dtype, device, places), reads
 
 
-PACKED: Mark[dict[str, PackedWeight]] = Mark("tp_packed")
+PACKED: Mark[dict[str, HeldWeight]] = Mark("tp_packed")
 """The packed weights of a module, by the names of its parameters."""
 
 
-def hold_packed(module: nn.Module, name: str, weight: PackedWeight) -> None:
+def hold_packed(module: nn.Module, name: str, weight: HeldWeight) -> None:
     """Let the parameter `name` of a module, on the meta device, be decoded for each forward."""
     shard = SHARD.of(module._parameters[name])
     placeholder = shard.wrap(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), requires_grad=False)
@@ -85,19 +108,52 @@ def hold_packed(module: nn.Module, name: str, weight: PackedWeight) -> None:
         packed[name] = weight
 
 
-def _with_weights(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _with_weights(call: Forwarder) -> Forwarder:
     """The forward of a module with its weights decoded."""
-    packed = PACKED.of(module)
-    placeholders = {name: module._parameters[name] for name in packed}
-    for name, weight in packed.items():
-        module._parameters[name] = SHARD.of(placeholders[name]).wrap(weight.decoded(), requires_grad=False)
-    try:
-        return call(module, *args, **kwargs)
-    finally:
-        module._parameters.update(placeholders)
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        packed = PACKED.of(module)
+        placeholders = {name: module._parameters[name] for name in packed}
+        storages = {}
+        for name, weight in packed.items():
+            decoded = weight.decoded()
+            storages[decoded.untyped_storage()._cdata] = weight
+            module._parameters[name] = SHARD.of(placeholders[name]).wrap(decoded, requires_grad=False)
+        try:
+            with _decoded_again(storages):
+                return call(module, *args, **kwargs)
+        finally:
+            module._parameters.update(placeholders)
+
+    return forward
 
 
-def packed_weights(model: nn.Module) -> Mapping[str, PackedWeight]:
+@contextmanager
+def _decoded_again(storages: Mapping[int, HeldWeight]) -> Iterator[None]:
+    """Let a backward decode the weights in those `storages` once more, so that none is kept for it.
+
+    Where something else already keeps tensors for the backward, as activation checkpoints do, it does so with these.
+    """
+    if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        yield
+        return
+
+    def keep(tensor: torch.Tensor) -> Any:
+        weight = storages.get(tensor.untyped_storage()._cdata)
+        return tensor if weight is None else (weight, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def take(kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        weight, *place = kept
+        decoded: torch.Tensor = weight.decoded()
+        return decoded.as_strided(*place)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, take):
+        yield
+
+
+def packed_weights(model: nn.Module) -> Mapping[str, HeldWeight]:
     """The packed weights of a model, by the names of their parameters."""
     return {
         f"{prefix}.{name}".lstrip("."): weight
@@ -114,7 +170,7 @@ def refuse_packed(model: nn.Module, subject: str) -> None:
             subject,
             got=f"a model with packed weights ({next(iter(packed))}, ...)",
             expected="one in floating point",
-            fix="Load it with tp_dequantize=True.",
+            fix="Load it with tp_dequantize=True, or without quantization_config.",
         )
 
 

@@ -63,6 +63,15 @@ class Statistics:
     peak_buffer: int = 0
     """Bytes of all buffers beside the destinations."""
 
+    def add(self, other: Statistics) -> None:
+        """Add the totals of a call that came after."""
+        for name, way in other.methods.items():
+            total = self.methods.setdefault(name, Method())
+            total.nbytes, total.copied = total.nbytes + way.nbytes, total.copied + way.copied
+            total.seconds += way.seconds
+        self.seconds += other.seconds
+        self.peak_buffer = max(self.peak_buffer, other.peak_buffer)
+
 
 def is_same_memory(destination: torch.Tensor, dtype: torch.dtype) -> bool:
     """True if a file's values of `dtype` are the bytes of `destination`, in the same order."""

@@ -30,7 +30,9 @@ from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import local_tensor, shard_of, whole_like
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import WholeModel
-from ..quantization.packed import refuse_packed
+from ..quantization.format import Format
+from ..quantization.members import PACKED_CHECKPOINT, packed_state
+from ..quantization.packed import packed_weights
 from .folder import SaveFolder
 from .manifest import MANIFEST_NAME, VARIANT
 from .writer import Writer, named, write_text
@@ -83,11 +85,14 @@ def save_pretrained(
     writes = group.writes and is_main_process
     folder = Path(save_directory)
     # 1. The tensors of every file: from shapes alone, the same on all ranks.
-    tensors = saved_state(model)
+    dense, packed = saved_state(model)
+    tensors = dense | packed
     meta = {name: whole_like(tensor) for name, tensor in tensors.items()}
-    whole_model = WholeModel(model, {name: tensor.shape for name, tensor in meta.items()})
+    whole_model = WholeModel(model, {name: meta[name].shape for name in dense})
     # To the names and pieces of the checkpoint that the model was loaded from.
     revert: Revert = partial(revert_weight_conversion, cast(Any, whole_model)) if save_original_format else dict
+    if packed:
+        revert = partial(_revert_dense, revert, packed, PACKED_CHECKPOINT.of(model).quantization.format)
     state = revert(meta)
     weights_name = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace(".", f".{variant}.")
     cut = split_torch_state_dict_into_shards(
@@ -155,13 +160,23 @@ def _refuse_sharded(folder: Path) -> None:
         )
 
 
-def saved_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Tensors to save: parameters and persistent buffers by name, each tied one once.
+def saved_state(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors to save: those of `dense_state`, and the stored tensors of packed weights; all ranks have to call it."""
+    return dense_state(model), packed_state(model, GROUP.of(model)) if packed_weights(model) else {}
 
-    Raises UnsupportedError where weights are packed.
-    """
-    refuse_packed(model, f"a save of a {type(model).__name__}")
+
+def _revert_dense(revert: Revert, packed: Container[str], form: Format, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`revert` of the values that are not of `packed` weights, which have the checkpoint's names."""
+    dense = {name: value for name, value in values.items() if name not in packed}
+    result = revert(dense) if dense else {}
+    return result | {name: form.published(name, value) for name, value in values.items() if name not in dense}
+
+
+def dense_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters that are not packed and persistent buffers by name, each tied one once."""
+    packed = packed_weights(model)
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    state = {name: tensor for name, tensor in state.items() if name not in packed}
     for target, source in tied_parameters(model).items():
         if state.get(target) is state.get(source):
             state.pop(target, None)
@@ -204,6 +219,9 @@ def write_configs(model: PreTrainedModel, folder: Path) -> None:
         config = copy.deepcopy(model.config)
         config.dtype = str(model.dtype).removeprefix("torch.")
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        packed = PACKED_CHECKPOINT.find(model)
+        if packed is not None:
+            packed.quantization.put_into(config)
         config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)

@@ -90,7 +90,8 @@ def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None
 
 def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
     """Write the files of one copy, then the manifest."""
-    state, save = saved_state(model), group.gather(secrets.token_hex(4))[0]
+    dense, packed = saved_state(model)
+    state, save = dense | packed, group.gather(secrets.token_hex(4))[0]
     path = rank_path(folder, save, group.rank, group.size)
 
     def write() -> RankFile:
@@ -109,7 +110,9 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
             # 2. Every rank writes its file.
             files = group.gather(group.together(write))
             # 3. Rank 0 looks at all of them as a load would.
-            manifest = group.together(lambda: check_save(model, folder, save, files) if place is not None else None)
+            manifest = group.together(
+                lambda: check_save(model, folder, save, files, state) if place is not None else None
+            )
         except BaseException:
             with suppress(OSError):
                 path.unlink()
@@ -129,9 +132,11 @@ def open_writer(path: Path, local: Mapping[str, torch.Tensor], *, save: str, ran
     return SummedWriter(path, local, metadata={"save": save, "rank": str(rank)})
 
 
-def check_save(model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile]) -> Manifest:
+def check_save(
+    model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile], state: Mapping[str, torch.Tensor]
+) -> Manifest:
     """The manifest of files that are all written, which are looked at as a load would. Raises CheckpointError."""
-    whole = {name: (whole_like(tensor), layout_of(tensor)) for name, tensor in saved_state(model).items()}
+    whole = {name: (whole_like(tensor), layout_of(tensor)) for name, tensor in state.items()}
     manifest = Manifest(
         folder,
         save,

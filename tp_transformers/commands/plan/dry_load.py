@@ -20,7 +20,7 @@ from ...checkpoint.conversion.convert import dtype_policy
 from ...errors import CheckpointError, TensorParallelError, UsageError, describe
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
-from ...loading.request import LoadRequest, express, open_checkpoint, packable
+from ...loading.request import LoadRequest, express, open_checkpoint, packing
 from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor
 
@@ -148,9 +148,7 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
             twice=tuple(sorted(pair for pair in ties.items() if found.issuperset(pair))),
             read_whole=tuple(sorted(conversion.fallbacks)),
         )
-        packed = {}
-        if request.stays_packed:
-            dtypes = dict.fromkeys(found, torch.float32)
-            names, _ = packable(model, conversion.expressions, dtypes, torch.device("meta"))
-            packed = {name: conversion.expressions[name] for name in names}
+        dtypes, device = dict.fromkeys(found, torch.float32), torch.device("meta")
+        names = packing(model, conversion, conversion.expressions, dtypes, device, request).weights
+        packed = {name: conversion.expressions[name] for name in names}
     return stock, found, packed

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
 from ...anatomy.attention import cached_widths, is_around_attention, is_attention, is_cross_attention
-from ...plans.heads import AttentionHeads
+from ...plans.attention_heads import AttentionHeads
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="what ranks hold weights in (default: auto, the checkpoint's own)",
     )
+    parser.add_argument("--packed", action="store_true", help="quantised weights stay packed (tp_dequantize=False)")
     parser.add_argument("--allow-replicated", action="store_true", help="as in from_pretrained")
     parser.add_argument("--revision", help="a branch, tag or commit of a name on the Hub")
     parser.add_argument("--stream", action="store_true", help="read a name on the Hub without storing its files")
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         show_progress=sys.stderr.isatty(),
         dtype=arguments.dtype,
         tp_stream=arguments.stream,
+        tp_dequantize=not arguments.packed,
         allow_replicated=arguments.allow_replicated,
         **where,
     )

@@ -26,25 +26,28 @@ from ...anatomy.classes import known_class, read_config
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
 from ...checkpoint.hub.fetch import fetch
+from ...checkpoint.quantization.packed import packed_weights
 from ...checkpoint.reading.header import Checkpoint
 from ...checkpoint.reading.reader import read
 from ...checkpoint.reading.report import LoadReport
 from ...checkpoint.saving.folder import SaveFolder
 from ...checkpoint.saving.manifest import Manifest, RankFile
+from ...checkpoint.saving.save import dense_state
 from ...checkpoint.saving.sharded import check_save, complete_save, open_writer, rank_path, refuse_ordinary_weights
 from ...checkpoint.saving.writer import named
 from ...errors import CheckpointError, TensorParallelError, UsageError, list_faults
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.load import LoadResult, place, restore_whole, same_bytes, tie
-from ...loading.request import LoadRequest, express, leaves, open_checkpoint
+from ...loading.request import LoadRequest, express, leaves, open_checkpoint, read_first
 from ...model.parallelize import parallelize
 from ...plans.bind import Resolution
 from ...plans.rules import Plan
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor, Resident
-from ...strategies import whole_like
+from ...strategies import layout_of, whole_like
+from .packed import pack, stored_as
 
 _COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
@@ -106,7 +109,8 @@ def shard_checkpoint(
             with enable():
                 model = from_pretrained_with(work, kind, name, tp_plan=plan, **arguments)
             # 2. Everything else; the manifest last.
-            manifest = check_save(model, folder, work.save, work.files)
+            state = dense_state(model) | work.packed
+            manifest = check_save(model, folder, work.save, work.files, state)
             _copy_companions(name, place.staging, where, model.tp_source.get("commit_hash"))
         except BaseException as error:
             work.remove()
@@ -125,6 +129,8 @@ class _Work:
         self.save = secrets.token_hex(4)
         self.paths = [rank_path(folder, self.save, rank, size) for rank in range(size)]
         self.files: list[RankFile] = []
+        self.packed: dict[str, torch.Tensor] = {}
+        """Stored tensors of packed weights, as rank 0 holds them."""
         self.one = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
 
     def __call__(self, model: PreTrainedModel, plan: Plan, request: LoadRequest) -> tuple[Resolution, LoadResult]:
@@ -137,6 +143,7 @@ class _Work:
         dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in whole.items()}
         with open_checkpoint(request, rank=0) as checkpoint:
             # 1. Every parameter: its expression, layout and dtype.
+            read_first(checkpoint, request, self.one)
             conversion, mismatched = express(model, checkpoint, whole, request)
             values = {
                 name: _Value(value, resolution.layouts.get(name), dtypes[name], request, checkpoint, self.one)
@@ -144,7 +151,14 @@ class _Work:
             }
             _settle_tied(model, values)
             _refuse_missing(model, values, whole)
+            self.packed = pack(model, conversion, dtypes, resolution, absent, request)
+            members = {
+                name: _Value(tensor, layout_of(self.packed[name]), tensor.dtype, request, checkpoint, self.one)
+                for name, tensor in stored_as(self.packed, checkpoint.tensors)
+            }
+            values = {name: value for name, value in values.items() if name not in packed_weights(model)}
             kept = {name: value for name, value in values.items() if name not in (model._keys_to_ignore_on_save or ())}
+            kept |= members
             # 2. Every file's header, then all files from their first tensor to their last, side by side.
             with ExitStack() as stack:
                 writers = [
@@ -169,7 +183,7 @@ class _Work:
             self.files.append(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
         for name, tensor in _shards(values, 0).items():
             place(model, name, tensor)
-        missing = whole.keys() - values.keys()  # tied: transformers does that
+        missing = whole.keys() - values.keys() - packed_weights(model).keys()  # tied: transformers does that
         for name in missing:
             restore_whole(model, name, whole[name])
         shares = tuple(file.size for file in self.files)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...checkpoint.quantization.packed import refuse_packed
 from ...errors import MeshError, UnsupportedError
 from ...marks import untyped
 from ...patches import Patch
@@ -35,7 +34,6 @@ from ...strategies import (
     ReplicateParallel,
     TensorParallelLayer,
     batch_sharded,
-    local_tensor,
     take,
 )
 from ..state_dict import copy_shards, keep_shards, keep_state, split_module
@@ -83,7 +81,6 @@ def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args
     group, config = _group(model), tuner.peft_config[adapter_name]
     assert group is not None
     with group.agree():
-        refuse_packed(model, "an adapter")
         if hasattr(model, "set_requires_gradient_sync"):
             raise _unsupported("data_parallel", "adapters that come after it")
         _check_config(config, model)
@@ -109,7 +106,7 @@ def _create_and_replace(
     for name, param in real.items():
         shard = SHARD.find(param)
         if param is not None and shard is not None:  # as wide as the whole, and no longer than one number
-            stand_in = local_tensor(param).new_empty(1).expand(shard.shape)
+            stand_in = torch.empty(1, dtype=param.dtype, device=shard.group.device).expand(shard.shape)
             base._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
     try:
         type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)

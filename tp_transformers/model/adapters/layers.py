@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
+from ...checkpoint.quantization.packed import refuse_packed
 from ...marks import untyped
 from ...slices.layout import Layout, Split
 from ...strategies import SHARD, STRATEGY, begun_forward, local_tensor, take
@@ -22,7 +23,8 @@ class _Adapted(_Layer):
     """A LoRA layer of peft whose base layer is cut."""
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
-        """Add the adapters to this rank's weight."""
+        """Add the adapters to this rank's weight. Raises UnsupportedError where that is packed."""
+        refuse_packed(untyped(self.get_base_layer()), "merged adapters")
         with _local_weights(self):
             super().merge(*args, **kwargs)
 

@@ -12,7 +12,7 @@ from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import TensorParallelLayer
-from ..heads import AttentionCut
+from ..attention_heads import AttentionCut
 from ..rule import UNRULED
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...anatomy.mixers import first_long_dim
 from ...slices.layout import Layout, Split
-from ..attach import wrap_forward
+from ..attach import Forwarder, argument_names, wrap_forward
 from ..shards.shard import ParamShard
 from ..shards.slicing import take
 
 
-def mix_locally(module: nn.Module, shards: Mapping[str, ParamShard], splits: Mapping[str, Split], rank: int) -> None:
+def mix_locally(
+    module: nn.Module, shards: Mapping[str, ParamShard], splits: Mapping[str, Split], states: Sequence[str], rank: int
+) -> None:
     """Let the forward of a mixer see this rank's part of the parameters and buffers that it reads of itself.
 
     It is not in training then: in training, kernels put a whole mixer in one call, its norm and its output projection
@@ -22,32 +24,49 @@ def mix_locally(module: nn.Module, shards: Mapping[str, ParamShard], splits: Map
 
     Args:
         shards: this rank's shards of parameters that it reads, by their names in it.
-        splits: how heads cut the features of what is in it; those of buffers are looked up.
+        splits: how heads cut the features of what is in it; those of buffers and states are looked up.
+        states: states that it is given, `argument.index`. Models make them for all heads; a rank keeps its own in the
+            same tensors.
     """
+    arguments = argument_names(module)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
     cut = {name: split for name, split in splits.items() if name in module._buffers}
 
     def own(buffer: Tensor, split: Split) -> Tensor:
         return take(buffer, Layout(first_long_dim(buffer.shape), split), rank)
 
-    def around(call: Callable[..., Any], mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        params = {name: mod.get_parameter(name) for name in views}
-        buffers, training = {name: mod.get_buffer(name) for name in cut}, mod.training
-        try:
-            for name, param in params.items():
-                _put(mod, name, views[name].view(param))
-            mod._buffers.update({name: own(buffer, cut[name]) for name, buffer in buffers.items()})
-            if training:
-                mod.training = False
-            return call(mod, *args, **kwargs)
-        finally:
-            if training:
-                mod.training = True
-            mod._buffers.update(buffers)
-            for name, param in params.items():
-                _put(mod, name, param)
+    def around(call: Forwarder) -> Forwarder:
+        def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            params = {name: mod.get_parameter(name) for name in views}
+            buffers, training = {name: mod.get_buffer(name) for name in cut}, mod.training
+            given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+            for name in states:
+                argument, _, index = name.rpartition(".")
+                if given.get(argument) is not None:
+                    _keep_own(given[argument][int(index)], splits[name], rank)
+            try:
+                for name, param in params.items():
+                    _put(mod, name, views[name].view(param))
+                mod._buffers.update({name: own(buffer, cut[name]) for name, buffer in buffers.items()})
+                if training:
+                    mod.training = False
+                return call(mod, *args, **kwargs)
+            finally:
+                if training:
+                    mod.training = True
+                mod._buffers.update(buffers)
+                for name, param in params.items():
+                    _put(mod, name, param)
+
+        return forward
 
     wrap_forward(module, around)
+
+
+def _keep_own(state: Tensor, split: Split, rank: int) -> None:
+    """Let a state of all heads, (batch, heads or features, ...), be that of this rank's."""
+    if state.shape[1] == split.length:
+        state.data = take(state, Layout(1, split), rank).clone()
 
 
 def _put(module: nn.Module, name: str, param: Tensor) -> None:

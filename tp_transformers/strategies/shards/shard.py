@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...marks import Mark
-from ...ranks.collectives import copy_shared, copy_to_region
+from ...ranks.collectives import apply_directly, copy_shared, copy_to_region, reduce_from_region
 from ...ranks.group import TP_AXIS, TensorParallelGroup
 from ...slices.layout import Layout, Range, Shared, chunked
 from .gather import on_all, on_first
@@ -81,7 +80,12 @@ class ParamShard:
     @property
     def needs_view(self) -> bool:
         """True if the parameter is not itself what a local forward computes with."""
-        return self.placement is not None or self.sums_gradients or self.added_once or self._shared_length > 0
+        return self.placement is not None or self.routes_gradient
+
+    @property
+    def routes_gradient(self) -> bool:
+        """True if other ranks have a part of the gradient of this rank's shard, or see something else."""
+        return self.sums_gradients or self.added_once or self._shared_length > 0
 
     def view(self, param: Tensor) -> Tensor:
         """The local tensor that the local forward computes with, its gradients routed back as the layout needs.
@@ -89,20 +93,19 @@ class ParamShard:
         The gradient of indices that several ranks hold is summed over those ranks (all-reduce in backward), so that
         each of them has the whole of it. All ranks of the axis take part in that, also those that share nothing.
         """
+        local, process_group = local_view(param), None
         if not torch.is_grad_enabled():
-            local = param._local_tensor if isinstance(param, DTensor) else param
             return torch.zeros_like(local) if self.added_once and self.group.rank else local
-        if isinstance(param, DTensor):
-            param = param.to_local() if torch.compiler.is_compiling() else _LocalView.apply(param)
-        dtype = self.group.reduce_dtype
-        if self.added_once and self.group.process_group is not None:
-            return copy_to_region(param, self.group.process_group, dtype) * (0 if self.group.rank else 1)
-        if self.sums_gradients and self.group.process_group is not None:
-            return copy_to_region(param, self.group.process_group, dtype)
-        if self.layout is None or self.group.process_group is None or not self._shared_length:
-            return param
-        dim, process_group = self.layout.dim, self.group.process_group
-        return copy_shared(param, self._shared, self._shared_length, process_group, dtype, dim=dim)
+        if self.routes_gradient:
+            process_group, dtype = self.group.process_group, self.group.reduce_dtype
+        if process_group is None:
+            return local
+        if self.added_once:
+            return copy_to_region(local, process_group, dtype) * (0 if self.group.rank else 1)
+        if self.sums_gradients:
+            return copy_to_region(local, process_group, dtype)
+        assert self.layout is not None
+        return copy_shared(local, self._shared, self._shared_length, process_group, dtype, dim=self.layout.dim)
 
     def full(self, local: Tensor) -> Tensor:
         """Gather the whole tensor on every rank (all-gathers) from each rank's `local` values."""
@@ -140,24 +143,46 @@ class ParamShard:
         return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
 
 
-class _LocalView(torch.autograd.Function):
-    """`DTensor.to_local` of a parameter, whose backward is not recorded if nobody asks, and then costs a quarter."""
+def local_view(param: Tensor) -> Tensor:
+    """The local tensor of a parameter; backward makes a DTensor of the gradient of one that is a DTensor."""
+    if not isinstance(param, DTensor):
+        return param
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return param.to_local()
+    return enter(None, None, param)[1][0] if torch.is_grad_enabled() and param.requires_grad else param._local_tensor
+
+
+def enter(x: Tensor | None, group: dist.ProcessGroup | None, *params: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+    """A copy of `x`, and the `local_view` of DTensor parameters that have gradients, in one node of the graph.
+
+    Its backward sums the gradient of `x` over the ranks of `group`, as that of `copy_to_region` does.
+    """
+    copied, *views = apply_directly(_Enter)(x, group, *params)
+    return copied, views
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor | None, group: dist.ProcessGroup | None, *params: DTensor) -> tuple[Any, ...]:
+        ctx.group, ctx.specs = group, [param._spec for param in params]
+        ctx.set_materialize_grads(False)  # some may not be used
+        whole = [x, *[param._local_tensor for param in params]]
+        return tuple([each if each is None else each.view_as(each) for each in whole])
 
     @staticmethod
-    def forward(ctx: Any, param: DTensor) -> Tensor:
-        ctx.spec = param._spec
-        local = param._local_tensor
-        ctx.stride = local.stride()
-        return local.view_as(local)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *others = grads
+        wrap = _wrap_recorded if torch.is_grad_enabled() else _wrap
+        wrapped = [None if grad is None else wrap(grad, spec) for grad, spec in zip(others, ctx.specs, strict=True)]
+        return None if x is None else reduce_from_region(x, ctx.group), None, *wrapped
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (grad,), spec = grads, ctx.spec
-        if not torch.is_grad_enabled() and grad.stride() == ctx.stride:
-            return DTensor(grad, copy.copy(spec), requires_grad=False)  # of its own, as torch does
-        return DTensor.from_local(
-            grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
+
+def _wrap(grad: Tensor, spec: Any) -> Tensor:
+    return DTensor.__new__(DTensor, grad, spec, requires_grad=False)  # its __init__ does nothing, and takes long
+
+
+def _wrap_recorded(grad: Tensor, spec: Any) -> Tensor:
+    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 SHARD: Mark[ParamShard] = Mark("tp_shard")

@@ -28,7 +28,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
     for rank in range(size):
         outline = _Outline(Stored(None, offset=0, shape=shape, dtype=empty.dtype))  # type: ignore[arg-type]
         try:
-            part = partition(outline, empty, param_type, empty.dtype, True, rank, _mesh(rank, size))
+            part = partition(outline, empty, param_type, empty.dtype, True, rank, outline_mesh(rank, size))
         except Exception as error:
             raise ValueError(f"its partition_tensor fails without data: {type(error).__name__}: {error}") from error
         part = part._local_tensor if isinstance(part, DTensor) else part
@@ -58,7 +58,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
 
 
 @cache
-def _mesh(rank: int, size: int) -> Any:
+def outline_mesh(rank: int, size: int) -> Any:
     """The mesh of `rank`, without process groups; of older torch, as much of one as there is before there are ranks."""
     try:
         return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=(TP_AXIS,), _init_backend=False, _rank=rank)

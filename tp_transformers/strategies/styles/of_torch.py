@@ -22,11 +22,10 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
 )
 
-from ..anatomy.linears import embeds_states
-from ..slices.layout import Split, chunked
-from .base import TensorParallelLayer
-from .communication import only
-from .shards.shard import ParamShard
+from ...anatomy.linears import embeds_states
+from ..communication import only
+from ..shards.shard import ParamShard
+from .style import StyleParallel, is_features
 
 _Linears = torch_parallel.ColwiseParallel | torch_parallel.RowwiseParallel
 
@@ -40,17 +39,17 @@ SUPPORTED: tuple[type[ParallelStyle], ...] = (
 )
 """The styles of which it is known, before they are applied, how they cut parameters."""
 
-_OWN_NAMES = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise", "SequenceParallel": "sequence_parallel"}
+OWN_NAMES = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise", "SequenceParallel": "sequence_parallel"}
 
 
-class StyleParallel(TensorParallelLayer):
+class TorchStyleParallel(StyleParallel):
     """A style of torch: ColwiseParallel cuts a linear's weight and bias along dim 0, an embedding's weight along dim 1;
     RowwiseParallel a linear's weight along dim 1, an embedding's along dim 0; all others leave parameters whole.
 
         x ── style's input ── module of DTensors ── style's output ── y
     """
 
-    cuts_as_torch = True
+    owner = "torch's"
 
     def __init__(self, style: ParallelStyle) -> None:
         """`style`: copied, since a style may keep to itself what it was applied to."""
@@ -66,49 +65,43 @@ class StyleParallel(TensorParallelLayer):
         self.sums_own_output = isinstance(style, torch_parallel.RowwiseParallel)
         self.sums_gradients = self.takes_sequence_part
         self.cuts_sequence = not self.takes_sequence_part and any(
-            isinstance(each, Shard) and not _is_features(each) for each in _placements(style)
+            isinstance(each, Shard) and not is_features(each) for each in _placements(style)
         )
 
     def check(self, module: nn.Module) -> None:
         """Colwise and rowwise are for `nn.Linear` and `nn.Embedding`, the sequence's for what has no children."""
-        kind, style = type(module).__name__, type(self.style).__name__
+        kind = type(module).__name__
         if not _is_known(type(self.style)):
             raise ValueError(
-                f"{style} is a style of its own, and what it cuts is not known before it is applied; leave it out of "
-                "the plan, and apply it to the loaded model with torch's parallelize_module(module, mesh, style)"
+                f"{type(self.style).__name__} is a style of its own, and what it cuts is not known before it is "
+                "applied; leave it out of the plan, and apply it to the loaded model with torch's "
+                "parallelize_module(module, mesh, style)"
             )
         if self.unit is not None or self.widths:
-            raise ValueError(f"torch's {style} takes no unit and no widths")
+            raise ValueError(f"{self.shown} takes no unit and no widths")
         if isinstance(self.style, _Linears) and not isinstance(module, nn.Linear | nn.Embedding):
             raise ValueError(
-                f"torch's {style} is for nn.Linear and nn.Embedding, not for a {kind}; use a strategy's name, such as "
-                f"{_OWN_NAMES[_known_base(type(self.style)).__name__]!r}"
+                f"{self.shown} is for nn.Linear and nn.Embedding, not for a {kind}; use a strategy's name, such as "
+                f"{OWN_NAMES[_known_base(type(self.style)).__name__]!r}"
             )
         if self.takes_sequence_part and any(module.children()):
-            raise ValueError(f"torch's {style} is for a norm or a dropout, not for a {kind} with modules of its own")
+            raise ValueError(f"{self.shown} is for a norm or a dropout, not for a {kind} with modules of its own")
         if self.leaves_sharded_output and self.use_local_output and embeds_states(module, self.config):
             raise ValueError(
-                f"torch's {style} would leave each rank a part of the hidden features, of which what follows takes "
+                f"{self.shown} would leave each rank a part of the hidden features, of which what follows takes "
                 "all; give it output_layouts=Replicate()"
             )
         if self.sums_own_output and self.is_embedding and self.input_layouts == (Shard(-1),):
-            raise ValueError(
-                f"torch's {style} takes ids that are cut over the ranks; give it input_layouts=Replicate()"
-            )
+            raise ValueError(f"{self.shown} takes ids that are cut over the ranks; give it input_layouts=Replicate()")
 
     @property
     def takes_sharded_input(self) -> bool:
         """See `TensorParallelLayer.takes_sharded_input`; what is cut along the sequence has whole features."""
-        return isinstance(self.style, _Linears) and _is_features(only(self.input_layouts)) and not self.is_embedding
+        return isinstance(self.style, _Linears) and is_features(only(self.input_layouts)) and not self.is_embedding
 
     @property
     def leaves_sharded_output(self) -> bool:
-        return isinstance(self.style, _Linears) and _is_features(only(self.output_layouts))
-
-    @property
-    def leaves_replicated_output(self) -> bool:
-        """False: a style may say how an output arrives, and leave it otherwise."""
-        return False
+        return isinstance(self.style, _Linears) and is_features(only(self.output_layouts))
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The dim along which torch cuts a linear or an embedding."""
@@ -117,18 +110,6 @@ class StyleParallel(TensorParallelLayer):
         if self.sums_own_output:
             return 0 if self.is_embedding else 1 if ndim == 2 else None
         return None
-
-    def _cut(self, length: int, size: int, unit: int) -> Split:
-        split = chunked(length, size)
-        if self.split is not None:
-            heads = super()._cut(length, size, unit)
-            if length % size or not heads.is_chunked:
-                style = type(self.style).__name__
-                raise ValueError(
-                    f"torch's {style} does not know of its {self.split.length} heads, and cannot cut them for {size} "
-                    'ranks; use the strategies colwise and rowwise by name, or tp_plan="auto"'
-                )
-        return split
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Let torch apply the style: the parameters, which are cut already, stay what they are."""
@@ -148,21 +129,6 @@ class StyleParallel(TensorParallelLayer):
         given = {name: value for name, value in vars(self.style).items() if name in usual and value != usual[name]}
         shown = (f"{name}={value[0] if isinstance(value, tuple) else value!r}" for name, value in given.items())
         return f"torch.{style.__name__}({', '.join(shown)})"
-
-
-def as_strategy(value: Any) -> Any:
-    """A style of torch as a strategy; a strategy, or anything else, as it is."""
-    is_style = isinstance(value, ParallelStyle) and not isinstance(value, TensorParallelLayer)
-    return StyleParallel(value) if is_style else value
-
-
-def style_hint(name: str) -> str:
-    """Hint for the name of a style of torch, where that of a strategy is expected; "" for any other name."""
-    name = name.removesuffix("()")
-    if name not in {style.__name__ for style in SUPPORTED}:
-        return ""
-    own = f", and ours is called {_OWN_NAMES[name]!r}" if name in _OWN_NAMES else ""
-    return f" (torch's style is an object, {name}(...), which a plan in Python can hold{own})"
 
 
 def _is_known(style: type[ParallelStyle]) -> bool:
@@ -188,8 +154,3 @@ def _placements(style: Any) -> Iterator[Placement | None]:
         yield from style.desired_output_layouts
     elif isinstance(style, _Linears):
         yield from style.output_layouts
-
-
-def _is_features(placement: Placement | None) -> bool:
-    """True if the last dim of (batch, sequence, features) is cut."""
-    return isinstance(placement, Shard) and placement.dim in (-1, 2)

@@ -1,0 +1,99 @@
+"""Saves of models with packed weights: the tensors of the checkpoint that was loaded, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tp_transformers
+from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
+from tests.support.float8 import quantize_folder
+from tests.support.models import load, logits_of, read_folder
+from tests.support.tiers import wide
+from tp_transformers.commands.shard.offline import shard_checkpoint
+
+pytestmark = pytest.mark.distributed
+
+FORMATS = {
+    **VARIANTS,
+    "float8 by blocks": partial(quantize_folder, block=(16, 16)),
+    "float8 by weights": partial(quantize_folder, block=None),
+}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory):
+    """`packed(name, variant)`: the folder of a quantised checkpoint."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(name: str, variant: str) -> Path:
+        if (name, variant) not in made:
+            made[name, variant] = packed_folder(tmp_path_factory.mktemp("packed"), name, FORMATS[variant])[0]
+        return made[name, variant]
+
+    return make
+
+
+def save(folder: str, to: str, sharded: str | None = None) -> None:
+    model = load(folder, dtype=torch.bfloat16, tp_dequantize=False)
+    expected = logits_of(model)
+    model.save_pretrained(to)
+    if sharded is not None:
+        tp_transformers.save_sharded(model, sharded)
+    assert torch.equal(logits_of(model), expected)
+    assert not hasattr(model.config, "quantization_config")
+
+
+def check_saved(folder: Path, saved: Path) -> None:
+    before, after = read_folder(folder), read_folder(saved)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert (tensor.dtype, tensor.shape) == (after[name].dtype, after[name].shape), name
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), after[name].reshape(-1).view(torch.uint8)), name
+    settings = [json.loads((each / "config.json").read_text())["quantization_config"] for each in (folder, saved)]
+    assert settings[0] == settings[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "size", "again"),
+    wide(
+        [
+            ("gpt_oss", "mxfp4", 3, 2),
+            ("llama", "int4 with zero points", 2, 3),
+            ("llama", "gptq", 3, 2),
+            *(("llama", variant, size, 4 - size) for variant in FORMATS if variant != "mxfp4" for size in (1, 2, 3)),
+            *(("gpt_oss", "mxfp4", size, 4 - size) for size in (1, 2)),
+            ("qwen3_moe", "int4 with zero points", 3, 2),
+            ("qwen3_moe", "awq", 2, 4),
+            ("qwen3_moe", "gptq in order", 3, 1),
+            ("qwen3_moe", "float8 by weights", 2, 3),
+        ],
+        2,
+    ),
+)
+def test_a_save_is_the_checkpoint_that_was_loaded(
+    pool: Any, packed: Any, tmp_path: Path, name: str, variant: str, size: int, again: int
+) -> None:
+    folder = packed(name, variant)
+    pool.run(size, save, str(folder), str(tmp_path / "saved"), str(tmp_path / "sharded"))
+    check_saved(folder, tmp_path / "saved")
+    pool.run(again, save, str(tmp_path / "sharded"), str(tmp_path / "again"))
+    check_saved(folder, tmp_path / "again")
+    # One process makes the same files as the ranks.
+    shard_checkpoint(str(folder), tmp_path / "offline", size=size, dtype=torch.bfloat16, tp_dequantize=False)
+    for path in (tmp_path / "sharded").glob("rank-*"):
+        other = next((tmp_path / "offline").glob(f"{path.name[:19]}*"))
+        mine, theirs = read_file(path), read_file(other)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[each], theirs[each]) for each in mine)
+
+
+def read_file(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in load_file(path).items()}

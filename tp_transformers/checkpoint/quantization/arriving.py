@@ -1,0 +1,118 @@
+"""Weights in floating point that torchao quantises as they arrive, each rank its own shard.
+
+A shard's scales are those of its own values: those of the complete weight where the plan cuts rows, or columns at the
+ends of groups. They differ where it cuts the columns of a row that has one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...anatomy.names import tied_parameters
+from ...errors import UnsupportedError
+
+_WEIGHTS = "weights by torchao (TorchAoConfig of weights alone)"
+
+
+@dataclass(frozen=True)
+class ArrivedWeight:
+    """A rank's shard as torchao keeps it; `dtype` and `device` are those of the weight that it stands for."""
+
+    tensor: Any
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.tensor.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.tensor.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        names, _ = self.tensor.__tensor_flatten__()
+        return sum(getattr(self.tensor, name).nbytes for name in names)
+
+    def decoded(self) -> torch.Tensor:
+        """The weight, contiguous."""
+        weight: torch.Tensor = self.tensor.dequantize().to(self.dtype)
+        return weight.contiguous()
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """The quantisation that a caller asks for, of a checkpoint that has none."""
+
+    config: Any
+    """A config of torchao."""
+    excluded: Collection[str]
+    """Parts of names of modules that stay in floating point."""
+
+    @classmethod
+    def of(cls, asked: Any, device: torch.device) -> Arriving:
+        """What transformers' TorchAoConfig means. Raises UnsupportedError on what cannot be done on this `device`."""
+        config = getattr(asked, "quant_type", None)
+        if config is None:
+            raise _refused(f"a {type(asked).__name__}", "a TorchAoConfig")
+        if getattr(asked, "include_input_output_embeddings", False):
+            raise _refused("quantised embeddings", "linears alone")
+        found = cls(config, tuple(asked.modules_to_not_convert or ()))
+        try:
+            found.quantised(torch.ones(64, 256, dtype=torch.bfloat16, device=device)).decoded()
+        except ImportError:
+            raise UnsupportedError(
+                "quantization_config",
+                got="no torchao",
+                expected=_WEIGHTS,
+                fix="pip install 'tp-transformers[torchao]'.",
+            ) from None
+        except Exception as error:
+            raise _refused(f"{type(config).__name__} ({str(error).splitlines()[0][:200]})", _WEIGHTS) from None
+        return found
+
+    @property
+    def group(self) -> int | None:
+        """Columns that share a scale; None for all of a row, or where the config does not say."""
+        group = getattr(getattr(self.config, "granularity", None), "group_size", None)
+        return group or getattr(self.config, "group_size", None)
+
+    def names(self, model: Any) -> list[str]:
+        """The parameters to quantise: weights of linears that are not tied, nor the head's."""
+        ties, head = tied_parameters(model), model.get_output_embeddings()
+        tied = {*ties, *ties.values()}
+        return [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+            and module is not head
+            and f"{name}.weight" not in tied
+            and not any(part in name for part in self.excluded)
+        ]
+
+    def check(self, name: str, shape: torch.Size) -> None:
+        """Raise UnsupportedError where a shard does not consist of groups."""
+        if self.group is not None and shape[-1] % self.group:
+            raise _refused(f"{name}, of which this rank has {shape[-1]} columns", f"groups of {self.group}")
+
+    def quantised(self, weight: torch.Tensor) -> ArrivedWeight:
+        """A weight as torchao makes it."""
+        from torchao.quantization import quantize_  # type: ignore[import-not-found]
+
+        linear = nn.Linear(1, 1, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        quantize_(linear, self.config)
+        if type(linear.weight.data) is torch.Tensor:
+            raise ValueError("it leaves weights as they are")
+        return ArrivedWeight(linear.weight.detach(), weight.dtype)
+
+
+def _refused(got: str, expected: str) -> UnsupportedError:
+    fix = "Choose another, or other ranks; or leave out quantization_config."
+    return UnsupportedError("quantization_config with tp_plan", got=got, expected=expected, fix=fix)

@@ -1,0 +1,113 @@
+"""bitsandbytes: int8 with a scale a row, and 4 bits (nf4, fp4) with a scale for every block of a flattened weight.
+
+X.weight  (out, in) int8        X.SCB  (out) float32
+X.weight  (out * in / 2, 1)     X.weight.absmax  (blocks) float32, or uint8 that are quantised in blocks once more
+                                X.weight.quant_map, X.weight.quant_state.bitsandbytes__nf4: values, and JSON
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.composed import reshaped
+from ...slices.lazy import LazyTensor, Resident
+from .format import Format, Tensors, bundle, member, refused, unfit
+
+_STATE = ".quant_state.bitsandbytes__"
+_SCALE = 7.874015718698502e-3
+"""1 / 127, as the library has it."""
+
+
+@dataclass(frozen=True)
+class BitsAndBytes(Format):
+    """Every weight that has an `SCB` or a `quant_state`."""
+
+    title = "bitsandbytes"
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> BitsAndBytes:
+        storage = str(settings.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
+        if storage != "uint8":
+            raise refused(f"bitsandbytes in words of {storage}", "one in words of uint8")
+        return cls()
+
+    def read_first(self, tensors: Tensors) -> list[str]:
+        return [name for name in tensors if _STATE in name]
+
+    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+        states = {name.partition(_STATE)[0]: name for name in tensors if _STATE in name}
+        result: dict[str, LazyTensor] = {}
+        for name, tensor in tensors.items():
+            module, _, kind = name.rpartition(".")
+            if name in states:
+                result[name] = self._of_blocks(tensors, name, tensors[states[name]])
+            elif kind == "weight" and f"{module}.SCB" in tensors:
+                result[name] = self._of_rows(tensors, module)
+            elif not (module in states or name.partition(_STATE)[0] in states or kind in ("SCB", "weight_format")):
+                result[name] = tensor
+            elif kind == "SCB" and f"{module}.weight" not in tensors:
+                raise unfit(f"{module}.weight", "no such tensor", f"one for {name}")
+        return result
+
+    def _of_rows(self, tensors: Tensors, module: str) -> Bundle:
+        name = f"{module}.weight"
+        members = {
+            "values": Member(member(tensors, name, 2, torch.int8), (Cut(0), Cut(1)), name),
+            "scales": Member(member(tensors, f"{module}.SCB", 1, torch.float32), (Cut(0),), f"{module}.SCB"),
+        }
+        return bundle(name, members, members["values"].tensor.shape, torch.float32, _decode_rows)
+
+    def _of_blocks(self, tensors: Tensors, name: str, state: LazyTensor) -> Bundle:
+        try:
+            settings = json.loads(bytes(state.materialize().tolist()))
+            (rows, columns), block = map(int, settings["shape"]), int(settings["blocksize"])
+            dtype, nested = getattr(torch, settings["dtype"]), int(settings.get("nested_blocksize") or 0)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise unfit(name, f"a quant_state that cannot be read ({error})", "shape, blocksize and dtype") from None
+        if columns % block:
+            got = f"bitsandbytes in blocks of {block} that cross the rows of {name}, of {columns} columns"
+            raise refused(got, "one whose rows consist of blocks")
+        per_row = columns // block
+        values = member(tensors, name, 2, torch.uint8)
+        scales = member(tensors, f"{name}.absmax", tensors[f"{name}.absmax"].ndim, torch.uint8, torch.float32)
+        if values.numel() * 2 != rows * columns or scales.numel() != rows * per_row:
+            raise unfit(name, f"{values.numel()} pairs and {scales.numel()} scales", f"those of {rows} x {columns}")
+        by_block = (Cut(0), Cut(1, block))
+        members = {
+            "values": Member(reshaped(values, (rows, columns // 2)), (Cut(0), Cut(1, 2)), name),
+            "scales": Member(reshaped(scales, (rows, per_row)), by_block, f"{name}.absmax"),
+            "map": Member(member(tensors, f"{name}.quant_map", 1, torch.float32), (None,), f"{name}.quant_map"),
+        }
+        if nested:
+            of = torch.arange(rows * per_row, dtype=torch.int32).div(nested, rounding_mode="floor").view(rows, per_row)
+            members["of"] = Member(Resident(of), by_block)
+            for kind in ("nested_absmax", "nested_quant_map"):
+                stored = member(tensors, f"{name}.{kind}", 1, torch.float32)
+                members[kind] = Member(stored, (None,), f"{name}.{kind}")
+        decode = partial(_decode_blocks, block, float(settings.get("nested_offset") or 0), dtype)
+        return bundle(name, members, (rows, columns), dtype, decode)
+
+    def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name.endswith(".absmax"):
+            return tensor.flatten()
+        return tensor.reshape(-1, 1) if name.endswith(".weight") and tensor.dtype == torch.uint8 else tensor
+
+
+def _decode_rows(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    return parts["values"] * parts["scales"].unsqueeze(1) * _SCALE
+
+
+def _decode_blocks(block: int, offset: float, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    """In float32; the high half of a byte is the first of its two values."""
+    pairs, scales = parts["values"], parts["scales"]
+    if "of" in parts:
+        scales = parts["nested_quant_map"][scales.long()] * parts["nested_absmax"][parts["of"].long()] + offset
+    values = parts["map"][torch.stack((pairs >> 4, pairs & 0xF), -1).flatten(-2).long()]
+    return (values * scales.repeat_interleave(block, 1)).to(dtype)

@@ -1,0 +1,50 @@
+"""How the heads of attention are cut, for a module and for a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..anatomy.attention import KV_COUNTS, QUERY_COUNTS
+from ..slices.layout import Split
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """How the heads of one attention module are cut."""
+
+    query: Split
+    kv: Split
+    is_fused: bool = False
+    """True if one projection makes queries, keys and values, which the module splits by head counts."""
+    is_latent: bool = False
+    """True if heads are made from replicated latents (multi-head latent attention)."""
+    head_dim: int | None = None
+    """Features of a query head, where they are known."""
+
+    def attributes(self, rank: int) -> dict[str, int]:
+        """The module's own head counts on `rank`, by the names that transformers uses."""
+        query, kv = self.query.widths[rank], self.kv.widths[rank]
+        counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
+        counts["num_key_value_groups"] = query // kv
+        if self.head_dim is not None:
+            # Names for the width of all query heads, at which GPT-2 and DBRX split queries from keys, and of KV heads.
+            widths = ("split_size", "embed_dim", "inner_dim", "all_head_size", "q_dim", "hidden_size")
+            counts |= dict.fromkeys(widths, query * self.head_dim)
+            counts["kv_dim"] = kv * self.head_dim
+        return counts
+
+    def config_attributes(self, rank: int) -> dict[str, int]:
+        """The head counts that the module reads from its config on `rank`."""
+        counts = self.attributes(rank)
+        return {name: counts[name] for name in ("num_attention_heads", *KV_COUNTS)}
+
+
+@dataclass
+class AttentionCut:
+    """How all attention of a model is cut."""
+
+    heads: dict[str, AttentionHeads] = field(default_factory=dict)
+    splits: dict[str, Split] = field(default_factory=dict)
+    """Projection, parameter or attention module -> how its heads are cut."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """Replicated child (there are more ranks than heads) -> its attention module or mixer."""

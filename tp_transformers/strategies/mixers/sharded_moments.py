@@ -1,0 +1,84 @@
+"""Blocks that compare features, which are cut over the ranks, with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import one_hot
+from torch.overrides import TorchFunctionMode
+
+from ...ranks.collectives import Group, copy_to_region, reduce_from_region
+from ...slices.layout import even_widths
+from ..attach import Forwarder, wrap_forward
+from ..base import TensorParallelLayer
+from ..linear import LAST
+from ..shards.shard import ParamShard
+
+
+class ShardedMomentsParallel(TensorParallelLayer):
+    """Around a block whose threshold depends on all features, such as an MLP that keeps those that stand out: inside,
+    means and standard deviations of features that are cut are those of the whole width, which is the rule's `widths`
+    (one all-reduce of two numbers a token and rank; backward: all-reduce).
+
+        [x | y] ── mean, std of xy ── [x' | y']
+    """
+
+    shares_moments = True
+
+    def check(self, module: nn.Module) -> None:
+        """A block whose width is known."""
+        if len(self.widths) != 1:
+            raise ValueError("sharded_moments needs the one width that is cut: {widths: intermediate_size}")
+
+    def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
+        """Let the forward see the moments of all ranks."""
+        (width,) = self.widths.values()
+        counts, group = even_widths(width, self.size), mesh.get_group()
+
+        def around(call: Forwarder) -> Forwarder:
+            def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                with _Moments(counts, self.rank, group):
+                    return call(mod, *args, **kwargs)
+
+            return forward
+
+        wrap_forward(module, around)
+
+
+class _Moments(TorchFunctionMode):
+    """Gives the moments over the ranks' features to code that asks for torch.mean or torch.std over the last dim.
+
+    Args:
+        counts: number of features of every rank.
+    """
+
+    def __init__(self, counts: Sequence[int], rank: int, group: Group) -> None:
+        super().__init__()
+        self.counts, self.rank, self.group = counts, rank, group
+        self.last: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        """Features, and their mean and the sum of their squared distances from it, over all ranks."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.mean, torch.std) or kwargs.get("dim") != LAST or not kwargs.get("keepdim"):
+            return func(*args, **kwargs)
+        x = args[0]
+        if self.last is None or self.last[0] is not x:
+            self.last = x, self._moments(x)
+        mean, squares = self.last[1]
+        free = kwargs.get("correction", int(kwargs.get("unbiased", True)))
+        return (mean if func is torch.mean else torch.sqrt(squares / (sum(self.counts) - free))).to(x.dtype)
+
+    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        counts = torch.tensor(self.counts, dtype=wide.dtype, device=x.device)
+        own = wide.mean(LAST, keepdim=True)
+        both = torch.stack((own, (wide - own).square().sum(LAST, keepdim=True)))
+        slots = one_hot(torch.tensor(self.rank, device=x.device), len(self.counts)).to(wide.dtype)
+        means, squares = copy_to_region(reduce_from_region(both * slots, self.group), self.group)
+        mean = (means * counts).sum(LAST, keepdim=True) / counts.sum()
+        return mean, (squares + counts * (means - mean).square()).sum(LAST, keepdim=True)

@@ -1,0 +1,119 @@
+"""Inputs and parameters of a block's layers, which enter autograd's graph once a block, and not once a layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...ranks.collectives import Group, copy_to_region
+from .shard import enter, local_view
+
+
+class Guard(Protocol):
+    """Something else that begins and ends with a forward, of a module in training or that was in the last one."""
+
+    def begin(self, module: nn.Module) -> None:
+        """Called before the forward."""
+
+    def leave(self) -> None:
+        """Called after it, however it ended."""
+
+
+class Block:
+    """What the layers right inside of a module share, while a forward of the module is under way.
+
+    Layers that are given one tensor, such as query, key and value projections, get one copy of it. Autograd adds up
+    their gradients there, on each rank, and the backward has one all-reduce in place of one a layer.
+
+    With the first of them, the local views of all parameters are made: one node of autograd's graph sums the gradient
+    of the input, and makes DTensors of those of parameters.
+    """
+
+    def __init__(self, guards: Sequence[Guard] = ()) -> None:
+        self.guards = list(guards)
+        self.was_training = False
+        self.children: tuple[nn.Module | None, ...] = ()
+        self.layers: list[Any] = []
+        """The layers in `children` that ask for their parameters; an adapter may be around one."""
+        self.is_open = False
+        self.last: tuple[Tensor, int, Tensor] | None = None
+        """An input, its version, and its copy."""
+        self.views: dict[int, tuple[Tensor, Tensor]] = {}
+        """DTensor parameters and their local views, by the parameters' `id`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
+        return Block(copy.deepcopy(self.guards, memo))
+
+    def copy(self, x: Tensor, strategy: Any, mesh: DeviceMesh) -> Tensor:
+        """A copy of `x` for the region where ranks compute on their own features; see `copy_to_region`."""
+        last, compiles = self.last, torch.compiler.is_compiling()
+        version = 0 if compiles else x._version  # torch.compile cannot compare versions
+        if last is not None and last[0] is x and last[1] == version:
+            return last[2]
+        if self.is_open and not self.views and not compiles:
+            copied: Tensor = self._enter(x, strategy.group_of(mesh))
+        else:
+            copied = copy_to_region(x, strategy.group_of(mesh))
+        if self.is_open:
+            self.last = (x, version, copied)
+        return copied
+
+    def local(self, param: Tensor) -> Tensor:
+        """The local view of a parameter of one of the layers."""
+        found = self.views.get(id(param))
+        return self._first(param) if found is None else found[1]
+
+    def _first(self, param: Tensor) -> Tensor:
+        if not self.is_open or torch.compiler.is_compiling():
+            return local_view(param)
+        if not self.views:
+            self._enter(None, None)
+        if id(param) not in self.views:
+            self.views[id(param)] = (param, local_view(param))
+        return self.views[id(param)][1]
+
+    def _enter(self, x: Tensor | None, group: Group | None) -> Any:
+        """A copy of `x`, with which the parameters get their local views.
+
+        One that has a hook gets its own later: the hook would be told of its gradient, also where there is none.
+        """
+        params = [
+            param
+            for layer in self.layers
+            for param in layer._parameters.values()
+            if type(param) is DTensor and param.requires_grad and not param._backward_hooks
+        ]
+        copied, views = enter(x, group, *params)
+        self.views.update({id(param): (param, view) for param, view in zip(params, views, strict=True)})
+        return copied
+
+    def around(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The forward of the module; it is left out in inference, once the guards know."""
+        opens = not self.is_open and torch.is_grad_enabled()
+        if opens:
+            self.is_open = True
+            self._find_layers(module)
+        self.was_training = module.training
+        try:
+            for guard in self.guards:
+                guard.begin(module)
+            return call(module, *args, **kwargs)
+        finally:
+            for guard in self.guards:
+                guard.leave()
+            if opens:
+                self.is_open, self.last, self.views = False, None, {}
+
+    def _find_layers(self, module: nn.Module) -> None:
+        children = tuple(module._modules.values())
+        if children != self.children:
+            inside = (each for child in children if child is not None for each in child.modules())
+            found = [(each, vars(each)["tp_strategy"]) for each in inside if "tp_strategy" in vars(each)]
+            self.layers = [each for each, strategy in found if strategy.block is self and strategy.asks_block]
+            self.children = children

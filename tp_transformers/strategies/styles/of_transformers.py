@@ -1,0 +1,165 @@
+"""Strategies written for transformers' own interface (5.17 and later), as strategies: our loading, their forward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from ...marks import untyped
+from ...ranks.group import TensorParallelGroup
+from ...transformers_api import registered_style
+from ..attach import Forwarder, wrap_forward
+from ..communication import only
+from ..shards.shard import ParamShard
+from ..shards.trace import outline_mesh
+from .style import StyleParallel, is_features
+
+_CONTRACT = ("shard_param", "transform_inputs_pre_forward", "transform_output_post_forward", "install_forward")
+
+
+class TransformersStyleParallel(StyleParallel):
+    """A strategy that inherits from transformers' `TensorParallelLayer`: `shard_param` says by a DTensor without data
+    how a parameter is cut, and `install_forward` puts its transforms around the module's forward.
+
+        x ── transform_inputs_pre_forward ── module of DTensors ── transform_output_post_forward ── y
+    """
+
+    owner = "transformers'"
+    viewed_around = True  # by context_around_forward
+
+    def __init__(self, style: Any) -> None:
+        """`style`: an instance; one serves all modules, as it does in transformers."""
+        self.style = style
+        super().__init__(
+            input_layouts=getattr(style, "input_layouts", None),
+            output_layouts=getattr(style, "output_layouts", None),
+            use_local_output=getattr(style, "use_local_output", True),
+        )
+        self.placements: Mapping[str, Placement] = {}
+        self.refusal = ""
+
+    def bind(self, module: nn.Module, size: int, **given: Any) -> TransformersStyleParallel:
+        bound = super().bind(module, size, **given)
+        assert isinstance(bound, TransformersStyleParallel)
+        try:
+            bound.placements, bound.refusal = _placed(self.style, module, size, bound.name), ""
+        except Exception as error:
+            bound.placements, bound.refusal = {}, f"{self.shown} does not fit it: {type(error).__name__}: {error}"
+        return bound
+
+    def check(self, module: nn.Module) -> None:
+        """The style's own `validate_param`, `shard_param` and `install_forward` raise nothing without data."""
+        if self.refusal:
+            raise ValueError(self.refusal)
+        if self.unit is not None or self.widths or self.parts is not None:
+            raise ValueError(f"{self.shown} takes no parts, no unit and no widths")
+
+    @property
+    def takes_sharded_input(self) -> bool:
+        return is_features(only(self.input_layouts)) and not self.is_embedding
+
+    @property
+    def leaves_sharded_output(self) -> bool:
+        return is_features(only(self.output_layouts))
+
+    @property
+    def sums_own_output(self) -> bool:  # type: ignore[override]
+        return self.takes_sharded_input
+
+    @property
+    def is_built_in(self) -> bool:
+        """False: it may communicate in ways that its layouts do not tell."""
+        return False
+
+    def split_dim(self, param_type: str, ndim: int) -> int | None:
+        placement = self.placements.get(param_type)
+        return placement.dim if isinstance(placement, Shard) else None
+
+    def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
+        """A DTensor where the style makes one; what it leaves plain is plain."""
+        return replace(super().shard(param_type, shape, group), use_dtensor=param_type in self.placements)
+
+    def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
+        """Let the style install its forward, once more for a deep copy of the module."""
+        style = self.style
+
+        def around(call: Forwarder) -> Forwarder:
+            def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
+                of, installed = vars(mod).get("tp_installed", (0, None))
+                if of != id(mod):
+                    installed = _installed(style, mod, call, mesh)
+                    mod.tp_installed = (id(mod), installed)
+                return installed(*args, **kwargs)
+
+            return forward
+
+        wrap_forward(module, around)
+
+    def __repr__(self) -> str:
+        return f"transformers.{type(self.style).__name__}()"
+
+
+def is_transformers_style(value: Any) -> bool:
+    """True for an instance of transformers' `TensorParallelLayer` of release 5.17 and later."""
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _CONTRACT)
+
+
+def registered_by_user(name: str, own: Mapping[str, Any]) -> TransformersStyleParallel | None:
+    """The style that a user registered as `name` with transformers' own interface; None where there is none.
+
+    `own`: our strategies. What transformers registers itself is not taken, other than classes of which there is one of
+    ours under the same name.
+    """
+    style = registered_style(name)
+    if not is_transformers_style(style):
+        return None
+    is_theirs = type(style).__module__.startswith("transformers.")
+    if is_theirs and type(style) not in {type(registered_style(each)) for each in own}:
+        return None
+    return TransformersStyleParallel(style)
+
+
+def _placed(style: Any, module: nn.Module, size: int, name: str) -> dict[str, Placement]:
+    """The placements that the style gives to parameters of `module`; those that it leaves plain are left out."""
+    mesh, outline = outline_mesh(0, size), copy.copy(module)
+    whole = {
+        key: nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        for key, param in module._parameters.items()
+        if param is not None
+    }
+    own = {key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, dict)}  # hooks, ...
+    vars(outline).update(own, _parameters={**module._parameters, **whole})
+    for key in whole:
+        if hasattr(style, "validate_param"):
+            style.validate_param(outline, key, mesh, parameter_name=f"{name}.{key}")
+        style.shard_param(outline, key, mesh)
+    parameters: dict[str, Any] = dict(outline._parameters)
+    found: dict[str, Placement] = {
+        key: param.placements[0] for key, param in parameters.items() if isinstance(param, DTensor)
+    }
+    style.install_forward(outline, mesh)
+    if any(outline._parameters.get(key) is not param for key, param in parameters.items()):
+        raise ValueError("install_forward replaces parameters, which is for shard_param to do")
+    for key, placement in found.items():
+        if type(placement) not in (Shard, Replicate):
+            raise ValueError(f"shard_param places {key} as {placement}, where Shard and Replicate can be loaded")
+    return found
+
+
+def _installed(style: Any, module: Any, call: Forwarder, mesh: DeviceMesh) -> Callable[..., Any]:
+    """The forward of `module` with the style's transforms around `call`; the module's own stays in its place."""
+    own = vars(module)["forward"]
+    untyped(module).forward = MethodType(call, module)
+    try:
+        style.install_forward(module, mesh)
+        return vars(module)["forward"]  # type: ignore[no-any-return]
+    finally:
+        untyped(module).forward = own

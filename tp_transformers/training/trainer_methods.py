@@ -1,0 +1,209 @@
+"""Functions in place of methods of transformers' Trainer, for models that are loaded with `tp_plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import ParallelismConfig  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType, gather_object, recursively_apply  # type: ignore[import-untyped]
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import MeshError, UnsupportedError
+from ..model.clip import clip_grad_norm_
+from ..model.optimizer_groups import parameter_groups
+from ..model.parallelize import is_tensor_parallel
+from ..patches import Undo, replace
+from ..strategies import batch_sharded, shard_of
+from ..strategies.loss.head import whole_logits
+from . import trainer_checkpoints
+
+
+def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str, Any]:
+    model = self.model
+    if not is_tensor_parallel(model) or model.tp_size == 1:
+        arguments: dict[str, Any] = original(self, **kwargs)
+        return arguments
+    ranks = dist.get_world_size()
+    if self.args.world_size != ranks:
+        raise MeshError(
+            "Trainer",
+            got=f"accelerate's {self.args.world_size} process",
+            expected=f"the {ranks} ranks that were started",
+            fix="On a CPU, pass use_cpu=True to TrainingArguments, or to the arguments of TRL.",
+        )
+    copies = ranks // model.tp_size
+    if copies > 1 and not hasattr(model, "set_requires_gradient_sync"):
+        raise MeshError(
+            "Trainer",
+            got=f"{copies} copies of a model that is not data-parallel",
+            expected="copies whose gradients are averaged",
+            fix="Call tp_transformers.data_parallel(model, mesh) first.",
+        )
+    if any(batch_sharded(model)):
+        raise UnsupportedError(
+            "Trainer gives the ranks that share a model one batch. Load it without tp_batch_sharded, or train in a "
+            "loop of your own."
+        )
+    parallelism = _Parallelism(tp_size=model.tp_size, dp_shard_size=copies)
+    with _distributed_config(model, copies):
+        arguments = original(self, **kwargs)
+    return {**arguments, "parallelism_config": parallelism}
+
+
+def evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """See `transformers.Trainer`; what is gathered for metrics is of one rank of each copy."""
+    if is_tensor_parallel(self.model):
+        gather = partial(_gather_for_metrics, self.accelerator, self.model.tp_size)
+        self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+    return original(self, *args, **kwargs)
+
+
+def prediction_step(
+    original: Any, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+) -> Any:
+    """See `transformers.Trainer`; logits are whole."""
+    if prediction_loss_only or not is_tensor_parallel(self.model):
+        return original(self, model, inputs, prediction_loss_only, ignore_keys)
+    handle = self.model.register_forward_hook(_with_whole_logits)
+    try:
+        return original(self, model, inputs, prediction_loss_only, ignore_keys)
+    finally:
+        handle.remove()
+
+
+def compute_loss(
+    original: Any, self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+) -> Any:
+    """See `transformers.Trainer`, of which older ones scale a loss by the ranks that share it, too."""
+    if not is_tensor_parallel(self.model):
+        return original(self, model, inputs, return_outputs, num_items_in_batch)
+    averages = self.args.average_tokens_across_devices
+    self.args.average_tokens_across_devices = False
+    try:
+        loss, outputs = original(self, model, inputs, True, num_items_in_batch)
+    finally:
+        self.args.average_tokens_across_devices = averages
+    counts_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func
+    if averages and counts_tokens and num_items_in_batch is not None:
+        loss = loss * (self.args.world_size // self.model.tp_size)
+    return (loss, outputs) if return_outputs else loss
+
+
+def create_optimizer(original: Any, self: Any, model: Any = None) -> torch.optim.Optimizer:
+    if is_tensor_parallel(self.model):
+        _check_forward(self.model)
+    optimizer: torch.optim.Optimizer = original(self, model)
+    if is_tensor_parallel(self.model):
+        optimizer.param_groups[:] = parameter_groups(optimizer.param_groups)
+    return optimizer
+
+
+def _clip_grad_norm(original: Any, self: Any, model: Any) -> Any:
+    if not is_tensor_parallel(model):
+        return original(self, model)
+    self.accelerator.unscale_gradients()
+    return clip_grad_norm_(model, self.args.max_grad_norm)
+
+
+def _get_grad_norm(original: Any, self: Any, model: Any, grad_norm: Any = None) -> Any:
+    if grad_norm is None and is_tensor_parallel(model):
+        self.accelerator.unscale_gradients()
+        grad_norm = clip_grad_norm_(model, float("inf"))
+    return original(self, model, grad_norm=grad_norm)
+
+
+_CHANGES = (
+    _build_accelerator_args,
+    evaluation_loop,
+    prediction_step,
+    compute_loss,
+    create_optimizer,
+    _clip_grad_norm,
+    _get_grad_norm,
+    *trainer_checkpoints.CHANGES,
+)
+"""Functions that run in place of the methods of their names."""
+
+
+def change_methods() -> Undo:
+    """Put `_CHANGES` in place of the methods of `transformers.Trainer`; returns the undoing."""
+    undos = [replace(transformers.Trainer, change.__name__, change) for change in _CHANGES]
+
+    def undo_all() -> None:
+        for undo in undos:
+            undo()
+
+    return undo_all
+
+
+def _check_forward(model: Any) -> None:
+    """Raise UnsupportedError where another library's forward, such as TRL's, may take this rank's rows of the output
+    embedding for all: it gathers DTensors alone."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head, forward = base.get_output_embeddings(), vars(base).get("forward")
+    module = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+    shard = shard_of(getattr(head, "weight", None))
+    if forward is None or module.startswith("accelerate.") or shard is None or shard.layout is None:
+        return
+    if shard.placement is None:
+        raise UnsupportedError(
+            "Trainer",
+            got=f"a forward of {module or 'another library'}, which multiplies by the weight of the output embedding",
+            expected=f"{shard.shape[0]} rows that divide by {shard.group.size} ranks",
+            fix='Take as many ranks as divide them, or a plan that says "replicate" for the output embedding.',
+        )
+
+
+def _gather_for_metrics(accelerator: Any, tp_size: int, data: Any, use_gather_object: bool = False) -> Any:
+    """accelerate's `gather_for_metrics`, from every `tp_size`-th rank: each copy's first."""
+    copies = accelerator.num_processes // tp_size
+    if use_gather_object:
+        data = [item for items in gather_object([data])[::tp_size] for item in items]
+    else:
+        data = recursively_apply(torch.atleast_1d, data)
+        if copies > 1:
+            data = recursively_apply(
+                lambda tensor: tensor.unflatten(0, (copies, tp_size, -1))[:, 0].flatten(0, 1), accelerator.gather(data)
+            )
+    state = accelerator.gradient_state
+    count = state.remainder if state.end_of_dataloader and state.remainder > 0 else None  # the rest fills up a batch
+    return data[:count] if use_gather_object else recursively_apply(lambda tensor: tensor[:count], data)
+
+
+def _with_whole_logits(model: nn.Module, args: Any, output: Any) -> Any:
+    """Join the logits, which follow the loss, of an output."""
+    if isinstance(output, tuple):
+        return (output[0], whole_logits(model, output[1]), *output[2:])
+    if output.get("logits") is not None:
+        output["logits"] = whole_logits(model, output["logits"])
+    return output
+
+
+class _Parallelism(ParallelismConfig):
+    """accelerate's, which it refuses on CPUs for no reason that concerns a model that is parallel already."""
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        if accelerator.distributed_type != DistributedType.MULTI_CPU:
+            super()._validate_accelerator(accelerator)
+
+
+@contextmanager
+def _distributed_config(model: PreTrainedModel, copies: int) -> Iterator[None]:
+    """For as long as Trainer looks for it there, from transformers 5.18 or so on: how many ranks share a batch."""
+    config = model.config
+    if getattr(config, "distributed_config", None) is not None:
+        yield
+        return
+    config.distributed_config = SimpleNamespace(dp_size=copies)  # as much of a DistributedConfig as Trainer reads
+    try:
+        yield
+    finally:
+        del config.distributed_config
