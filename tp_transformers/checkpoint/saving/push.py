@@ -54,9 +54,12 @@ def save_and_push(
         if name in options
     }
     repo_id = options.pop("repo_id", None) or folder.absolute().name
-    before = _times(folder)
+    with group.agree():
+        before = _times(folder) if group.writes else {}
     save(folder, **options)
-    written = [file for file, time in _times(folder).items() if before.get(file) != time]
+    with group.agree():  # ranks that write nothing may be here before the hidden files of a save are removed
+        after = _times(folder) if group.writes else {}
+    written = [file for file, time in after.items() if before.get(file) != time]
     _upload(group, written, repo_id, tags=tags, **hub)
 
 
