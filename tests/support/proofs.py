@@ -44,7 +44,7 @@ from tp_transformers.anatomy.names import fold_layers
 from tp_transformers.commands.verify.rank import run_rank
 from tp_transformers.commands.verify.verify import verify
 from tp_transformers.errors import TensorParallelError
-from tp_transformers.infer.small_config import meta_model
+from tp_transformers.infer.small.config import meta_model
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.rules import Plan

@@ -12,11 +12,8 @@ from itertools import groupby
 
 from torch import Tensor
 
+from .block import Refused
 from .reach import Link
-
-
-class Refused(Exception):  # noqa: N818 - no error: such a block is replicated
-    """The reason why a block is replicated."""
 
 
 @dataclass

@@ -8,8 +8,6 @@ Names decide only where gradients cannot.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,28 +16,13 @@ from ..anatomy.linears import features, input_width, output_width, stacked_exper
 from ..anatomy.names import fold_lists
 from ..strategies import STRATEGIES
 from ..strategies.base import EXPERT_UNIT
-from .attention import Refused, Roles, attention_roles, feature_order
+from .attention import Roles, attention_roles, feature_order
+from .block import KINDS, Block, Refused
+from .mixers import mixer_block
 from .reach import Flow
 
 BIASES = ("alibi", "position_bias", "attention_mask")
 """Keyword arguments of attention that may be biases of all heads, which the strategy `alibi` slices."""
-
-
-@dataclass
-class Block:
-    """Rules of modules that are sharded together: one kind of attention, MLP, experts, or the vocabulary."""
-
-    kind: str
-    name: str
-    """Folded name of the module around it, in the full model."""
-    rules: dict[str, Any] = field(default_factory=dict)
-    """Folded name in the full model -> the rule, as in YAML."""
-    roles: dict[str, list[str]] = field(default_factory=dict)
-    """Role -> children, for attention."""
-    heads: tuple[int, int] | None = None
-    """Query and KV heads of attention in the small model."""
-    remarks: dict[str, str] = field(default_factory=dict)
-    """Folded name -> assumption that its rule rests on."""
 
 
 def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> tuple[list[Block], dict[str, str]]:
@@ -57,7 +40,8 @@ def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> t
             whole.setdefault(fold_lists(small, name), "it did not run on random tokens, so that nothing is known of it")
     blocks = _apart(blocks, whole)
     for block in list(blocks):
-        outside = flow.outside.intersection(block.rules) if block.kind != "experts" else None
+        read = {f"{block.name}.{child}" for child in block.roles.get("local", ())}  # by a mixer itself
+        outside = flow.outside.intersection(block.rules) - read if block.kind != "experts" else None
         if outside:
             whole.update(
                 dict.fromkeys(block.rules, f"something else computes with the weights of {list_names(outside)}")
@@ -75,6 +59,13 @@ def _linears(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[
         for name in (consumer, *sources):
             if flow.readers[name] <= {consumer} or name == consumer:
                 whole[name] = f"{param} stands between them"
+    for consumer in flow.mixed:
+        try:
+            found = mixer_block(consumer, flow, modules)
+        except Refused as refused:
+            whole[consumer] = str(refused)
+            continue
+        blocks += [found] if found is not None else []
     for consumer, links in flow.links.items():
         if not links or any(link.is_dense for link in links.values()):
             continue
@@ -271,10 +262,10 @@ def _vocabulary(model: PreTrainedModel) -> list[Block]:
 
 
 def _apart(blocks: Iterable[Block], whole: dict[str, str]) -> list[Block]:
-    """Blocks that share no rule; attention has precedence."""
+    """Blocks that share no rule; the first of KINDS have precedence."""
     kept: list[Block] = []
     taken: set[str] = set()
-    for block in sorted(blocks, key=lambda block: ("attention", "experts", "mlp", "vocabulary").index(block.kind)):
+    for block in sorted(blocks, key=lambda block: KINDS.index(block.kind)):
         clash = taken.intersection(block.rules)
         if clash:
             whole.update({name: f"{list_names(clash)} would be cut in two ways" for name in block.rules.keys() - taken})

@@ -6,21 +6,18 @@ linear ends at the linears that feed it directly. `Link.reaches` is exact: witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..anatomy.linears import features, holds_experts, stacked_experts
-from ..anatomy.names import fold_lists
-from ..anatomy.norms import is_norm_of_one_tensor
+from ..anatomy.mixers import first_long_dim
 from .experts import Feeds, probe_experts
+from .seen import Seen, read_outside
 
 CHUNK = 64
 """Features whose gradients are computed at once."""
@@ -41,6 +38,21 @@ class Link:
         return bool(self.reaches.float().mean() > 0.9) and min(self.reaches.shape) > 1
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """Paths to the input features of the output projection of a mixer, from what is in it and before it.
+
+    An element is an output feature of a linear, or an index along the first dim of a parameter or buffer that is
+    longer than 1.
+    """
+
+    reaches: dict[str, Tensor] = field(default_factory=dict)
+    """Linear, parameter or buffer -> bool (elements, input features)."""
+    far: dict[str, Tensor] = field(default_factory=dict)
+    """Linear -> bool (output features): True if its value for the first token reaches the last one, farther than a
+    convolution does."""
+
+
 @dataclass
 class Flow:
     """The flow of features in a model; names are folded."""
@@ -51,6 +63,8 @@ class Flow:
     """Linear -> parameters between it and the modules that feed it."""
     tangled: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
     """Linear that was not examined -> (parameter of a convolution or the like before it, modules that feed it)."""
+    mixed: dict[str, Mixed] = field(default_factory=dict)
+    """Linear that is tangled with a convolution of the module around it -> what reaches it."""
     readers: dict[str, set[str]] = field(default_factory=dict)
     """Module -> the linears that it feeds; "" for the model's output."""
     norms: dict[str, str] = field(default_factory=dict)
@@ -67,8 +81,8 @@ class Flow:
 
 def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
     """Run a model once, and return its flow."""
-    flow = Flow(outside=_read_outside(model, run))
-    seen = _Seen(model, flow)
+    seen = Seen(model, outside := read_outside(model, run))
+    flow = Flow(norms=seen.norms, biased=seen.biased, outside=outside, ran=seen.ran)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(1)
         try:
@@ -81,86 +95,11 @@ def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
         _find_readers(seen, flow, output)
         for name, (module, args, kwargs) in seen.experts.items():
             flow.experts[name] = probe_experts(module, args, kwargs)
+    seen.close()
     return flow
 
 
-class _Seen:
-    """Hooks on a model, and their records."""
-
-    def __init__(self, model: PreTrainedModel, flow: Flow) -> None:
-        self.flow = flow
-        self.leaves: list[tuple[str, Tensor]] = []
-        self.inputs: list[tuple[str, Tensor]] = []
-        self.experts: dict[str, tuple[nn.Module, Any, Any]] = {}
-        self.outputs: dict[int, tuple[str, Tensor]] = {}
-        weights = []
-        self.handles = []
-        for name, module in model.named_modules():
-            folded = fold_lists(model, name)
-            if features(module) is not None:
-                weights.extend(module.parameters(recurse=False))
-                self.handles.append(module.register_forward_hook(self._linear(folded), with_kwargs=True))
-            elif holds_experts(module) or stacked_experts(module):
-                self.handles.append(module.register_forward_pre_hook(self._experts(folded), with_kwargs=True))
-            elif is_norm_of_one_tensor(module):
-                self.handles.append(module.register_forward_hook(self._norm(folded)))
-            elif name:
-                self.handles.append(module.register_forward_pre_hook(self._block(folded), with_kwargs=True))
-        known = set(map(id, weights))
-        self.others = [
-            (fold_lists(model, name), param) for name, param in model.named_parameters() if id(param) not in known
-        ]
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _linear(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            self.flow.ran.add(name)
-            x = args[0] if args else next(iter(kwargs.values()))
-            if not isinstance(module, nn.Embedding):
-                self.inputs.append((name, x))
-            if not isinstance(output, Tensor):  # a router
-                return None
-            leaf = output.detach().requires_grad_()
-            copied = leaf.clone()  # the model may change it in place
-            self.leaves.append((name, leaf))
-            self.outputs[copied.untyped_storage().data_ptr()] = (name, copied)
-            return copied
-
-        return hook
-
-    def _norm(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            source = self.outputs.get(args[0].untyped_storage().data_ptr()) if args else None
-            if source is None or not isinstance(output, Tensor):
-                return None
-            self.flow.norms[name] = source[0]
-            return args[0] * module.weight  # without the mean over features, through which each reaches all
-
-        return hook
-
-    def _experts(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.flow.ran.add(name)
-            if name not in self.experts:
-                self.experts[name] = (
-                    module,
-                    *tree_map_only(Tensor, lambda value: value.detach().clone(), (args, kwargs)),
-                )
-
-        return hook
-
-    def _block(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            shapes = {key: tuple(value.shape) for key, value in kwargs.items() if isinstance(value, Tensor)}
-            self.flow.biased.setdefault(name, shapes)
-
-        return hook
-
-
-def _trace(seen: _Seen, flow: Flow, consumer: str, x: Tensor) -> None:
+def _trace(seen: Seen, flow: Flow, consumer: str, x: Tensor) -> None:
     """Find the links to one linear, feature by feature."""
     flat = x.reshape(-1, x.shape[-1])
     tensors = [leaf for _, leaf in seen.leaves]
@@ -178,6 +117,9 @@ def _trace(seen: _Seen, flow: Flow, consumer: str, x: Tensor) -> None:
     tangled = [name for name, param in seen.others if name in flow.between[consumer] and param.ndim > 2]
     if tangled:
         flow.tangled[consumer] = (tangled[0], {seen.leaves[index][0] for index in fed})
+        owner = consumer.rpartition(".")[0]
+        if any(name.startswith(f"{owner}.") for name in tangled):
+            flow.mixed[consumer] = _mixed(seen, flow, consumer, x)
     elif fed and not all((first != 0).any(1).all() for first in _features(flat, noise, sources, count=1)):
         everywhere = _features(flat, noise, sources)
         last = _features(flat[-1:], noise[-1:], sources)
@@ -188,6 +130,35 @@ def _trace(seen: _Seen, flow: Flow, consumer: str, x: Tensor) -> None:
             before = links.get(name)
             links[name] = Link(reaches | before.reaches, mixes | before.mixes) if before else Link(reaches, mixes)
     flow.links[consumer] = links
+
+
+def _mixed(seen: Seen, flow: Flow, consumer: str, x: Tensor) -> Mixed:
+    """Find what reaches the input `x: (batch, tokens, features)` of a linear in a mixer, feature by feature."""
+    made, params = len(seen.leaves), [each for each in seen.others if each[0] in flow.between[consumer]]
+    targets = [*seen.leaves, *params, *seen.read]
+    dims = [each.ndim - 1 if at < made else first_long_dim(each.shape) for at, (_, each) in enumerate(targets)]
+    found, noise = Mixed(), torch.randn_like(x)
+    for feature in range(x.shape[-1]):
+        for is_last, rows in enumerate((slice(None, -1), slice(-1, None))):
+            gradients = torch.autograd.grad(
+                x[:, rows, feature],
+                [target for _, target in targets],
+                noise[:, rows, feature],
+                retain_graph=True,
+                allow_unused=True,
+            )
+            for at, ((name, _), dim, gradient) in enumerate(zip(targets, dims, gradients, strict=True)):
+                if gradient is None or not gradient.any():
+                    continue
+                touched = gradient.movedim(dim, 0) != 0
+                none = torch.zeros(len(touched), x.shape[-1], dtype=torch.bool)
+                found.reaches.setdefault(name, none)[:, feature] |= (
+                    touched.flatten(start_dim=1).any(1) if touched.ndim > 1 else touched
+                )
+                if at < made:
+                    far = found.far.setdefault(name, torch.zeros(len(touched), dtype=torch.bool))
+                    far |= touched[..., 0].flatten(1).any(1) if is_last and touched.ndim == 3 else False
+    return found
 
 
 def _features(flat: Tensor, noise: Tensor, sources: list[Tensor], count: int | None = None) -> list[Tensor]:
@@ -202,7 +173,7 @@ def _features(flat: Tensor, noise: Tensor, sources: list[Tensor], count: int | N
     return [torch.cat(found).flatten(1, -2) for found in zip(*parts, strict=True)]
 
 
-def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
+def _find_readers(seen: Seen, flow: Flow, output: Any) -> None:
     """Find the linears that every module feeds, and the modules that feed the output."""
     tensors = [leaf for _, leaf in seen.leaves]
     values = output.values() if isinstance(output, ModelOutput | dict) else output
@@ -213,41 +184,6 @@ def _find_readers(seen: _Seen, flow: Flow, output: Any) -> None:
             for (name, _), gradient in zip(seen.leaves, found, strict=True):
                 if _is_any(gradient):
                     flow.readers.setdefault(name, set()).add(reader)
-
-
-class _Reads(TorchFunctionMode):
-    """Records the modules that are not `running` and whose parameters (`owners`, by id) something computes with."""
-
-    def __init__(self, owners: Mapping[int, set[str]], running: set[str]) -> None:
-        super().__init__()
-        self.owners, self.running = owners, running
-        self.outside: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):  # rather than its dtype
-            for owners in (self.owners.get(id(value), set()) for value in args):
-                self.outside |= owners if owners.isdisjoint(self.running) else set()
-        return result
-
-
-def _read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
-    """Modules whose parameters something else computes with, as Whisper's encoder does with its positions."""
-    running: set[str] = set()
-    owners: dict[int, set[str]] = {}
-    handles = []
-    for name, module in model.named_modules():
-        for param in module.parameters(recurse=False):
-            owners.setdefault(id(param), set()).add(name)
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.add(name)))
-        handles.append(module.register_forward_hook(lambda *_, name=name: running.discard(name), always_call=True))
-    try:
-        with torch.no_grad(), _Reads(owners, running) as reads:
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {fold_lists(model, name) for name in reads.outside}
 
 
 def _is_any(gradient: Tensor | None) -> bool:

@@ -16,16 +16,17 @@ import yaml
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..anatomy.classes import generating_class
-from ..anatomy.names import base_prefix, fold_layers, fold_lists
+from ..anatomy.names import base_prefix, fold_layers, fold_lists, inner
 from ..errors import PlanError
 from ..plans.attention_heads import AttentionHeads
 from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
 from ..plans.shares import shares
-from . import small_model as probe
-from .blocks import Block, find_blocks
+from .block import Block
+from .blocks import find_blocks
 from .reach import Flow, flow_of
-from .small_config import meta_model, shrink, supported
+from .small import model as probe
+from .small.config import meta_model, shrink, supported
 
 WIDTH = 120
 
@@ -68,14 +69,17 @@ class Suggestion:
         for name, rule in self._rules().items():
             inside = self.relative(name)
             sections["heads" if inside is None else "base_model"][name if inside is None else inside] = rule
-        sections["attention"] = {
-            self.relative(block.name): {
-                role: names[0] if len(names) == 1 else names for role, names in block.roles.items()
-            }
-            for block in self.blocks
-            if block.roles
-        }
+        for kind, section in (("attention", "attention"), ("mixer", "mixers")):
+            found = [block for block in self.blocks if block.kind == kind]
+            sections[section] = {self.relative(block.name): self._entry(block) for block in found}
         return {key: value for key, value in sections.items() if value}
+
+    def _entry(self, block: Block) -> dict[str, Any]:
+        """The roles of a block's children; some models have other modules of its name, which lack them."""
+        named = [module for name, module in self.model.named_modules() if fold_lists(self.model, name) == block.name]
+        output = next(iter(block.roles["output"]))
+        optional = {} if all(inner(module, output) is not None for module in named) else {"optional": True}
+        return {role: _alone(children) for role, children in block.roles.items()} | optional
 
     def text(self, verdict: str) -> str:
         """The plan as commented YAML; `verdict` is the result of its proof."""
@@ -97,7 +101,7 @@ class Suggestion:
             lines += ["", f"{section}:"]
             said = ""
             for name, rule in value.items():
-                why = by_name.get(name, "") if section != "attention" else ""
+                why = by_name.get(name, "") if section not in ("attention", "mixers") else ""
                 lines += _comment(why, indent=2) if why and why != said else []
                 said = why
                 lines += _line(name, rule)
@@ -152,7 +156,7 @@ class Suggestion:
             if name and (folded in cut or (own and not set(own) <= cut.keys())):
                 rules[folded] = cut.get(folded, "local" if folded in self.plain else "replicate")
             rules |= {param: cut[param] for param in own if param in cut}
-        return rules
+        return {name: rule for name, rule in rules.items() if rule is not None}
 
 
 def suggest(config: PretrainedConfig, *, size: int = 2, cls: type[PreTrainedModel] | None = None) -> Suggestion:
@@ -219,6 +223,13 @@ def _comment(text: str, indent: int = 0) -> list[str]:
     return textwrap.wrap(
         text, WIDTH - indent, initial_indent=" " * indent + "# ", subsequent_indent=" " * indent + "# "
     )
+
+
+def _alone(value: Any) -> Any:
+    """A list of one name as that name."""
+    if isinstance(value, dict):
+        return {key: _alone(item) for key, item in value.items()}
+    return value[0] if len(value) == 1 and isinstance(value[0], str) else value
 
 
 def _line(name: str, rule: Any) -> list[str]:

@@ -14,12 +14,16 @@ from tests.support.models import load, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.unplanned import CONFIGS, DBRX_RUNS, unplanned
-from tp_transformers.infer import small_model as probe
+from tp_transformers.infer.small import model as probe
 from tp_transformers.infer.suggestion import suggest
 
 pytestmark = pytest.mark.distributed
 
-SHAPES = [(name, 8, 4, 2) for name in CONFIGS] + [("mpt", 7, 7, 3)] + [("dbrx", 9, 3, 2)] * DBRX_RUNS
+SHAPES = [
+    *[(name, 8, 4, 2) for name in CONFIGS],
+    *[("mpt", 7, 7, 3), ("falcon_h1", 8, 4, 3)],
+    *[("dbrx", 9, 3, 2)] * DBRX_RUNS,
+]
 """(architecture, query heads, KV heads, ranks)."""
 
 

@@ -24,7 +24,7 @@ from tests.support.models import (
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import HIDDEN, MIXERS, STATE, states
-from tp_transformers.infer.small_model import computing_in, convert
+from tp_transformers.infer.small.model import computing_in, convert
 
 pytestmark = pytest.mark.distributed
 

@@ -18,7 +18,7 @@ from tests.support.models import PROMPTS, VOCAB, load, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.commands.verify.differences import GRADIENT_TOLERANCE, gradient_errors
-from tp_transformers.infer import small_model as probe
+from tp_transformers.infer.small import model as probe
 
 pytestmark = pytest.mark.distributed
 

@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 import tp_transformers
 from tests.support.tiny import MODELS
 from tp_transformers.anatomy.classes import generating_class, known_class
-from tp_transformers.infer import small_model as probe
-from tp_transformers.infer.small_config import LIMIT, shrink, supported
+from tp_transformers.infer.small import model as probe
+from tp_transformers.infer.small.config import LIMIT, shrink, supported
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.rules import Plan

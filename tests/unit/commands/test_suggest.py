@@ -10,8 +10,11 @@ import pytest
 import transformers
 
 from tests.support.architectures import ARCHITECTURES
+from tests.support.tiers import wide
+from tests.support.tiny_mixers import MIXERS
 from tests.support.unplanned import DBRX_RUNS, unplanned
 from tp_transformers import PlanError
+from tp_transformers.anatomy.names import is_inside
 from tp_transformers.commands import cli
 from tp_transformers.commands.suggest.prove import prove
 from tp_transformers.commands.verify.verify import Verdict
@@ -19,6 +22,11 @@ from tp_transformers.infer.suggestion import suggest
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.rules import Plan
 from tp_transformers.plans.shares import largest_share
+
+FOUND = [
+    name for name in MIXERS if name not in ("zamba", "zamba2", "kimi_linear", "olmo_hybrid", "rwkv", "xlstm", "minimax")
+]
+"""Mixers that are made up of parts, in models whose other modules are found too."""
 
 
 def config_of(name: str) -> Any:
@@ -47,7 +55,7 @@ def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
         ("gptj", 0.51, {}),
         ("mpt", 0.51, {}),
         *[("dbrx", 0.52, {})] * DBRX_RUNS,
-        ("falcon_h1", 0.60, {"mamba.in_proj": "conv1d", "mamba.out_proj": "conv1d"}),
+        ("falcon_h1", 0.53, {}),
         ("whisper", 0.56, {}),
         ("codegen", 0.71, {"attn.qkv_proj": "query 0-1, value 0-1, key 0-1, query 2-3", "attn.out_proj": "no role"}),
     ],
@@ -59,6 +67,35 @@ def test_what_is_whole_has_a_reason(name: str, share: float, whole: dict[str, st
     for child, reason in whole.items():
         assert [reason in why for module, why in suggestion.whole.items() if module.endswith(child)] == [True]
         assert reason in suggestion.text("").replace("\n  # ", " ")
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (8, 1), (4, 4)])
+@pytest.mark.parametrize("name", wide(FOUND, 2))
+def test_mixers_are_cut_as_by_a_plan_that_was_written(name: str, heads: int, groups: int) -> None:
+    model = MIXERS[name].make(heads, groups)
+    suggestion = suggest(model.config, cls=type(model))
+    written = Plan.for_model(suggestion.model)
+    assert written is not None
+    for size in (2, 3):
+        found, expected = suggestion.resolve(size), resolve(written, suggestion.model, size)
+        inside = [name for name in expected.layouts if any(is_inside(name, mixer) for mixer in expected.mixers)]
+        assert {name: found.layouts.get(name) for name in inside} == {name: expected.layouts[name] for name in inside}
+        assert inside
+        assert found.uncovered == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("zamba", "in_proj is not made up of parts that are values, heads or groups in order"),
+        ("rwkv", "which is not in rwkv.blocks.*.attention, stands before"),
+    ],
+)
+def test_mixers_that_no_part_describes_are_whole(name: str, reason: str) -> None:
+    model = MIXERS[name].make(8, 2)
+    suggestion = suggest(model.config, cls=type(model))
+    assert not [block for block in suggestion.blocks if block.kind == "mixer"]
+    assert any(reason in why for why in suggestion.whole.values())
 
 
 def test_a_true_config_is_seen_in_small() -> None:

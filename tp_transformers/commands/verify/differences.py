@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...anatomy.names import base_prefix, fold_layers, names_around
-from ...infer.small_trace import Call, Trace
+from ...infer.small.trace import Call, Trace
 from ...plans.bind import Resolution
 from ...plans.rule import UNRULED, Rule
 from ...slices.layout import Layout, Split, even

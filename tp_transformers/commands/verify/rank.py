@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ...infer import small_model as probe
+from ...infer.small import model as probe
 from ...loading.hook import enable
 from ...ranks.group import TP_AXIS
 from ...strategies import STRATEGIES, full_tensor

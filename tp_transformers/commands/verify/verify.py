@@ -22,9 +22,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy.classes import model_class, read_config
 from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError, describe
-from ...infer import small_model as probe
-from ...infer.small_config import meta_model, one_line, shrink, supported
-from ...infer.small_inputs import untried
+from ...infer.small import model as probe
+from ...infer.small.config import meta_model, one_line, shrink, supported
+from ...infer.small.inputs import untried
 from ...infer.suggestion import suggest
 from ...loading.choose_plan import auto_plan, read_plan
 from ...plans.bind import Resolution, resolve

@@ -176,7 +176,7 @@ def _small(width: int, small: dict[int, int], block: int) -> int:
 def _state_spaces(levels: list[Level]) -> Iterator[tuple[Level, str, str, str]]:
     """The levels whose heads are together as wide as the model times a factor, with the names for these."""
     for level in levels:
-        for names in STATE_SPACES:
+        for names in STATE_SPACES if level.get("mamba_d_ssm") is None else ():  # which says how wide they are
             heads, head, factor = (level.get(name) for name in names)
             if heads and head and factor and heads * head == level.get("hidden_size", 0) * factor:
                 yield level, *names

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..anatomy.norms import is_of_norm_or_bias
-from .small_inputs import ORDINARY_IDS, Asked, Medium, about, candidates, media
-from .small_trace import Trace, traced
+from ...anatomy.norms import is_of_norm_or_bias
+from .inputs import ORDINARY_IDS, Asked, Medium, about, candidates, media
+from .trace import Trace, traced
 
 PROMPT = 7
 """Tokens of a prompt; longer than the windows of a config that `shrink` made."""

@@ -16,10 +16,10 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..anatomy.classes import generating_class, without_memory
-from ..anatomy.layers import kind
-from ..errors import TensorParallelError, UnsupportedError, describe
-from .small_widths import (
+from ...anatomy.classes import generating_class, without_memory
+from ...anatomy.layers import kind
+from ...errors import TensorParallelError, UnsupportedError, describe
+from .widths import (
     BLOCK,
     Level,
     divide_widths,

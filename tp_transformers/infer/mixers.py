@@ -1,0 +1,181 @@
+"""Roles of what belongs to a mixer (state spaces, delta nets, short convolutions), from the features that it reaches.
+
+In the input of the output projection, a value feature reaches itself; a number of a head, that head; a feature that a
+group of heads shares (B and C, a query and a key), those heads. Mamba's inner projection takes all values, and reaches
+all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from ..anatomy.linears import features, input_width
+from ..anatomy.norms import is_norm
+from .block import Block, Refused
+from .reach import Flow, Mixed
+
+Unit = tuple[str, int, bool]
+"""Kind of an element ("value", "head" or "key"), its value, head or group, and whether it reaches far tokens."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a mixer, and the groups of them that share features."""
+
+    width: int
+    """Values of all heads."""
+    heads: int
+    groups: int
+
+    def unit(self, row: Tensor, is_far: bool) -> Unit:
+        """What an element is that reaches the values of `row: bool (width)`."""
+        reached = row.nonzero().flatten().tolist()
+        if len(reached) == 1:
+            return "value", reached[0], False
+        for kind, count in (("head", self.heads), ("key", self.groups)):
+            each = self.width // count
+            if len(reached) == each and reached == list(range(reached[0], reached[0] + each)) and not reached[0] % each:
+                return kind, reached[0] // each, is_far
+        raise Refused(f"it has features that reach {len(reached)} of {self.width} values, which no part does")
+
+
+def mixer_block(consumer: str, flow: Flow, modules: Mapping[str, nn.Module]) -> Block | None:
+    """The mixer whose output projection is `consumer`; None if that is a projection within one.
+
+    Raises Refused if a plan cannot name such a mixer.
+    """
+    owner, width, reaches = consumer.rpartition(".")[0], input_width(modules[consumer]), flow.mixed[consumer].reaches
+    if any(consumer in other.reaches for other in flow.mixed.values()):
+        return None
+    strangers = [name for name in reaches if not name.startswith(f"{owner}.")]
+    if strangers:
+        raise Refused(f"{min(strangers)}, which is not in {owner}, stands before {consumer}")
+    inner = {name for name in reaches if name in flow.mixed and input_width(modules[name]) == width}
+    norms = {name for name in reaches if is_norm(modules.get(name.rpartition(".")[0], nn.Identity()))}
+    units, heads = _units(flow.mixed[consumer], reaches.keys() - inner - norms, width)
+    made = [name for name in units if name in modules]
+    block = Block("mixer", owner, roles={role: {} for role in ("input", "local", "inner", "norm", "output")})
+
+    def add(role: str, name: str, parts: list[Any]) -> None:
+        if block.roles[role].setdefault(name.removeprefix(f"{owner}."), parts) != parts:
+            raise Refused(f"the parameters of {name} are not made up alike")
+        block.rules[name] = None
+        block.remarks[name] = "its parts are what its features reached in a small model"
+
+    for name, parts in _parts(units, made, heads).items():
+        is_local = name not in made or not inner.isdisjoint(flow.links[name])
+        add("local" if is_local else "input", _holder(name, owner, modules), parts)
+    for name in inner:
+        if not reaches[name].all():
+            raise Refused(f"{name} takes all {width} values, and does not reach all of them")
+        add("inner", name, ["value"])
+    for name in norms:
+        norm, length = name.rpartition(".")[0], len(reaches[name])
+        if length == width:
+            add("norm", norm, ["value"])
+        elif reaches[name].all() or length == width // heads.heads:
+            block.rules[norm] = "replicated_with_grad_allreduce"
+        else:
+            raise Refused(f"{norm} norms {length} features, which are neither those of a head nor of all")
+    add("output", consumer, ["value"])
+    for name in (*inner, *made):
+        readers = {reader for reader in flow.readers[name] if not reader.startswith(f"{owner}.")}
+        if readers:
+            raise Refused(f"{name} feeds {', '.join(sorted(readers))} too")
+    block.roles = {role: children for role, children in block.roles.items() if children}
+    return block
+
+
+def _units(mixed: Mixed, names: Collection[str], width: int) -> tuple[dict[str, list[Unit]], Heads]:
+    """What the elements of every name are, and the heads: a value is one where none reaches more."""
+    rows = {name: reaches for name, reaches in mixed.reaches.items() if name in names}
+    sizes = sorted({int(size) for reaches in rows.values() for size in reaches.sum(1).unique()} - {0, 1}) or [1]
+    if len(sizes) > 2 or any(width % size for size in sizes):
+        listed = ", ".join(map(str, sizes))
+        raise Refused(f"its features reach {listed} of {width} values, which are no heads and groups")
+    heads = Heads(width, width // sizes[0], width // sizes[-1])
+    none = torch.zeros(1, dtype=torch.bool)
+    units = {
+        name: [
+            heads.unit(row, bool(far))
+            for row, far in zip(reaches, mixed.far.get(name, none.expand(len(reaches))), strict=True)
+        ]
+        for name, reaches in rows.items()
+    }
+    return units, heads
+
+
+def _holder(name: str, owner: str, modules: Mapping[str, nn.Module]) -> str:
+    """The linear or convolution that `name` is a parameter of; otherwise `name` itself."""
+    module = name.rpartition(".")[0]
+    if name in modules or module == owner:
+        return name
+    return module if isinstance(modules[module], _ConvNd) or features(modules[module]) is not None else name
+
+
+def _parts(units: Mapping[str, Sequence[Unit]], made: Collection[str], heads: Heads) -> dict[str, list[Any]]:
+    """The parts of every child; `made`: the linears among them.
+
+    Several things that a group shares may stand next to each other, as B and C do. Those of a linear differ in the
+    tokens that they reach, so that the longest run of one kind is as long as a group's features are.
+    """
+    runs = {len(list(same)) for name in made for unit, same in groupby(units[name]) if unit[0] != "value"}
+    failed = Refused("it has no parts")
+    for key in sorted(runs or {0}, reverse=True):
+        try:
+            return {name: _parts_of(name, [unit[:2] for unit in found], heads, key) for name, found in units.items()}
+        except Refused as refused:
+            failed = refused
+    raise failed
+
+
+def _parts_of(name: str, sequence: Sequence[tuple[str, int]], heads: Heads, key: int) -> list[Any]:
+    """The parts of a child: those that stand one after the other, or one list of those of every group."""
+    flat = _taken(sequence, range(heads.width), range(heads.heads), range(heads.groups), key)
+    if flat is not None:
+        return flat
+    each, rest = divmod(len(sequence), heads.groups)
+    if not rest:
+        values, own = heads.width // heads.groups, heads.heads // heads.groups
+        found = [
+            _taken(
+                sequence[group * each : (group + 1) * each],
+                range(group * values, (group + 1) * values),
+                range(group * own, (group + 1) * own),
+                range(group, group + 1),
+                key,
+            )
+            for group in range(heads.groups)
+        ]
+        if found[0] is not None and all(parts == found[0] for parts in found):
+            return [found[0]]
+    raise Refused(f"{name} is not made up of parts that are values, heads or groups in order")
+
+
+def _taken(
+    sequence: Sequence[tuple[str, int]], values: range, heads: range, groups: range, key: int
+) -> list[Any] | None:
+    """The parts that a sequence consists of; None if it is not made up of them."""
+    of_group = "head" if len(heads) == len(groups) else "key"
+    candidates = {
+        "value": [("value", index) for index in values],
+        "key": [(of_group, index) for index in groups for _ in range(key)],
+        "head": [("head", index) for index in heads],
+    }
+    parts, at = [], 0
+    while at < len(sequence):
+        for part, expected in candidates.items():
+            if expected and sequence[at : at + len(expected)] == expected:
+                parts.append(part)
+                at += len(expected)
+                break
+        else:
+            return None
+    return parts

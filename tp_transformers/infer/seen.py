@@ -1,0 +1,178 @@
+"""A record of one run of a small model: what its modules are given, and what they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ..anatomy.linears import features, holds_experts, stacked_experts
+from ..anatomy.names import fold_lists
+from ..anatomy.norms import is_norm, is_norm_of_one_tensor
+
+
+class Seen:
+    """Hooks on a model, and what they record; names are folded."""
+
+    ran: set[str]
+    """The linears, embeddings and experts that ran."""
+    norms: dict[str, str]
+    """Norm -> the module whose output it normalises."""
+    biased: dict[str, dict[str, tuple[int, ...]]]
+    """Module -> shapes of its keyword arguments that are tensors."""
+    leaves: list[tuple[str, Tensor]]
+    """Linears and embeddings, and their outputs, detached from their past."""
+    inputs: list[tuple[str, Tensor]]
+    """Linears, and their inputs."""
+    others: list[tuple[str, Tensor]]
+    """Parameters of all other modules."""
+    read: list[tuple[str, Tensor]]
+    """Parameters of linears that another module's forward reads, and buffers of modules around a convolution."""
+    experts: dict[str, tuple[nn.Module, Any, Any]]
+    """Module of merged experts -> it, and its arguments."""
+
+    def __init__(self, model: PreTrainedModel, outside: set[str]) -> None:
+        """Hook the modules of `model`; `outside`: modules whose parameters another module's forward reads."""
+        self.ran, self.norms, self.biased, self.experts = set(), {}, {}, {}
+        self.leaves, self.inputs, self.read = [], [], []
+        self._outputs: dict[int, tuple[str, Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
+        self._buffers: list[Tensor] = []
+        weights: list[nn.Parameter] = []
+        for name, module in model.named_modules():
+            folded = fold_lists(model, name)
+            own = [(f"{folded}.{key}", param) for key, param in module.named_parameters(recurse=False)]
+            if features(module) is not None:
+                weights += [param for _, param in own]
+                self.read += own if folded in outside else []
+                self._handles.append(module.register_forward_hook(self._linear(folded), with_kwargs=True))
+            elif holds_experts(module) or stacked_experts(module):
+                self._handles.append(module.register_forward_pre_hook(self._experts(folded), with_kwargs=True))
+            elif is_norm_of_one_tensor(module):
+                self._handles.append(module.register_forward_hook(self._norm(folded)))
+            elif is_norm(module):  # with a gate
+                means = _DetachedMeans()
+                self._handles.append(module.register_forward_pre_hook(means.enter))
+                self._handles.append(module.register_forward_hook(means.leave, always_call=True))
+            elif name:
+                self._handles.append(module.register_forward_pre_hook(self._block(folded), with_kwargs=True))
+            if any(isinstance(child, _ConvNd) for child in module.children()):
+                floating = [each for each in module.named_buffers(recurse=False) if each[1].is_floating_point()]
+                self.read += [(f"{folded}.{key}", buffer.requires_grad_()) for key, buffer in floating]
+                self._buffers += [buffer for _, buffer in floating]
+        known = set(map(id, weights))
+        self.others = [
+            (fold_lists(model, name), param) for name, param in model.named_parameters() if id(param) not in known
+        ]
+
+    def remove(self) -> None:
+        """Leave the model as it was, but for buffers; see `close`."""
+        for handle in self._handles:
+            handle.remove()
+
+    def close(self) -> None:
+        """Leave the buffers without gradients, as they were."""
+        for buffer in self._buffers:
+            buffer.requires_grad_(False)
+
+    def _linear(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            self.ran.add(name)
+            x = args[0] if args else next(iter(kwargs.values()))
+            if not isinstance(module, nn.Embedding):
+                self.inputs.append((name, x))
+            if not isinstance(output, Tensor):  # a router
+                return None
+            leaf = output.detach().requires_grad_()
+            copied = leaf.clone()  # the model may change it in place
+            self.leaves.append((name, leaf))
+            self._outputs[copied.untyped_storage().data_ptr()] = (name, copied)
+            return copied
+
+        return hook
+
+    def _norm(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            source = self._outputs.get(args[0].untyped_storage().data_ptr()) if args else None
+            if source is None or not isinstance(output, Tensor):
+                return None
+            self.norms[name] = source[0]
+            return args[0] * module.weight  # without the mean over features, through which each reaches all
+
+        return hook
+
+    def _experts(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.ran.add(name)
+            if name not in self.experts:
+                self.experts[name] = (
+                    module,
+                    *tree_map_only(Tensor, lambda value: value.detach().clone(), (args, kwargs)),
+                )
+
+        return hook
+
+    def _block(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            shapes = {key: tuple(value.shape) for key, value in kwargs.items() if isinstance(value, Tensor)}
+            self.biased.setdefault(name, shapes)
+
+        return hook
+
+
+class _DetachedMeans(TorchFunctionMode):
+    """Lets no gradient through the means of a norm, through which each feature reaches all."""
+
+    def enter(self, *_: Any) -> None:
+        """A hook before a forward."""
+        self.__enter__()
+
+    def leave(self, *_: Any) -> None:
+        """A hook after a forward."""
+        self.__exit__(None, None, None)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.detach() if func in (torch.mean, Tensor.mean) else result
+
+
+class _Reads(TorchFunctionMode):
+    """Records the modules that are not `running` and whose parameters (`owners`, by id) something computes with."""
+
+    def __init__(self, owners: Mapping[int, set[str]], running: set[str]) -> None:
+        super().__init__()
+        self.owners, self.running = owners, running
+        self.outside: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):  # rather than its dtype
+            for owners in (self.owners.get(id(value), set()) for value in args):
+                self.outside |= owners if owners.isdisjoint(self.running) else set()
+        return result
+
+
+def read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
+    """Modules whose parameters something else computes with, as Whisper's encoder does with its positions."""
+    running: set[str] = set()
+    owners: dict[int, set[str]] = {}
+    handles = []
+    for name, module in model.named_modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(id(param), set()).add(name)
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.add(name)))
+        handles.append(module.register_forward_hook(lambda *_, name=name: running.discard(name), always_call=True))
+    try:
+        with torch.no_grad(), _Reads(owners, running) as reads:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {fold_lists(model, name) for name in reads.outside}
