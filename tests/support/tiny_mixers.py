@@ -213,7 +213,8 @@ MIXERS: dict[str, Mixing] = {
         "MiniMax",
         lambda heads, groups: {
             "layer_types": ["linear_attention", "full_attention"],
-            "num_attention_heads": 6,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
             "block_size": 3,
             "num_local_experts": 4,
         },

@@ -16,6 +16,8 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.float8 import quantize_folder
 from tests.support.models import VOCAB, headers, llama_config, load
 from tests.support.quantized import compressed
+from tests.support.tiers import wide
+from tests.support.tiny_mixers import MIXERS, states
 from tp_transformers import CheckpointError, PlanError
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory, smallest_size
@@ -43,6 +45,26 @@ def test_the_smallest_size_is_the_first_that_fits(name: str, tmp_path: Path) -> 
     for memory in fullest.values():
         first = next(size for size, held in fullest.items() if held <= memory)
         assert smallest_size(planned[2], memory) == first
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (9, 3)])
+@pytest.mark.parametrize(
+    "name", wide(["mamba2", "lfm2", "qwen3_5_text", "falcon_h1", "jamba", "zamba", "kimi_linear"], 3)
+)
+def test_states_are_those_that_one_process_keeps(name: str, heads: int, groups: int, tmp_path: Path) -> None:
+    model = MIXERS[name].make(heads, groups).float()
+    model.save_pretrained(tmp_path)
+    tokens = torch.arange(10).view(2, 5)
+    with torch.no_grad():
+        made = model.generate(tokens, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    kept = sum(state.nbytes for state in states(model, {}, made.past_key_values))
+    found = survey(str(tmp_path))
+    for size in (1, 2 if heads == 8 else 3):  # ranks of as many heads and groups
+        each = [states.nbytes for states in plan_memory(found, size, batch=2, context=7).states]
+        assert [sum(ranks) for ranks in zip(*each, strict=True)] == [kept // size] * size
+    uneven = plan_memory(found, 2, batch=2, context=7).cache_bytes
+    assert sum(uneven) >= kept
+    assert plan_memory(found, 2, batch=2).states == ()
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from ...slices.lazy import LazyTensor
 from ...strategies import take
 from .dry_load import Survey
 from .kv_cache import Cached, cached_attention
+from .states import States, mixer_states
 
 MOST_RANKS = 64
 """Largest number of ranks that `smallest_size` tries."""
@@ -77,7 +78,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Each rank's parameters, buffers and KV cache."""
+    """Each rank's parameters, buffers and caches."""
 
     survey: Survey
     size: int
@@ -89,6 +90,8 @@ class MemoryPlan:
     buffer_bytes: int
     """Bytes of buffers, which are replicated."""
     cached: tuple[Cached, ...]
+    states: tuple[States, ...]
+    """Those of mixers."""
     notes: tuple[str, ...]
     """Warnings of a load."""
     allow_replicated: bool = False
@@ -101,12 +104,13 @@ class MemoryPlan:
 
     @cached_property
     def cache_bytes(self) -> tuple[int, ...]:
-        """Bytes of keys and values on every rank."""
-        return _sum(self.size, (cached.nbytes for cached in self.cached))
+        """Bytes of keys, values and states on every rank."""
+        kept = [cached.nbytes for cached in self.cached]
+        return _sum(self.size, [*kept, *(states.nbytes for states in self.states if states.nbytes is not None)])
 
     @property
     def total_bytes(self) -> tuple[int, ...]:
-        """Bytes of parameters, buffers, keys and values on every rank."""
+        """Bytes of parameters, buffers, keys, values and states on every rank."""
         return _sum(self.size, (self.parameter_bytes, self.cache_bytes, (self.buffer_bytes,) * self.size))
 
 
@@ -138,6 +142,7 @@ def plan_memory(
         tuple(_heads(survey, resolution, size)),
         sum(each.numel() * dtypes.get(name, each.dtype).itemsize for name, each in model.named_buffers()),
         tuple(cached),
+        tuple(mixer_states(model, resolution.mixers, size, batch=batch)) if context else (),
         tuple(note for note in (*resolution.notes, warning) if note is not None),
         allow_replicated,
     )

@@ -75,6 +75,7 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
             "layers": [
                 {"attention": cached.name, "tokens": cached.tokens, "bytes": cached.nbytes} for cached in planned.cached
             ],
+            "states": [{"mixer": states.name, "bytes": states.nbytes} for states in planned.states],
         },
         "ranks": [
             {
@@ -115,6 +116,7 @@ def _report(planned: MemoryPlan, memory: int | None, smallest: int | None) -> It
         sequences = f"{_counted(planned.batch, 'sequence')} of {_counted(planned.context, 'token')}"
         yield f"KV cache of {sequences} in {_name(found.model.dtype)}"
         yield from (f"  {line}" for line in cache_lines(planned))
+    yield from state_lines(planned)
     yield ""
     yield from columns(table(planned), right=True)
     yield "not counted: activations, a long prompt while it is read, and what the GPU's runtime keeps for itself"
@@ -220,6 +222,22 @@ def cache_lines(planned: MemoryPlan) -> list[str]:
         f"{pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {tokens} tokens"
         for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in planned.cached).items()
         for tokens, names in by_tokens.items()
+    ]
+
+
+def state_lines(planned: MemoryPlan) -> list[str]:
+    """Lines of the states of mixers: layers, and the bytes of a layer on every rank."""
+    said = [
+        (
+            states.name,
+            "not known, and not counted" if states.nbytes is None else by_rank(list(map(size, states.nbytes))),
+        )
+        for states in planned.states
+    ]
+    return [
+        f"states of {pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {held}"
+        for pattern, by_bytes in folded(said).items()
+        for held, names in by_bytes.items()
     ]
 
 
