@@ -101,8 +101,8 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
         """
         assert isinstance(self.experts, Split)
         group, ranges = mesh.get_group(), [found[0] for found in self.experts.ranges]
-        starts, ends = torch.tensor(ranges, device=ids.device).unbind(1)
-        owners = torch.bucketize(ids, ends, right=True)
+        starts, ends = (torch.tensor(bounds, device=ids.device) for bounds in zip(*ranges, strict=True))
+        owners = torch.bucketize(ids.contiguous(), ends, right=True)
         wanted = (owners.unsqueeze(-1) == torch.arange(len(ranges), device=ids.device)).any(1)  # (tokens, ranks)
         counts = wanted.sum(0)
         sent, received = torch.stack([counts, exchange_counts(counts, group)]).tolist()
