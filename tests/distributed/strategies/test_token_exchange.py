@@ -187,3 +187,26 @@ def test_experts_without_tokens(pool: Pool, tmp_path: Path) -> None:
     for found in pool.run(3, crowd, case.folder, write_plan(tmp_path, "gpt_oss")):
         assert len(found) == 1 + 4 * 2
         assert max(found.values()) < GRADIENT_TOLERANCE, found
+
+
+def compiled(folder: str, plan: str) -> dict[str, Any]:
+    """Run on every rank: a compiled training step, against one process."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = load(folder, tp_plan=plan, tp_sequence_parallel=True, experts_implementation="grouped_mm")
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    losses = [each(PROMPTS, labels=PROMPTS).loss for each in (torch.compile(model, backend="eager"), plain)]
+    for loss in losses:
+        loss.backward()
+    pairs = [(tp_transformers.full_tensor(p, p.grad), plain.get_parameter(n).grad) for n, p in model.named_parameters()]
+    errors = [relative(*(loss.detach() for loss in losses)), *(relative(*pair) for pair in pairs)]
+    return {"worst": max(errors), "breaks": [*torch._dynamo.utils.counters["graph_break"]]}
+
+
+@pytest.mark.slow
+def test_a_compiled_step_has_a_break_at_the_experts_alone(pool: Pool, tmp_path: Path) -> None:
+    case = make_case(tmp_path, "mixtral")
+    for found in pool.run(2, compiled, case.folder, write_plan(tmp_path, "mixtral")):
+        assert found["worst"] < GRADIENT_TOLERANCE
+        assert found["breaks"]
+        assert all("MixtralExperts.forward" in reason for reason in found["breaks"]), found["breaks"]

@@ -80,9 +80,9 @@ class _SequenceRewriter(Rewriter):
             if self.exchanging(path):
                 if self.exchanging(path) != [path]:
                     self.faults.append(f"{fold_layers(path)}: experts in it exchange tokens; they have to be its own")
-            elif self.is_cut(path):
+            elif self.is_cut(path) or any(param.ndim > 2 for param in module.parameters()):
                 self.rewrite_block(path, module)
-            else:  # a router
+            else:  # a router, or whatever computes token by token
                 for inner, each in module.named_modules(prefix=path):
                     if any(True for _ in each.parameters(recurse=False)):
                         self._set_norm(inner, "sequence_parallel")

@@ -52,7 +52,7 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
 
         [x / y] ── [x0 y0 / x1 y1] ── [f(x0 y0) / g(x1 y1)] ── [Σ(f(x0), g(x1)) / Σ(f(y0), g(y1))]
 
-    Where all ranks have the same tokens, such as one that is generated, it computes as `moe_tp_experts`.
+    It computes as `moe_tp_experts` if all ranks have the same tokens, such as one that is generated.
     """
 
     exchanges_tokens = True
@@ -101,7 +101,9 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
         """
         assert isinstance(self.experts, Split)
         group, ranges = mesh.get_group(), [found[0] for found in self.experts.ranges]
-        starts, ends = (torch.tensor(bounds, device=ids.device) for bounds in zip(*ranges, strict=True))
+        starts, ends = (
+            torch.tensor(bounds, dtype=ids.dtype, device=ids.device) for bounds in zip(*ranges, strict=True)
+        )
         owners = torch.bucketize(ids.contiguous(), ends, right=True)
         wanted = (owners.unsqueeze(-1) == torch.arange(len(ranges), device=ids.device)).any(1)  # (tokens, ranks)
         counts = wanted.sum(0)
