@@ -147,18 +147,44 @@ SCENARIOS: dict[str, Callable[[Timed], None]] = {
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by kind, whichever API they are called through."""
+    """Counts collectives by kind, and the bytes that this rank sends to others, whichever API they are called through.
+
+    An all-reduce sends twice what a rank does not hold at last, as a ring does; the others send each byte once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[str, int] = {}
+        self.nbytes: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
             kind = name.partition("::")[2].strip("_").replace("allreduce", "all_reduce")
             self.counts[kind] = self.counts.get(kind, 0) + 1
+            self.nbytes[kind] = self.nbytes.get(kind, 0) + _sent(kind, args)
         return func(*args, **(kwargs or {}))
+
+
+def _sent(kind: str, args: tuple[Any, ...]) -> int:
+    """Bytes that this rank sends to others in a collective of c10d; 0 for kinds that are not known."""
+    group = next((each for each in args if isinstance(each, dist.ProcessGroup | torch.ScriptObject)), None)
+    if group is None or kind not in ("all_reduce", "allgather_base", "reduce_scatter_base", "alltoall_base"):
+        return 0
+    size, rank = (group.size(), group.rank()) if isinstance(group, dist.ProcessGroup) else _unboxed(group)
+    if kind == "all_reduce":
+        return 2 * sum(tensor.nbytes for tensor in args[0]) * (size - 1) // size
+    given = args[1]
+    if kind == "alltoall_base":
+        splits = args[4]
+        rows = splits or [given.shape[0] // size] * size
+        return (sum(rows) - rows[rank]) * given[0].nbytes if sum(rows) else 0
+    return given.nbytes * (size - 1) // (size if kind == "reduce_scatter_base" else 1)
+
+
+def _unboxed(group: torch.ScriptObject) -> tuple[int, int]:
+    found = dist.ProcessGroup.unbox(group)
+    return found.size(), found.rank()
 
 
 def main() -> None:

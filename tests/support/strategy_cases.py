@@ -286,6 +286,11 @@ CASES: dict[str, Cases] = {
         ),
     },
     "moe_tp_experts": dict(on_experts()),
+    "moe_all_to_all": {
+        "tokens that all ranks have": lambda size: Case(
+            Routed(mixtral_experts(5), HIDDEN, 5), {"experts": "moe_all_to_all"}, (randn(TOKENS, HIDDEN),)
+        ),
+    },
     "moe_identity_expert": {
         "beside an expert that is cut": lambda size: Case(
             WithIdentity(Block(nn.Linear(6, 11), nn.Linear(11, 6))),

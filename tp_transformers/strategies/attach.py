@@ -88,7 +88,8 @@ def attach(
             finally:
                 forwards.pop()
 
-        return forward
+        # Not traced, but called between two graphs: numbers of tokens are known in a forward alone.
+        return torch.compiler.disable(forward) if strategy.exchanges_tokens else forward
 
     wrap_forward(module, around)
     if is_plain and strategy.is_simple and not strategy.widths:

@@ -26,6 +26,7 @@ from .mixers.channelwise import ChannelwiseParallel
 from .mixers.gated_norm import GatedNormParallel
 from .mixers.inner import InnerRowwiseParallel
 from .mixers.sharded_moments import ShardedMomentsParallel
+from .regions.exchange import SequenceExpertsParallel
 from .regions.sequence import (
     SequenceGatherParallel,
     SequenceParallel,
@@ -75,6 +76,7 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
     "replicated_with_grad_allreduce": ReplicateSumGradParallel(),
     "all_reduce": AllReduceParallel(),
     "moe_tp_experts": MoEExpertsParallel(),
+    "moe_all_to_all": SequenceExpertsParallel(),
     "moe_identity_expert": IdentityExpertParallel(),
     "mla_kv_a_proj": MlaKvAProjParallel(),
     "local_params": TensorParallelLayer(),

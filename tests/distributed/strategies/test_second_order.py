@@ -16,6 +16,7 @@ from tests.support.models import PROMPTS, load, relative
 from tests.support.tiers import wide
 from tp_transformers import vocab_parallel_cross_entropy
 from tp_transformers.ranks.collectives import exchange_regions, gather_from_region, scatter_to_region
+from tp_transformers.ranks.exchange import exchange_rows
 from tp_transformers.ranks.mesh import join
 from tp_transformers.strategies import batch_sharded
 
@@ -120,8 +121,13 @@ def second_order_of_functions() -> dict[str, float]:
     assert process_group is not None
     widths, found = tuple(range(1, size + 1)), {}
     total = sum(widths)
+    after, before = (rank + 1) % size, (rank - 1) % size  # each rank sends all of its rows to the next
+    sent, received = (
+        [widths[who] * (at == place) for at in range(size)] for who, place in ((rank, after), (before, before))
+    )
     moves = {
         "exchange": lambda x: exchange_regions(x, widths, widths, process_group, dim=0, into=1),
+        "rows": lambda x: exchange_rows((x,), sent, received, process_group)[0],
         "gather": lambda x: gather_from_region(x, widths, process_group, dim=0),
         "scatter": lambda x: scatter_to_region(x, widths, process_group, dim=1),
     }

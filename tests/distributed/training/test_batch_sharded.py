@@ -90,9 +90,9 @@ def one_process(folder: str, ranks: int) -> tuple[Any, dict[str, Any]]:
     return model, train(model, model.parameters(), step, clip)
 
 
-def compare(folder: str, copies: int, chosen: Any, mode: Any, saved: str) -> dict[str, float]:
+def compare(folder: str, copies: int, chosen: Any, mode: Any, saved: str, plan: str = "auto") -> dict[str, float]:
     """Run on every rank: train, and say how far everything is from one process."""
-    model, mesh = load_on_mesh(folder, copies, chosen)
+    model, mesh = load_on_mesh(folder, copies, chosen, tp_plan=plan)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     tp_transformers.data_parallel(model, mesh, mode=mode)
 

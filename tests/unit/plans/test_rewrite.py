@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, LlamaForCausalLM, PreTrainedModel
 
 from tests.distributed.strategies.test_sequence_parallel import UNFIT
 from tests.support.architectures import ARCHITECTURES
@@ -142,6 +142,52 @@ def test_a_model_without_a_causal_loss_is_refused() -> None:
     plan = Plan.parse({"extends": "llama", "heads": {"lm_head": "replicate"}}, source="mine")
     with pytest.raises(PlanError, match="lm_head: replicate, its loss"):
         rules_of(llama(), plan, loss_parallel=True)
+
+
+EXCHANGE = {"layers.*.mlp.experts": "moe_all_to_all"} | {
+    f"layers.*.mlp.experts.{name}_proj": "local" for name in ("gate_up", "down")
+}
+
+
+def exchanging(kind: str, **rules: Any) -> Plan:
+    return Plan.parse({"extends": kind, "optional": {**EXCHANGE, **rules}}, source="mine")
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe"])
+def test_blocks_with_experts_that_exchange_tokens_compute_on_parts(kind: str) -> None:
+    model = ARCHITECTURES[kind].make(8, 8)
+    shared = LAYER + ("mlp.shared_experts" if kind == "deepseek_v3" else "mlp.shared_expert")
+    rules = rules_of(model, exchanging(kind), sequence_parallel=True)
+    last = f"model.layers.{len(model.model.layers) - 1}.mlp"
+    assert rules.get(last, rules.get(LAYER + "mlp")) is None
+    assert rules[LAYER + "mlp.experts"] == "moe_all_to_all"
+    assert rules[LAYER + "mlp.gate"] == "sequence_parallel"
+    assert rules[shared] == "sequence_gather"
+    assert rules[shared + ".down_proj"] == "local_rowwise"
+    rules = rules_of(model, exchanging(kind), batch_sharded=(LAYER + "mlp",))
+    assert rules[LAYER + "mlp.experts"] == f"moe_all_to_all, {BLOCK}"
+    assert rules[LAYER + "mlp.gate"] == rules[LAYER + "self_attn.q_b_proj" if kind == "deepseek_v3" else "lm_head"]
+    assert rules[LAYER + "mlp.gate"] == "replicate"
+    assert rules[shared] == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "rules", "says"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, {}, r"layers.\*.mlp: it draws random numbers for tokens, .* jitter"),
+        ("mixtral", {}, {"layers.*.mlp.experts.down_proj": "rowwise"}, "but down_proj would not be; make all of them"),
+        ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}, {}, "1 experts cannot be spread over 2 ranks"),
+    ],
+)
+def test_experts_that_cannot_exchange_tokens_are_refused(
+    kind: str, changes: dict[str, Any], rules: dict[str, Any], says: str
+) -> None:
+    config = ARCHITECTURES[kind].make(8, 4).config
+    config.update(changes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(PlanError, match=says):
+        rules_of(model, exchanging(kind, **rules), sequence_parallel=True)
 
 
 @pytest.mark.parametrize("name", ["sequence_parallel", "sequence_parallel_rep"])

@@ -69,6 +69,16 @@ EXPERTS = {MLP + "experts.gate_up_proj": "packed_colwise", MLP + "experts.down_p
             {LAYER + "mlp": "gather", MLP + "experts": "moe_tp_experts", **EXPERTS},
             f"{MLP}experts: it sums its output, and {LAYER}mlp sums again",
         ),
+        (
+            {MLP + "experts": "moe_all_to_all", **EXPERTS},
+            f"{MLP}experts: moe_all_to_all sends tokens to ranks that hold whole experts, but gate_up_proj, down_proj "
+            "would not be; make all of them local, or use moe_tp_experts",
+        ),
+        (
+            {MLP + "experts": "moe_all_to_all"},
+            f"{MLP}experts: all ranks have the same tokens, of which there is nothing to exchange; use moe_tp_experts, "
+            "or load with tp_sequence_parallel=True or tp_batch_sharded=True",
+        ),
     ],
 )
 def test_experts_that_are_not_added_up_once(rules: dict[str, str], says: str) -> None:

@@ -92,6 +92,7 @@ CUTS: dict[str, Cut] = {
     "rowwise_inner": INPUT_FEATURES,
     "local": WHOLE_EXPERTS,
     "moe_tp_experts": NOTHING,
+    "moe_all_to_all": {"experts": WHOLE_EXPERTS["experts"]},
     "moe_identity_expert": NOTHING,
     "local_params": NOTHING,
     "gather": NOTHING,
@@ -175,7 +176,8 @@ def test_strategies_accept_the_modules_that_they_cut(name: str, kind: str) -> No
     + [(name, "embedding", "no packed parts") for name in ("packed_colwise", "packed_rowwise")]
     + [(name, "embedding", "use embedding_rowwise") for name in ("local_rowwise", "local_packed_rowwise")]
     + [("sharded_norm", kind, "no norm whose mean") for kind in ("linear", "embedding", "dropout")]
-    + [("mla_kv_a_proj", "linear", "no qk_rope_head_dim")],
+    + [("mla_kv_a_proj", "linear", "no qk_rope_head_dim")]
+    + [("moe_all_to_all", kind, "sends tokens by the ids of their experts") for kind in ("linear", "experts")],
 )
 def test_strategies_refuse_modules_that_they_do_not_fit(name: str, kind: str, says: str) -> None:
     module = MODULES[kind]()

@@ -67,7 +67,12 @@ def _experts(plan: BoundPlan) -> Iterator[str]:
         layouts = plan.own_layouts(owner)
         spread = [name for name, layout in layouts.items() if layout is not None and layout.dim == 0]
         rest = [name for name in layouts if name not in spread]
-        if spread and rest:
+        if plan.module_strategies.get(owner, UNRULED).exchanges_tokens and rest:
+            yield (
+                f"{fold_layers(owner)}: moe_all_to_all sends tokens to ranks that hold whole experts, but "
+                f"{', '.join(rest)} would not be; make all of them local, or use moe_tp_experts"
+            )
+        elif spread and rest:
             yield (
                 f"{fold_layers(owner)}: each rank would hold whole experts of {', '.join(spread)}, but not of "
                 f"{', '.join(rest)}; make all of them local, or none"
@@ -237,7 +242,12 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
                 "rule cuts before it; use replicate, or let what comes before it leave Shard(1)"
             )
-        if strategy.takes_sequence_part and name not in styles:
+        if strategy.takes_sequence_part and strategy.exchanges_tokens:
+            yield (
+                f"{fold_layers(name)}: all ranks have the same tokens, of which there is nothing to exchange; use "
+                "moe_tp_experts, or load with tp_sequence_parallel=True or tp_batch_sharded=True"
+            )
+        elif strategy.takes_sequence_part and name not in styles:
             yield (
                 f"{fold_layers(name)}: its input is whole on every rank, since no rule cuts the sequence before it; "
                 "use replicate, or load with tp_sequence_parallel=True"

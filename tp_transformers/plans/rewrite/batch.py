@@ -4,6 +4,7 @@ Only chosen modules are cut then:
 
     <chosen block>                                      -> gathers samples, around rules as in sequence parallelism
     <chosen head or embedding>      colwise_rep, ...    -> the same on the samples of all ranks
+    <experts in a chosen block>     moe_all_to_all      -> the same, in place of the block around them
     everything else                 any                 -> replicate
     the base model                                      -> agrees on the numbers of samples
 """
@@ -56,7 +57,8 @@ class _BatchRewriter(Rewriter):
     unfit = f"no rules in it cut features and sum them, and its own is none of {', '.join(BATCH_SHARDED)}"
 
     def rewrite_around(self, stack: str) -> None:
-        chosen = dict.fromkeys((*self._chosen(), *(self._all(stack) if self.plan.batch_sharded is True else ())))
+        blocks = (*self._chosen(), *(self._all(stack) if self.plan.batch_sharded is True else ()))
+        chosen = dict.fromkeys(part for name in blocks for part in self._parts(name))
         inner = [name for name in chosen if any(is_inside(name, other) for other in chosen)]
         for name in inner:
             self.faults.append(f"{fold_layers(name)}: it stands in another module whose input is batch-sharded")
@@ -90,10 +92,18 @@ class _BatchRewriter(Rewriter):
     def _all(self, stack: str) -> Iterator[str]:
         """The blocks of every layer that rules cut."""
         for name in self.modules:
-            if name.rpartition(".")[0].rpartition(".")[0] == stack:
-                inner = [rule.instance for path, rule in self.rules.items() if is_inside(path, name)]
-                if any(rule and rule.leaves_sharded_output for rule in inner):
-                    yield name
+            if name.rpartition(".")[0].rpartition(".")[0] == stack and (self.is_cut(name) or self.exchanging(name)):
+                yield name
+
+    def _parts(self, name: str) -> Iterator[str]:
+        """The module itself; of one with experts that exchange tokens, those and the other blocks that rules cut."""
+        if self.exchanging(name) in ([], [name]):
+            yield name
+            return
+        for child, _ in self.modules[name].named_children():
+            path = f"{name}.{child}"
+            if self.is_cut(path) or self.exchanging(path):
+                yield from self._parts(path)
 
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
         """The same as for sequences, but False where a router's logits are a part of a rank's own loss."""

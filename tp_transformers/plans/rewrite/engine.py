@@ -87,6 +87,16 @@ class Rewriter(ABC):
         self.faults.append(f"it has {', '.join(cut) or 'nothing'} where the base model's one stack of layers is")
         return None
 
+    def exchanging(self, name: str) -> list[str]:
+        """The experts in the module `name`, or that it is, whose rules let ranks exchange tokens."""
+        rules = ((path, rule.instance) for path, rule in self.rules.items() if path == name or is_inside(path, name))
+        return [path for path, strategy in rules if strategy is not None and strategy.exchanges_tokens]
+
+    def is_cut(self, name: str) -> bool:
+        """True if a rule inside the module `name` cuts features."""
+        inner = (rule.instance for path, rule in self.rules.items() if is_inside(path, name))
+        return any(strategy is not None and strategy.leaves_sharded_output for strategy in inner)
+
     def rewrite_block(self, name: str, block: nn.Module) -> None:
         """Let a block compute locally, if it can, or on the whole; what is around it communicates."""
         inner = {rule: self.rules[rule] for rule in self.rules if is_inside(rule, name)}

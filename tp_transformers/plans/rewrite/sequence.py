@@ -8,6 +8,7 @@ their modules and rules do, or the plan is refused:
     layers.*.<norm>                 replicate           -> sequence_parallel
     layers.*.<block>                                    -> sequence_gather, around rules that compute locally
       colwise, rowwise                                  -> local_colwise, local_rowwise
+    layers.*.<block with such experts>  moe_all_to_all  -> its router: sequence_parallel; its blocks: sequence_gather
     layers.*.<any other block>                          -> sequence_whole, around the same rules (mixtures of experts)
     <norm after the layers>         replicate           -> sequence_parallel_rep
     the base model                                      -> sequence_states
@@ -18,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ...anatomy.names import fold_layers, is_inside
 from ...anatomy.norms import is_norm_of_tokens
@@ -59,8 +61,31 @@ class _SequenceRewriter(Rewriter):
             path = f"{name}.{child}"
             if self._is_norm(path, module):
                 self._set_norm(path, "sequence_parallel")
+            elif self.exchanging(path):
+                self._rewrite_mixture(path, module)
             elif any(True for _ in module.parameters()):
                 self.rewrite_block(path, module)
+
+    def _rewrite_mixture(self, name: str, block: nn.Module) -> None:
+        """Let a block compute on parts, between its experts, which exchange tokens, and blocks of its own."""
+        if any(True for _ in block.parameters(recurse=False)):
+            self.faults.append(f"{fold_layers(name)}: it has experts that exchange tokens, and parameters of its own")
+        if any(map(_draws, block.modules())):
+            self.faults.append(
+                f"{fold_layers(name)}: it draws random numbers for tokens, which are on different ranks; set its "
+                "jitter and dropout to 0 in the config, or use moe_tp_experts"
+            )
+        for child, module in block.named_children():
+            path = f"{name}.{child}"
+            if self.exchanging(path):
+                if self.exchanging(path) != [path]:
+                    self.faults.append(f"{fold_layers(path)}: experts in it exchange tokens; they have to be its own")
+            elif self.is_cut(path) or any(param.ndim > 2 for param in module.parameters()):
+                self.rewrite_block(path, module)
+            else:  # a router, or whatever computes token by token
+                for inner, each in module.named_modules(prefix=path):
+                    if any(True for _ in each.parameters(recurse=False)):
+                        self._set_norm(inner, "sequence_parallel")
 
     def _rewrite_end(self, base: nn.Module, stack: str) -> None:
         """The norm after the layers gives back the whole."""
@@ -82,3 +107,9 @@ class _SequenceRewriter(Rewriter):
         """Give a norm a rule, for all that it has."""
         self.rules = {path: rule for path, rule in self.rules.items() if not is_inside(path, name)}
         self.set(name, strategy)
+
+
+def _draws(module: nn.Module) -> bool:
+    """True if a module that is trained draws random numbers for every token: a dropout, or noise in a router."""
+    noise = (value for name, value in vars(module).items() if "jitter" in name)
+    return (isinstance(module, _DropoutNd) and module.p > 0) or any(isinstance(n, float) and n > 0 for n in noise)

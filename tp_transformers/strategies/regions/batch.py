@@ -58,6 +58,8 @@ class Batch:
     """Tokens of each sample."""
     joined: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict, compare=False)
     """Arguments of several blocks in this forward, such as masks: as this rank has them, and joined."""
+    exchanges: int = field(default=0, compare=False)
+    """Experts that have exchanged tokens in this forward; their routers were given a rank's own."""
 
     @classmethod
     def agree(cls, shape: tuple[int, ...], given: int, extra: int, device: torch.device, group: Group) -> Batch:
@@ -135,6 +137,13 @@ def batch_of(x: Tensor, mesh: DeviceMesh, *, in_layers: bool = False) -> Batch |
     return batch if batch is not None else Batch.agree(tuple(x.shape), _POSITIONS, 0, x.device, group)
 
 
+def exchange_samples(group: Group) -> bool:
+    """True if experts exchange the tokens of ranks that have samples of their own; notes that they do."""
+    if not _same_inputs.get() and (batch := _current.get(group)) is not None:
+        batch.exchanges += 1
+    return not _same_inputs.get()
+
+
 def batch_sharded(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of `model` that take samples of each rank's own, and compute on those of all ranks that share it."""
     for module in model.modules():
@@ -168,8 +177,10 @@ class BatchStates(TensorParallelLayer):
 
         def own(value: Any) -> Any:
             """This rank's rows of what routers tell of all tokens."""
-            if not isinstance(value, tuple) or not all(
-                isinstance(each, Tensor) and each.ndim == 2 and each.shape[0] == tokens for each in value
+            if (
+                not isinstance(value, tuple)
+                or len(value) == batch.exchanges
+                or not all(isinstance(each, Tensor) and each.ndim == 2 and each.shape[0] == tokens for each in value)
             ):
                 return value
             rows = (each.unflatten(0, (sum(batch.widths), -1)) for each in value)

@@ -24,6 +24,7 @@ from ..base import TensorParallelLayer
 from ..linear import LAST, ColwiseParallel, RowwiseParallel
 from ..local import to_local
 from .batch import BATCH, Batch, batch_of
+from .exchange import BatchExpertsParallel
 from .region import GatherMixin, RegionBlock, Widths
 
 
@@ -200,5 +201,6 @@ def _joined(x: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
 BATCH_SHARDED: Mapping[str, TensorParallelLayer] = {
     **{name: BatchColwise(name) for name in ("colwise_rep", "colwise_gather_output", "embedding_colwise")},
     "embedding_rowwise": BatchVocabulary(),
+    "moe_all_to_all": BatchExpertsParallel(),
 }
 """{strategy of one module: the strategy that replaces it where its input is batch-sharded}."""

@@ -109,8 +109,13 @@ class RegionBlock(TensorParallelLayer):
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         (x, *others), forward = to_local(inputs), forward_of(module)
+        forward.notes["in rows"] = x.ndim == 2
+        if x.ndim == 2:
+            x = x.unsqueeze(1 - self.dim)
         forward.notes["widths"] = widths = self.parts_of(x, mesh, forward)
-        if widths is not None:
+        if widths is not None and forward.notes["in rows"]:
+            forward.notes["widths"] = widths = all_lengths(x.shape[self.dim], mesh)
+        elif widths is not None:
             self.check_fit("an input", x.shape[self.dim], widths, mesh)
         return (self.enter(x, widths, mesh.get_group(), forward), *others)
 
@@ -124,6 +129,8 @@ class RegionBlock(TensorParallelLayer):
         if widths is not None and (x.ndim <= 2 or x.shape[self.dim] != sum(widths)):  # whole, so on all ranks
             raise self.misfit(f"an output of shape {tuple(x.shape)}", f"length {sum(widths)}")
         x = self.leave(x, widths, mesh.get_group())
+        if forward.notes["in rows"]:
+            x = x.squeeze(1 - self.dim)
         return x if isinstance(outputs, Tensor) else (x, *others)
 
 

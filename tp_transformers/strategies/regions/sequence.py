@@ -11,7 +11,7 @@ compute on the complete sequence.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,6 +44,8 @@ class _Cut:
     """Name of that layer."""
     whole: Tensor | None = None
     """The states that were cut, which a model may return among its own."""
+    exchanges: list[str] = field(default_factory=list)
+    """Experts that have exchanged tokens of its parts; their routers were given a rank's own."""
 
     def holds(self, name: str) -> bool:
         """True if the module `name`, which runs now, is given parts of this sequence."""
@@ -215,10 +217,23 @@ class SequenceStatesParallel(TensorParallelLayer):
                 return state
             return gather_from_region(state, widths, group, dim=SEQUENCE)
 
+        def joined(value: Any) -> Any:
+            """Hidden states, or what routers tell of parts, (tokens, experts), of the whole sequence."""
+            if _are_states(value, last):
+                return tuple(map(whole, value))
+            is_of_parts = isinstance(value, tuple) and value and len(value) == len(cut.exchanges)
+            if not is_of_parts or not all(isinstance(each, Tensor) and each.ndim == 2 for each in value):
+                return value
+            part = (last.shape[0], widths[mesh.get_local_rank()])
+            return tuple(
+                gather_from_region(each.unflatten(0, part), widths, group, dim=SEQUENCE).flatten(0, 1) for each in value
+            )
+
         if isinstance(outputs, tuple):  # return_dict=False
-            return tuple(tuple(map(whole, value)) if _are_states(value, last) else value for value in outputs)
-        if outputs.get("hidden_states") is not None:
-            outputs["hidden_states"] = tuple(map(whole, outputs["hidden_states"]))
+            return tuple(map(joined, outputs))
+        for name in ("hidden_states", "router_logits"):
+            if outputs.get(name) is not None:
+                outputs[name] = joined(outputs[name])
         return outputs
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -241,6 +256,16 @@ def _told_length(given: Mapping[str, Any]) -> int | None:
     if isinstance(positions, Tensor):
         return positions.shape[-1]
     return rotations[0].shape[-2] if isinstance(rotations, tuple) else None
+
+
+def exchange_parts(name: str, group: Group) -> bool:
+    """True if the experts `name` exchange tokens, of which each rank has a part; notes that they do."""
+    cut = _current.get(group)
+    if cut is None or not cut.holds(name):
+        return in_backward() >= 0
+    if cut.widths is not None:
+        cut.exchanges.append(name)
+    return cut.widths is not None
 
 
 def is_cut(group: Group) -> bool:

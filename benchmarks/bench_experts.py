@@ -1,0 +1,121 @@
+"""Experts that exchange tokens, against experts that gather them: `python -m benchmarks.bench_experts`.
+
+Every rank holds a part of the same random mixture of experts twice, and tokens of its own: whole experts that are sent
+their tokens (`moe_all_to_all`), and experts that are cut, which gather the tokens of all ranks. Losses and gradient
+norms are compared first. Then bytes that ranks send in a training step (a forward and a backward, gradients not
+averaged) are counted, and steps are timed, the sides in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from . import machine, processes
+from .experts import CUTS, LENGTH, MODELS, SAMPLES, SIDES, Job
+from .report import spread
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """Run the benchmark; returns 1 where a process fails, takes too long, or computes something else."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_experts", description=__doc__)
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, help="number of ranks (default: 4)")
+    add("--rounds", type=int, default=9, help="how often every side takes a step (default: 9)")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    add("--results", type=Path, default=RESULTS, help="where the numbers go")
+    add("--timeout", type=float, default=600, help="seconds that one model may take")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.bench_experts", *sys.argv[1:]]),
+        "machine": machine.facts(),
+        "ranks": arguments.ranks,
+        "rounds": arguments.rounds,
+        "models": {},
+    }
+    try:
+        for model in arguments.models:
+            for cut in CUTS:
+                result["models"].setdefault(model, {})[cut] = summary(_run(arguments, model, cut))
+    except (processes.ProcessError, OSError) as error:
+        print(f"bench_experts: {error}", file=sys.stderr)
+        return 1
+    text = table(result)
+    print(text)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    path = arguments.results / "experts-cpu"
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"{path}.json, .md")
+    return 0
+
+
+def _run(arguments: argparse.Namespace, model: str, cut: str) -> list[dict[str, Any]]:
+    size = arguments.ranks
+    with tempfile.TemporaryDirectory() as scratch:
+        job = Job(model=model, cut=cut, folder=scratch, size=size, rank=0, rounds=arguments.rounds)
+        return processes.run(
+            "benchmarks.experts",
+            [{**dataclasses.asdict(job), "rank": rank} for rank in range(size)],
+            timeout=arguments.timeout,
+            env=[{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"} for rank in range(size)],
+        )
+
+
+def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each side: bytes that all ranks send, for experts and in all, and seconds of the slowest rank with ratios."""
+    sent = {side: sum(sum(rank["nbytes"][side].values()) for rank in ranks) for side in SIDES}
+    exchanged = sum(rank["nbytes"]["exchange"]["alltoall_base"] for rank in ranks)
+    others = sent["exchange"] - exchanged  # of attention, and around the layers; all sides send as much
+    slowest = {side: [max(at) for at in zip(*(rank["seconds"][side] for rank in ranks), strict=True)] for side in SIDES}
+    return {
+        "sent": sent,
+        "sent_for_experts": {side: nbytes - others for side, nbytes in sent.items()},
+        "counts": {side: ranks[0]["counts"][side] for side in SIDES},
+        "seconds": {side: spread(values) for side, values in slowest.items()},
+        "ratios": {
+            side: spread([other / own for other, own in zip(slowest[side], slowest["exchange"], strict=True)])
+            for side in SIDES
+        },
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table of all models and cuts, with what it was measured on below."""
+    lines = [
+        "| model | ranks have their own | experts | sent for experts | by exchange | a training step | by exchange |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, cuts in result["models"].items():
+        for cut, found in cuts.items():
+            for side in SIDES:
+                nbytes, ratio = found["sent_for_experts"], found["ratios"][side]
+                more = nbytes[side] / nbytes["exchange"]
+                spent = f"{found['seconds'][side]['median'] * 1e3:.0f} ms"
+                by = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
+                lines.append(
+                    f"| {model} | {cut} | {side} | {nbytes[side] / 1e6:.1f} MB | {more:.2f} | {spent} | {by} |"
+                )
+    about = result["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    remarks = [
+        f"{result['ranks']} gloo ranks, {SAMPLES} samples of {LENGTH} tokens a rank, fp32; {result['rounds']} rounds, "
+        f"the sides in turn, the slowest rank, median (min to max); {about['date']}",
+        "sent: bytes from all ranks to others in a forward and a backward, beside those that every side sends for "
+        "attention and around the layers",
+        f"{about['cpu']}, {about['cores']} cores, {about['system']}; {versions}",
+        f"`{result['command']}`",
+    ]
+    return "\n".join([*lines, "", *(f"- {line}" for line in remarks)]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Experts among ranks that have tokens of their own: tokens travel to the ranks that hold their experts, and back.
+
+    own tokens ── router ── tokens of E0, E1 ── all-to-all ── [ E0 E1 ] ── all-to-all ── Σ ── own tokens
+                         └─ tokens of E2 ────── all-to-all ── [ E2 ] ───── all-to-all ─┘
+
+Nothing is gathered, and nothing dropped (Lepikhin et al. 2020, "GShard"; without its capacities, as in Megatron-LM's
+all-to-all dispatcher). A token travels once to each rank that holds any of its experts, with its routing weights, and
+one weighted sum of that rank's experts comes back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+from ...anatomy.linears import holds_experts
+from ...ranks.collectives import scale_gradient
+from ...ranks.exchange import exchange_counts, exchange_rows
+from ...slices.layout import Split
+from ..attach import forward_of
+from ..experts import IsolatedParallel, MoEExpertsParallel
+from ..local import to_local
+from .batch import exchange_samples
+from .sequence import exchange_parts
+
+
+@dataclass(frozen=True)
+class Route:
+    """The ways of one rank's tokens to their experts in one forward, and of others' tokens to its own experts."""
+
+    sent: list[int]
+    """Tokens for every rank."""
+    received: list[int]
+    """Tokens of every rank for this one's experts."""
+    count: int
+    """Tokens of this rank."""
+    tokens: Tensor
+    """The token that each row which is sent is a copy of: (sum of `sent`,)."""
+    rows: Tensor
+    """The row that each (token, expert) pair of this rank's experts is of, of those which are received: (pairs,)."""
+
+
+class ExchangeExpertsParallel(MoEExpertsParallel):
+    """Around experts that are whole on one rank each: tokens of a rank's own go to their experts (all-to-all), and sums
+    come back (all-to-all; backward of both: all-to-all). Parameters without rules are cut by whole experts.
+
+        [x / y] ── [x0 y0 / x1 y1] ── [f(x0 y0) / g(x1 y1)] ── [Σ(f(x0), g(x1)) / Σ(f(y0), g(y1))]
+
+    It computes as `moe_tp_experts` if all ranks have the same tokens, such as one that is generated.
+    """
+
+    exchanges_tokens = True
+    split_dim = IsolatedParallel.split_dim
+
+    def has_own_tokens(self, mesh: DeviceMesh) -> bool:
+        """True if this rank's tokens are not those of the other ranks; the answer is the same on all."""
+        raise NotImplementedError
+
+    def check(self, module: nn.Module) -> None:
+        """Experts that are called with tokens, the ids of their experts, and routing weights."""
+        names = [*inspect.signature(type(module).forward).parameters][2:4]
+        if not holds_experts(module) or len(names) < 2 or "weight" not in names[1]:
+            raise ValueError(
+                f"moe_all_to_all sends tokens by the ids of their experts, which {type(module).__name__} is not called "
+                "with; use moe_tp_experts"
+            )
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        notes = forward_of(module).notes
+        if not self.has_own_tokens(mesh):
+            notes["route"] = None
+            return super().before(module, inputs, mesh)
+        states, ids, weights, *others = to_local(inputs)
+        notes["route"], *given = self.dispatch(states, ids, weights, mesh)
+        return (*given, *others)
+
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        route = forward_of(module).notes.pop("route")
+        return super().after(module, outputs, mesh) if route is None else self.combine(outputs, route, mesh)
+
+    def dispatch(
+        self, states: Tensor, ids: Tensor, weights: Tensor, mesh: DeviceMesh
+    ) -> tuple[Route, Tensor, Tensor, Tensor]:
+        """Tokens that this rank's experts compute, one row for each expert of a token.
+
+        Args:
+            states: this rank's tokens: (tokens, hidden).
+            ids: the experts of each: (tokens, k).
+            weights: their routing weights: (tokens, k).
+            mesh: the `tp` axis.
+
+        Returns:
+            The route back, and (pairs, hidden), (pairs, 1) with numbers of this rank's experts, and (pairs, 1). A rank
+            whose experts have no token computes one of zeros, so that its backward communicates as the others' do.
+        """
+        assert isinstance(self.experts, Split)
+        group, ranges = mesh.get_group(), [found[0] for found in self.experts.ranges]
+        starts, ends = (
+            torch.tensor(bounds, dtype=ids.dtype, device=ids.device) for bounds in zip(*ranges, strict=True)
+        )
+        owners = torch.bucketize(ids.contiguous(), ends, right=True)
+        wanted = (owners.unsqueeze(-1) == torch.arange(len(ranges), device=ids.device)).any(1)  # (tokens, ranks)
+        counts = wanted.sum(0)
+        sent, received = torch.stack([counts, exchange_counts(counts, group)]).tolist()
+        ranks, tokens = wanted.t().nonzero(as_tuple=True)
+        is_there = owners[tokens] == ranks[:, None]
+        numbers = torch.where(is_there, ids[tokens] - starts[ranks, None], -1).int()
+        rows = (states.index_select(0, tokens), weights.index_select(0, tokens), numbers)
+        theirs, their_weights, their_numbers = exchange_rows(rows, sent, received, group)
+        if not len(theirs):
+            theirs, their_weights, their_numbers = (
+                pad(each, (0, 0, 0, 1)) for each in (theirs, their_weights, their_numbers)
+            )
+        at, slots = (their_numbers >= 0).nonzero(as_tuple=True)
+        route = Route(sent, received, len(states), tokens, at)
+        own = their_numbers[at, slots].long()
+        return route, theirs.index_select(0, at), own[:, None], their_weights[at, slots][:, None]
+
+    def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
+        """The sums of all experts for this rank's tokens, (tokens, hidden), from this rank's: (pairs, hidden)."""
+        length = sum(route.received)
+        sums = _sum_rows(outputs, route.rows, max(length, 1))[:length]
+        (back,) = exchange_rows((sums,), route.received, route.sent, mesh.get_group())
+        return _sum_rows(back, route.tokens, route.count)
+
+
+class SequenceExpertsParallel(ExchangeExpertsParallel):
+    """Experts whose tokens are this rank's part of the sequence."""
+
+    takes_sequence_part = True
+
+    def has_own_tokens(self, mesh: DeviceMesh) -> bool:
+        return exchange_parts(self.name, mesh.get_group())
+
+
+class BatchExpertsParallel(ExchangeExpertsParallel):
+    """Experts whose tokens are samples of each rank's own; see `batch.py` about gradients."""
+
+    splits_batch = True
+
+    def has_own_tokens(self, mesh: DeviceMesh) -> bool:
+        return exchange_samples(mesh.get_group())
+
+    def dispatch(
+        self, states: Tensor, ids: Tensor, weights: Tensor, mesh: DeviceMesh
+    ) -> tuple[Route, Tensor, Tensor, Tensor]:
+        """See `ExchangeExpertsParallel.dispatch`; the gradient is that of the sum of losses again."""
+        states, weights = scale_gradient(states, mesh.size()), scale_gradient(weights, mesh.size())
+        return super().dispatch(states, ids, weights, mesh)
+
+    def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
+        """See `ExchangeExpertsParallel.combine`; the gradient becomes that of the mean of losses."""
+        return scale_gradient(super().combine(outputs, route, mesh), 1 / mesh.size())
+
+    def __repr__(self) -> str:
+        return "moe_all_to_all, input: batch-sharded"
+
+
+def _sum_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
+    """(count, hidden): the sums of those rows of `x` that have the same number in `rows`, summed in fp32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_zeros((count, x.shape[1]), dtype=wide).index_add(0, rows, x.to(wide)).to(x.dtype)
