@@ -1,0 +1,86 @@
+"""Suggested plans of hybrids whose classes nobody knows: their mixers are cut, and compute what one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BambaConfig, BambaForCausalLM, Lfm2Config, Lfm2ForCausalLM, Mamba2Config, Mamba2ForCausalLM
+
+from tests.distributed.commands.test_suggest import observe
+from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
+from tests.support.models import load, relative
+from tests.support.pool import Pool
+from tests.support.tiers import wide
+from tests.support.tiny_mixers import MIXERS
+from tp_transformers.infer.small import model as probe
+from tp_transformers.infer.suggestion import suggest
+
+pytestmark = pytest.mark.distributed
+
+
+class BranchesConfig(BambaConfig):
+    model_type = "branches_nobody_knows"
+
+
+class BranchesForCausalLM(BambaForCausalLM):
+    config_class = BranchesConfig
+
+
+class FiltersConfig(Lfm2Config):
+    model_type = "filters_nobody_knows"
+
+
+class FiltersForCausalLM(Lfm2ForCausalLM):
+    config_class = FiltersConfig
+
+
+class ScansConfig(Mamba2Config):
+    model_type = "scans_nobody_knows"
+
+
+class ScansForCausalLM(Mamba2ForCausalLM):
+    config_class = ScansConfig
+
+
+STATE_SPACE = {"in_proj": ["value", "value", "key", "key", "head"]}
+HYBRIDS: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
+    "bamba": (BranchesConfig, BranchesForCausalLM, "layers.*.mamba", STATE_SPACE),
+    "lfm2": (FiltersConfig, FiltersForCausalLM, "layers.*.conv", {"in_proj": ["value"] * 3}),
+    "mamba2": (ScansConfig, ScansForCausalLM, "layers.*.mixer", STATE_SPACE),
+}
+"""Known type -> (config, class, name of the mixer, the parts of its input projection)."""
+
+
+def compare(kind: str, folder: str, plan: str, reference: str) -> tuple[float, Any]:
+    """Run on every rank: load with the suggested plan, compare with one process."""
+    model = load(folder, HYBRIDS[kind][1], tp_plan=plan)
+    expected_logits, expected = torch.load(reference)
+    logits, grads = observe(model)
+    assert grads.keys() == expected.keys()
+    errors = gradient_errors(model, grads, expected)
+    return relative(logits, expected_logits), max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), wide([("mamba2", 2), ("lfm2", 2), ("bamba", 2), ("mamba2", 3), ("lfm2", 3), ("bamba", 3)], 1)
+)
+def test_a_mixer_that_nobody_knows_is_cut(kind: str, size: int, pool: Pool, tmp_path: Path) -> None:
+    config_class, cls, mixer, parts = HYBRIDS[kind]
+    settings = MIXERS[kind].make(8, 4).config.to_dict()
+    config = config_class(
+        **{key: value for key, value in settings.items() if key not in ("model_type", "architectures")}
+    )
+    suggestion = suggest(config, size=size, cls=cls)
+    assert suggestion.data()["mixers"][mixer]["input"] == parts
+    assert not [name for name in suggestion.whole if f".{mixer.rpartition('.')[2]}." in name]
+    plan, reference, folder = (str(tmp_path / file) for file in ("plan.yaml", "reference.pt", "checkpoint"))
+    Path(plan).write_text(suggestion.text("Being proven."))
+    model = probe.make(cls, config)
+    model.save_pretrained(folder)
+    torch.save(observe(model), reference)
+    for logits, (worst, error) in pool.run(size, compare, kind, folder, plan, reference):
+        assert logits <= LOGITS_TOLERANCE
+        assert error <= GRADIENT_TOLERANCE, worst
