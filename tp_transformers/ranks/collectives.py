@@ -20,28 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..slices.layout import Shared
+from .direct import Group
+from .direct import all_gather as _all_gather
+from .direct import all_reduce as _all_reduce
+from .direct import reduce_scatter as _reduce_scatter
 
-Group = dist.ProcessGroup
 Cut = tuple[int, tuple[int, ...]]
 """(dim, length of every rank's slice along it)."""
 Place = tuple[int, int, int]
 """(start in this rank's shard, start in the buffer that all ranks sum, length)."""
-
-# Their names until torch 2.12; the old ones warn from then on.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_SUM = dist.AllreduceOptions()
-_SUM.asyncOp = False
-
-
-def _all_reduce(x: Tensor, group: Group) -> None:
-    """`dist.all_reduce` of a real tensor, most of whose time passes before it asks the group for the same."""
-    if torch.compiler.is_compiling():
-        dist.all_reduce(x, group=group)
-    elif (work := group.allreduce([x], _SUM)) is not None:
-        work.wait()
-
 
 def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """Identity; backward sums the gradients of all ranks of `group` (all-reduce), in `reduce_dtype` or in their own."""
@@ -141,7 +128,7 @@ def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: in
         padding[dim] = longest - x.shape[dim]
         x = torch.cat([x, x.new_zeros(padding)], dim)
     gathered = x.new_empty((len(widths) * x.shape[0], *x.shape[1:]))
-    _all_gather(gathered, x.contiguous(), group=group)
+    _all_gather(gathered, x.contiguous(), group)
     slices = gathered.view(len(widths), *x.shape)
     return torch.cat([piece.narrow(dim, 0, width) for piece, width in zip(slices, widths, strict=True)], dim)
 
@@ -226,7 +213,7 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
         for part, piece in zip(parts, x.split(list(widths), dim), strict=True):
             part.narrow(dim, 0, piece.shape[dim]).copy_(piece)
         own = torch.empty_like(parts[0])
-        _reduce_scatter(own, parts.flatten(0, 1), group=group)
+        _reduce_scatter(own, parts.flatten(0, 1), group)
         return own.narrow(dim, 0, widths[dist.get_rank(group)])
 
     @staticmethod

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.functional import linear
 
 from ..marks import untyped
 from ..slices.layout import even_widths
 from .communication import Communication
 from .shards.block import Block
+from .shards.forwards import Forwarder, forward_of_linear
 from .shards.shard import ParamShard
-
-Forwarder = Callable[..., Any]
-"""The forward of a module, which it takes first."""
 
 
 def attach(
@@ -92,7 +89,7 @@ def attach(
 
     wrap_forward(module, around)
     if is_plain and strategy.is_simple and not strategy.widths:
-        forward = _forward_of_linear(untyped(module).forward.__func__, strategy, views, mesh)
+        forward = forward_of_linear(untyped(module).forward.__func__, strategy, views, mesh)
         strategy.asks_block = True
         untyped(module).forward = MethodType(forward, module)
 
@@ -138,45 +135,6 @@ def join_layers(module: nn.Module) -> None:
     strategies = [vars(child)["tp_strategy"] for child in module.children() if "tp_strategy" in vars(child)]
     for strategy in strategies if len(strategies) > 1 else ():
         strategy.block = block_of(module)
-
-
-def _forward_of_linear(
-    otherwise: Forwarder, strategy: Communication, views: Mapping[str, ParamShard], mesh: DeviceMesh
-) -> Forwarder:
-    """The forward of a linear whose strategy is simple, in as few steps as there are; `otherwise` is for DTensors."""
-    of_bias, hides_bias = views.get("bias"), "bias" in strategy.hidden
-    of_weight, joins = views.get("weight"), {name for name, shard in views.items() if not shard.routes_gradient}
-    joins_weight, joins_bias = "weight" in joins, "bias" in joins
-    keeps_input, keeps_output, copies_input = strategy.keeps_input, strategy.keeps_output, strategy.copies_input
-
-    @wraps(nn.Linear.forward)
-    def forward(module: Any, input: Tensor) -> Any:
-        if type(input) is not Tensor:
-            return otherwise(module, input)
-        strategy: Communication = module.tp_strategy
-        parameters, records = module._parameters, torch.is_grad_enabled()
-        weight, bias = parameters["weight"], None if hides_bias else parameters["bias"]
-        block = strategy.block
-        if not keeps_input:
-            (x,) = strategy.before(module, (input,), mesh)
-        elif copies_input and records and input.requires_grad:
-            x = strategy.copy(input, mesh)
-        else:
-            x = input
-        if joins_weight and not records:
-            weight = weight._local_tensor if isinstance(weight, DTensor) else weight
-        elif of_weight is not None:
-            weight = block.local(weight) if block is not None and joins_weight else of_weight.view(weight)
-        if bias is not None and of_bias is not None:
-            bias = block.local(bias) if block is not None and joins_bias else of_bias.view(bias)
-        try:
-            output = linear(x, weight, bias)
-        except RuntimeError:
-            strategy.before(module, (input,), mesh)  # says so, where the input is not as wide as it should be
-            raise
-        return output if keeps_output else strategy.after(module, output, mesh)
-
-    return forward
 
 
 class Forward:

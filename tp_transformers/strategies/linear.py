@@ -233,6 +233,10 @@ class RowwiseParallel(_WeightParallel):
     def keeps_input(self) -> bool:
         return self.is_input_sharded
 
+    @property
+    def sums_in_place(self) -> bool:
+        return self.use_local_output and type(self).after is RowwiseParallel.after
+
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """An embedding's `padding_idx`, counted in the local rows."""
         if not isinstance(module, nn.Embedding) or module.padding_idx is None:
