@@ -19,7 +19,7 @@ from ..marks import untyped
 from ..slices.layout import even_widths
 from .communication import Communication
 from .shards.block import Block
-from .shards.forwards import Forwarder, forward_of_linear
+from .shards.forwards import Forwarder, forward_of_embedding, forward_of_linear
 from .shards.shard import ParamShard
 
 
@@ -47,7 +47,7 @@ def attach(
     views = {name: shard for name, shard in shards.items() if shard.needs_view and not strategy.viewed_around}
     if not (views or takes_dtensors or strategy.acts):
         return
-    is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
+    is_plain = "forward" not in module.__dict__ and not strategy.widths
 
     def around(call: Forwarder) -> Forwarder:
         def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,10 +88,12 @@ def attach(
         return forward
 
     wrap_forward(module, around)
-    if is_plain and strategy.is_simple and not strategy.widths:
-        forward = forward_of_linear(untyped(module).forward.__func__, strategy, views, mesh)
+    whole = untyped(module).forward.__func__
+    if is_plain and strategy.is_simple and type(module) is nn.Linear:
+        untyped(module).forward = MethodType(forward_of_linear(whole, strategy, views, mesh), module)
         strategy.asks_block = True
-        untyped(module).forward = MethodType(forward, module)
+    elif is_plain and strategy.sums_in_place and type(module) is nn.Embedding:
+        untyped(module).forward = MethodType(forward_of_embedding(whole, mesh), module)
 
 
 def wrap_forward(module: nn.Module, around: Callable[[Forwarder], Forwarder]) -> None:

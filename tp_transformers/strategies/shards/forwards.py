@@ -1,18 +1,20 @@
-"""The forward of a linear whose strategy is simple, in as few steps as there are."""
+"""The forward of a linear or an embedding whose strategy is simple, in as few steps as there are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import reduce, wraps
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from ...ranks.direct import all_reduce
+from ...slices.layout import Split
 from ..communication import Communication
 from .shard import ParamShard
 
@@ -44,7 +46,7 @@ def forward_of_linear(
         if not keeps_input:
             (x,) = strategy.before(module, (input,), mesh)
         elif copies_input and records and input.requires_grad:
-            x = strategy.copy(input, mesh)
+            x = strategy.copy(input, mesh) if block is None else block.copy(input, strategy, mesh)
         else:
             x = input
         if joins_weight and not records:
@@ -84,3 +86,32 @@ def forward_of_linear(
         return output
 
     return forward
+
+
+def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
+    """The forward of an `nn.Embedding` whose rows are cut, in inference; `otherwise` is for gradients."""
+
+    @wraps(nn.Embedding.forward)
+    def forward(module: Any, input: Tensor) -> Any:
+        if torch.is_grad_enabled() or type(input) is not Tensor or module.max_norm is not None:
+            return otherwise(module, input)
+        strategy: Any = module.tp_strategy
+        weight = module._parameters["weight"]
+        rows, outside = own_rows(input, strategy.input_split, strategy.rank)
+        output = embedding(rows, weight._local_tensor if type(weight) is DTensor else weight)
+        output.masked_fill_(outside.unsqueeze(-1), 0)
+        all_reduce(output, strategy.group_of(mesh))
+        return output
+
+    return forward
+
+
+def own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
+    """Rows of this rank's part of an embedding, and where the ids are of other ranks' rows, whose output is zero.
+
+    Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
+    """
+    start, stop = split.ranges[rank][0]
+    sides = [(ids >= low) & (ids < high) for low, high in ((0, start), (stop, split.length)) if low < high]
+    outside = reduce(or_, sides) if sides else torch.zeros_like(ids, dtype=torch.bool)
+    return (ids - start).masked_fill(outside, 0), outside

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_map_only
 
 from ...marks import Mark
 from ...ranks.collectives import apply_directly, copy_shared, copy_to_region, reduce_from_region
@@ -166,19 +167,45 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor | None, group: dist.ProcessGroup | None, *params: DTensor) -> tuple[Any, ...]:
         ctx.group, ctx.specs = group, [param._spec for param in params]
         ctx.set_materialize_grads(False)  # some may not be used
-        whole = [x, *[param._local_tensor for param in params]]
-        return tuple([each if each is None else each.view_as(each) for each in whole])
+        return x if x is None else x.view_as(x), *[param._local_tensor.detach() for param in params]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = grads
-        wrap = _wrap_recorded if torch.is_grad_enabled() else _wrap
+        wrap = _wrap_recorded if torch.is_grad_enabled() else _wrap_arriving
         wrapped = [None if grad is None else wrap(grad, spec) for grad, spec in zip(others, ctx.specs, strict=True)]
         return None if x is None else reduce_from_region(x, ctx.group), None, *wrapped
 
 
-def _wrap(grad: Tensor, spec: Any) -> Tensor:
-    return DTensor.__new__(DTensor, grad, spec, requires_grad=False)  # its __init__ does nothing, and takes long
+class _Arriving(DTensor):
+    """A gradient on its way to a DTensor parameter, whose `.grad` becomes a DTensor.
+
+    Autograd's last node detaches it or adds it to the one that is there. As operations of DTensors, they would take
+    most of the time that a backward has beside arithmetic; both are operations on what this rank holds.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `torch.Tensor`; all other operations are those of a DTensor."""
+        first, *others = args
+        if func is _DETACH:
+            return _wrap(first._local_tensor, first._spec)
+        if func is _ADD and not kwargs and type(first) is DTensor and first.placements == others[0].placements:
+            first._local_tensor.add_(others[0]._local_tensor)
+            return first
+        args, kwargs = tree_map_only(_Arriving, lambda grad: _wrap(grad._local_tensor, grad._spec), (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+_DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
+
+
+def _wrap(grad: Tensor, spec: Any, cls: type[DTensor] = DTensor) -> Tensor:
+    return DTensor.__new__(cls, grad, spec, requires_grad=False)  # its __init__ does nothing, and takes long
+
+
+def _wrap_arriving(grad: Tensor, spec: Any) -> Tensor:
+    return _wrap(grad, spec, _Arriving)
 
 
 def _wrap_recorded(grad: Tensor, spec: Any) -> Tensor:
