@@ -21,10 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..slices.layout import Shared
+from . import direct
 from .direct import Group
-from .direct import all_gather as _all_gather
-from .direct import all_reduce as _all_reduce
-from .direct import reduce_scatter as _reduce_scatter
 
 Cut = tuple[int, tuple[int, ...]]
 """(dim, length of every rank's slice along it)."""
@@ -44,16 +42,16 @@ def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Te
     records = torch.is_grad_enabled() and x.requires_grad
     if in_place and x.is_contiguous() and not (records and torch.compiler.is_dynamo_compiling()):
         if not records:
-            _all_reduce(x, group)
+            direct.all_reduce(x, group)
             return x
-        _all_reduce(x.detach(), group)
+        direct.all_reduce(x.detach(), group)
         # For gradients of gradients. As Tensor.register_hook, without a handle.
         x._backward_hooks = OrderedDict(reduced=partial(copy_to_region, group=group))
         x.grad_fn._register_hook_dict(x)  # type: ignore[union-attr]
         return x
     if not records:
         total = x.clone(memory_format=torch.contiguous_format)
-        _all_reduce(total, group)
+        direct.all_reduce(total, group)
         return total
     return _apply(_ReduceFromRegion, x, group, None)
 
@@ -130,7 +128,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """All-gather slices of different lengths along `dim`, without autograd: shorter ones travel padded."""
     dim, longest, shortest = dim % x.ndim, max(widths), min(widths)
-    whole = _all_gather(_padded(x, longest, dim), group)
+    whole = direct.all_gather(_padded(x, longest, dim), group)
     if dim == 0 and shortest == longest:
         return whole
     pieces: Sequence[Tensor] = whole.chunk(len(widths))
@@ -182,7 +180,7 @@ class _ReduceFromRegion(torch.autograd.Function):
         ctx.group, ctx.reduce_dtype = group, reduce_dtype
         # A copy: the caller's tensor may be an activation that others still read.
         total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-        _all_reduce(total, group)
+        direct.all_reduce(total, group)
         return total.to(x.dtype)
 
     @staticmethod
@@ -225,7 +223,7 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
         dim, longest = dim % x.ndim, max(widths)  # shorter slices travel padded
         parts = [_padded(part, longest, dim) for part in x.split(list(widths), dim)]
-        return _reduce_scatter(torch.cat(parts), group).narrow(dim, 0, widths[dist.get_rank(group)])
+        return direct.reduce_scatter(torch.cat(parts), group).narrow(dim, 0, widths[dist.get_rank(group)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -274,7 +272,7 @@ class _ReduceShared(torch.autograd.Function):
         buffer = total.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))
         for local, slot, width in places:
             buffer.narrow(dim, slot, width).copy_(x.narrow(dim, local, width))
-        _all_reduce(buffer, group)
+        direct.all_reduce(buffer, group)
         for local, slot, width in places:
             total.narrow(dim, local, width).copy_(buffer.narrow(dim, slot, width))
         return total.to(x.dtype)

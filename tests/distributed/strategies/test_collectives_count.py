@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import PROMPTS, load, load_both
 from tests.support.pool import Pool
-from tp_transformers.ranks import collectives
+from tp_transformers.ranks import direct
 
 pytestmark = pytest.mark.distributed
 
@@ -50,7 +50,7 @@ def counted(model: Any) -> tuple[Counter[str], Counter[str], list[int]]:
     reduced: list[int] = []
     depth = [0]
     originals = {call: getattr(dist, call) for call in COLLECTIVES if hasattr(dist, call)}
-    gather, scatter, reduce = collectives._all_gather, collectives._reduce_scatter, collectives._all_reduce
+    directly = {call: getattr(direct, call) for call in ("all_reduce", "all_gather", "reduce_scatter")}
 
     def counting(call: str, original: Any) -> Any:
         def call_and_count(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,13 +69,13 @@ def counted(model: Any) -> tuple[Counter[str], Counter[str], list[int]]:
     try:
         for call, original in originals.items():
             setattr(dist, call, counting(call, original))
-        collectives._all_gather = counting("all_gather", gather)
-        collectives._reduce_scatter = counting("reduce_scatter", scatter)
-        collectives._all_reduce = counting("all_reduce", reduce)
+        for call, original in directly.items():
+            setattr(direct, call, counting(call, original))
         with torch.no_grad():
             model(PROMPTS)
     finally:
-        collectives._all_gather, collectives._reduce_scatter, collectives._all_reduce = gather, scatter, reduce
+        for call, original in directly.items():
+            setattr(direct, call, original)
         for call, original in originals.items():
             setattr(dist, call, original)
     return everywhere, inside, reduced
@@ -116,17 +116,17 @@ def backward(name: str, folder: str) -> Counter[str]:
     model = load(folder, getattr(transformers, ARCHITECTURES[name].model))
     output = model(PROMPTS, labels=PROMPTS)
     seen: Counter[str] = Counter()
-    original = collectives._all_reduce
+    original = direct.all_reduce
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen["all_reduce"] += 1
         return original(*args, **kwargs)
 
-    collectives._all_reduce = counted
+    direct.all_reduce = counted
     try:
         output.loss.backward()
     finally:
-        collectives._all_reduce = original
+        direct.all_reduce = original
     return seen
 
 

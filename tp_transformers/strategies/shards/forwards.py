@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding, linear
 
-from ...ranks.direct import all_reduce
+from ...ranks import direct
 from ...slices.layout import Split
 from ..communication import Communication
 from .shard import ParamShard
@@ -81,7 +81,7 @@ def forward_of_linear(
         except RuntimeError:
             return longer(module, input)  # it says so, where the input is not as wide as it should be
         if sums:
-            all_reduce(output, module.tp_strategy.group_of(mesh))
+            direct.all_reduce(output, module.tp_strategy.group_of(mesh))
             return output if bias is None else output + bias
         return output
 
@@ -100,7 +100,7 @@ def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
         rows, outside = own_rows(input, strategy.input_split, strategy.rank)
         output = embedding(rows, weight._local_tensor if type(weight) is DTensor else weight)
         output.masked_fill_(outside.unsqueeze(-1), 0)
-        all_reduce(output, strategy.group_of(mesh))
+        direct.all_reduce(output, strategy.group_of(mesh))
         return output
 
     return forward
