@@ -223,7 +223,8 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
         dim, longest = dim % x.ndim, max(widths)  # shorter slices travel padded
         parts = [_padded(part, longest, dim) for part in x.split(list(widths), dim)]
-        return direct.reduce_scatter(torch.cat(parts), group).narrow(dim, 0, widths[dist.get_rank(group)])
+        own, width = direct.reduce_scatter(torch.cat(parts), group), widths[dist.get_rank(group)]
+        return own if width == longest else own.narrow(dim, 0, width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
