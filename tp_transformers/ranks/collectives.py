@@ -22,12 +22,13 @@ from torch import Tensor
 
 from ..slices.layout import Shared
 from . import direct
-from .direct import Group
 
+Group = dist.ProcessGroup
 Cut = tuple[int, tuple[int, ...]]
 """(dim, length of every rank's slice along it)."""
 Place = tuple[int, int, int]
 """(start in this rank's shard, start in the buffer that all ranks sum, length)."""
+
 
 def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """Identity; backward sums the gradients of all ranks of `group` (all-reduce), in `reduce_dtype` or in their own."""
@@ -131,9 +132,9 @@ def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: in
     whole = direct.all_gather(_padded(x, longest, dim), group)
     if dim == 0 and shortest == longest:
         return whole
-    pieces: Sequence[Tensor] = whole.chunk(len(widths))
+    pieces = whole.chunk(len(widths))
     if shortest < longest:
-        pieces = [piece.narrow(dim, 0, width) for piece, width in zip(pieces, widths, strict=True)]
+        pieces = tuple(piece.narrow(dim, 0, width) for piece, width in zip(pieces, widths, strict=True))
     return torch.cat(pieces, dim)
 
 

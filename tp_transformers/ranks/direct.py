@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
 
 Group = dist.ProcessGroup
 
@@ -44,7 +48,8 @@ def all_reduce(x: Tensor, group: Group) -> None:
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """The `x: (n, ...)` of all ranks, (ranks * n, ...)."""
     if torch.compiler.is_dynamo_compiling():
-        return _traced_all_gather(x, 0, group)
+        gathered: Tensor = _traced_all_gather(x, 0, group)
+        return gathered
     x, whole = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     if (backend := _backend(group, x)) is None:
         _all_gather(whole, x, group=group)
@@ -56,7 +61,8 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """This rank's rows, (n, ...), of the sum of all ranks' `x: (ranks * n, ...)`."""
     if torch.compiler.is_dynamo_compiling():
-        return _traced_reduce_scatter(x, "sum", 0, group)
+        scattered: Tensor = _traced_reduce_scatter(x, "sum", 0, group)
+        return scattered
     x, own = x.contiguous(), x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     if (backend := _backend(group, x)) is None:
         _reduce_scatter(own, x, group=group)

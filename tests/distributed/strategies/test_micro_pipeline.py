@@ -65,5 +65,5 @@ def test_gathers_and_scatters_of_layers_are_fused_with_products(pool: Pool, case
     blocks = 2 * LAYERS
     for found in pool.run(2, compiled, cases(8, 4, num_hidden_layers=LAYERS).folder):
         assert found["inference"] == found["training"] == {"gathers": blocks, "scatters": blocks, "sums": 0}
-        # What is scattered is the sum of the gradients that each of a block's column-parallel linears has for its input.
+        # Column-parallel linears of a block share their input, whose gradients are added up before they are scattered.
         assert found["backward"] == {"gathers": blocks, "scatters": 0, "sums": blocks}

@@ -185,7 +185,9 @@ class _Arriving(DTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """See `torch.Tensor`; all other operations are those of a DTensor."""
         first, *others = args
         if func is _DETACH:
