@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import transformers
 from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 from transformers.generation import stopping_criteria
 from transformers.generation.streamers import BaseStreamer
@@ -192,55 +190,6 @@ def test_ranks_stop_together(pool: Pool, cases: Any) -> None:
         assert torch.equal(found["criterion"], tokens[:, : start + 2])
         assert found["strings"]
         assert found["streamed"]
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.startswith("c10d::"):
-            self.seen[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def steps(folder: str) -> dict[str, Counter[str]]:
-    """Collectives of a step of `generate` beside those of the model's forward."""
-    model, found = load(folder), {}
-    never = [lambda ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool)]
-    ways: dict[str, Any] = {
-        "greedy": {},
-        "sampling": {"do_sample": True},
-        "beams": {"num_beams": 2},
-        "a criterion": {"stopping_criteria": never},
-        "a clock": {"max_time": 1e6},
-    }
-    with torch.no_grad(), Collectives() as forward:
-        model(PROMPTS)
-    for name, way in ways.items():
-        counts = []
-        for new in (2, 3):
-            with Collectives() as seen:
-                model.generate(**{**BATCH, **way, "max_new_tokens": new, "min_new_tokens": new})
-            counts.append(seen.seen)
-        found[name] = counts[1] - counts[0] - forward.seen
-        assert not forward.seen - (counts[1] - counts[0])
-    return found
-
-
-def test_ranks_agree_in_a_step_only_where_something_can_differ(pool: Pool, cases: Any) -> None:
-    for found in pool.run(2, steps, cases(8, 4).folder):
-        one = Counter({"c10d::allreduce_": 1})
-        assert found == {
-            "greedy": Counter(),
-            "sampling": Counter(),  # from one random state, which the first step shares
-            "beams": Counter(),
-            "a criterion": one,
-            "a clock": one,
-        }
 
 
 def chat(folder: str) -> bool:

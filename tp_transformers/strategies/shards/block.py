@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...ranks.collectives import Group, copy_to_region
-from .shard import enter, local_view
+from .views import enter, local_view
 
 
 class Guard(Protocol):
