@@ -11,6 +11,7 @@ Sharded dims need not divide: `widths` gives the length of every rank's slice.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,27 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..slices.layout import Shared
+from . import direct
 
 Group = dist.ProcessGroup
 Cut = tuple[int, tuple[int, ...]]
 """(dim, length of every rank's slice along it)."""
 Place = tuple[int, int, int]
 """(start in this rank's shard, start in the buffer that all ranks sum, length)."""
-
-# Their names until torch 2.12; the old ones warn from then on.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_SUM = dist.AllreduceOptions()
-_SUM.asyncOp = False
-
-
-def _all_reduce(x: Tensor, group: Group) -> None:
-    """`dist.all_reduce` of a real tensor, most of whose time passes before it asks the group for the same."""
-    if torch.compiler.is_compiling():
-        dist.all_reduce(x, group=group)
-    elif (work := group.allreduce([x], _SUM)) is not None:
-        work.wait()
 
 
 def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
@@ -53,14 +40,20 @@ def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Te
 
     `in_place`: nobody else reads `x`, the backward that is recorded included, so that its memory may take the sum.
     """
-    if in_place and x.is_contiguous():
-        if not torch.is_grad_enabled() or not x.requires_grad:
-            _all_reduce(x, group)
+    records = torch.is_grad_enabled() and x.requires_grad
+    if in_place and x.is_contiguous() and not (records and torch.compiler.is_dynamo_compiling()):
+        if not records:
+            direct.all_reduce(x, group)
             return x
-        if not torch.compiler.is_compiling():
-            _all_reduce(x.detach(), group)
-            x.register_hook(partial(copy_to_region, group=group))  # for gradients of gradients
-            return x
+        direct.all_reduce(x.detach(), group)
+        # For gradients of gradients. As Tensor.register_hook, without a handle.
+        x._backward_hooks = OrderedDict(reduced=partial(copy_to_region, group=group))
+        x.grad_fn._register_hook_dict(x)  # type: ignore[union-attr]
+        return x
+    if not records:
+        total = x.clone(memory_format=torch.contiguous_format)
+        direct.all_reduce(total, group)
+        return total
     return _apply(_ReduceFromRegion, x, group, None)
 
 
@@ -135,15 +128,23 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """All-gather slices of different lengths along `dim`, without autograd: shorter ones travel padded."""
-    longest = max(widths)
-    if x.shape[dim] < longest:
-        padding = list(x.shape)
-        padding[dim] = longest - x.shape[dim]
-        x = torch.cat([x, x.new_zeros(padding)], dim)
-    gathered = x.new_empty((len(widths) * x.shape[0], *x.shape[1:]))
-    _all_gather(gathered, x.contiguous(), group=group)
-    slices = gathered.view(len(widths), *x.shape)
-    return torch.cat([piece.narrow(dim, 0, width) for piece, width in zip(slices, widths, strict=True)], dim)
+    dim, longest, shortest = dim % x.ndim, max(widths), min(widths)
+    whole = direct.all_gather(_padded(x, longest, dim), group)
+    if dim == 0 and shortest == longest:
+        return whole
+    pieces = whole.chunk(len(widths))
+    if shortest < longest:
+        pieces = tuple(piece.narrow(dim, 0, width) for piece, width in zip(pieces, widths, strict=True))
+    return torch.cat(pieces, dim)
+
+
+def _padded(x: Tensor, length: int, dim: int) -> Tensor:
+    """`x` with zeros behind it, up to a `length` along `dim`."""
+    if x.shape[dim] == length:
+        return x
+    padding = list(x.shape)
+    padding[dim] = length - x.shape[dim]
+    return torch.cat([x, x.new_zeros(padding)], dim)
 
 
 def all_gather_number(number: int, group: Group, device: torch.device | str) -> tuple[int, ...]:
@@ -158,7 +159,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 def apply_directly(function: type[torch.autograd.Function]) -> Any:
     """`function.apply` without its support of torch.func, which takes a third of the time."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return function.apply
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
@@ -180,7 +181,7 @@ class _ReduceFromRegion(torch.autograd.Function):
         ctx.group, ctx.reduce_dtype = group, reduce_dtype
         # A copy: the caller's tensor may be an activation that others still read.
         total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-        _all_reduce(total, group)
+        direct.all_reduce(total, group)
         return total.to(x.dtype)
 
     @staticmethod
@@ -222,12 +223,9 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
         dim, longest = dim % x.ndim, max(widths)  # shorter slices travel padded
-        parts = x.new_zeros((len(widths), *x.shape[:dim], longest, *x.shape[dim + 1 :]))
-        for part, piece in zip(parts, x.split(list(widths), dim), strict=True):
-            part.narrow(dim, 0, piece.shape[dim]).copy_(piece)
-        own = torch.empty_like(parts[0])
-        _reduce_scatter(own, parts.flatten(0, 1), group=group)
-        return own.narrow(dim, 0, widths[dist.get_rank(group)])
+        parts = [_padded(part, longest, dim) for part in x.split(list(widths), dim)]
+        own, width = direct.reduce_scatter(torch.cat(parts), group), widths[dist.get_rank(group)]
+        return own if width == longest else own.narrow(dim, 0, width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -276,7 +274,7 @@ class _ReduceShared(torch.autograd.Function):
         buffer = total.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))
         for local, slot, width in places:
             buffer.narrow(dim, slot, width).copy_(x.narrow(dim, local, width))
-        _all_reduce(buffer, group)
+        direct.all_reduce(buffer, group)
         for local, slot, width in places:
             total.narrow(dim, local, width).copy_(buffer.narrow(dim, slot, width))
         return total.to(x.dtype)

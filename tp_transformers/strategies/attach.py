@@ -11,15 +11,15 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.functional import linear
 
 from ..marks import untyped
 from ..slices.layout import even_widths
 from .communication import Communication
 from .shards.block import Block
+from .shards.forwards import forward_of_embedding, forward_of_linear
 from .shards.shard import ParamShard
 
 Forwarder = Callable[..., Any]
@@ -50,7 +50,7 @@ def attach(
     views = {name: shard for name, shard in shards.items() if shard.needs_view and not strategy.viewed_around}
     if not (views or takes_dtensors or strategy.acts):
         return
-    is_plain = type(module) is nn.Linear and "forward" not in module.__dict__
+    is_plain = "forward" not in module.__dict__ and not strategy.widths
 
     def around(call: Forwarder) -> Forwarder:
         def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,10 +92,12 @@ def attach(
         return torch.compiler.disable(forward) if strategy.exchanges_tokens else forward
 
     wrap_forward(module, around)
-    if is_plain and strategy.is_simple and not strategy.widths:
-        forward = _forward_of_linear(untyped(module).forward.__func__, strategy, views, mesh)
+    whole = untyped(module).forward.__func__
+    if is_plain and strategy.is_simple and type(module) is nn.Linear:
+        untyped(module).forward = MethodType(forward_of_linear(whole, strategy, views, mesh), module)
         strategy.asks_block = True
-        untyped(module).forward = MethodType(forward, module)
+    elif is_plain and strategy.sums_in_place and type(module) is nn.Embedding:
+        untyped(module).forward = MethodType(forward_of_embedding(whole, mesh), module)
 
 
 def wrap_forward(module: nn.Module, around: Callable[[Forwarder], Forwarder]) -> None:
@@ -139,45 +141,6 @@ def join_layers(module: nn.Module) -> None:
     strategies = [vars(child)["tp_strategy"] for child in module.children() if "tp_strategy" in vars(child)]
     for strategy in strategies if len(strategies) > 1 else ():
         strategy.block = block_of(module)
-
-
-def _forward_of_linear(
-    otherwise: Forwarder, strategy: Communication, views: Mapping[str, ParamShard], mesh: DeviceMesh
-) -> Forwarder:
-    """The forward of a linear whose strategy is simple, in as few steps as there are; `otherwise` is for DTensors."""
-    of_bias, hides_bias = views.get("bias"), "bias" in strategy.hidden
-    of_weight, joins = views.get("weight"), {name for name, shard in views.items() if not shard.routes_gradient}
-    joins_weight, joins_bias = "weight" in joins, "bias" in joins
-    keeps_input, keeps_output, copies_input = strategy.keeps_input, strategy.keeps_output, strategy.copies_input
-
-    @wraps(nn.Linear.forward)
-    def forward(module: Any, input: Tensor) -> Any:
-        if type(input) is not Tensor:
-            return otherwise(module, input)
-        strategy: Communication = module.tp_strategy
-        parameters, records = module._parameters, torch.is_grad_enabled()
-        weight, bias = parameters["weight"], None if hides_bias else parameters["bias"]
-        block = strategy.block
-        if not keeps_input:
-            (x,) = strategy.before(module, (input,), mesh)
-        elif copies_input and records and input.requires_grad:
-            x = strategy.copy(input, mesh)
-        else:
-            x = input
-        if joins_weight and not records:
-            weight = weight._local_tensor if isinstance(weight, DTensor) else weight
-        elif of_weight is not None:
-            weight = block.local(weight) if block is not None and joins_weight else of_weight.view(weight)
-        if bias is not None and of_bias is not None:
-            bias = block.local(bias) if block is not None and joins_bias else of_bias.view(bias)
-        try:
-            output = linear(x, weight, bias)
-        except RuntimeError:
-            strategy.before(module, (input,), mesh)  # says so, where the input is not as wide as it should be
-            raise
-        return output if keeps_output else strategy.after(module, output, mesh)
-
-    return forward
 
 
 class Forward:

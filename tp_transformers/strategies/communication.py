@@ -128,7 +128,7 @@ class Communication:
 
     def group_of(self, mesh: DeviceMesh) -> Group:
         """`mesh.get_group()`, by its name: the mesh takes longer, and finds the same."""
-        if self.group_name is None or torch.compiler.is_compiling():
+        if self.group_name is None or torch.compiler.is_dynamo_compiling():
             return mesh.get_group()
         return _resolve_process_group(self.group_name)
 
@@ -159,6 +159,11 @@ class Communication:
     @property
     def keeps_output(self) -> bool:
         """True if `after` leaves a plain output as it is."""
+        return False
+
+    @property
+    def sums_in_place(self) -> bool:
+        """True if all that `after` does in inference is a sum of the output, and its bias."""
         return False
 
     @property

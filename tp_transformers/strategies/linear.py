@@ -18,6 +18,7 @@ from .attach import forward_of
 from .base import TensorParallelLayer
 from .communication import as_sharded, only
 from .replicate import ReplicateParallel
+from .shards.forwards import own_rows
 from .shards.slicing import take
 
 LAST = -1
@@ -233,6 +234,10 @@ class RowwiseParallel(_WeightParallel):
     def keeps_input(self) -> bool:
         return self.is_input_sharded
 
+    @property
+    def sums_in_place(self) -> bool:
+        return self.use_local_output and type(self).after is RowwiseParallel.after
+
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """An embedding's `padding_idx`, counted in the local rows."""
         if not isinstance(module, nn.Embedding) or module.padding_idx is None:
@@ -248,12 +253,7 @@ class RowwiseParallel(_WeightParallel):
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x = inputs[0]
         if self.is_embedding:
-            # Ids of other ranks' rows look up any row here; `after` zeroes what they found.
-            start, stop = self.input_split.ranges[self.rank][0]
-            # Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
-            outside = ((x >= 0) & (x < start)) | ((x >= stop) & (x < self.in_features))
-            forward_of(module).notes["outside"] = outside
-            x = (x - start).masked_fill(outside, 0)
+            x, forward_of(module).notes["outside"] = own_rows(x, self.input_split, self.rank)
         elif isinstance(x, DTensor):
             self.check_width(x, self.in_features)
             if self.input_split.is_chunked:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import PROMPTS, load, load_both
 from tests.support.pool import Pool
-from tp_transformers.ranks import collectives
+from tp_transformers.ranks import direct
 
 pytestmark = pytest.mark.distributed
 
@@ -50,7 +50,7 @@ def counted(model: Any) -> tuple[Counter[str], Counter[str], list[int]]:
     reduced: list[int] = []
     depth = [0]
     originals = {call: getattr(dist, call) for call in COLLECTIVES if hasattr(dist, call)}
-    gather, scatter, reduce = collectives._all_gather, collectives._reduce_scatter, collectives._all_reduce
+    directly = {call: getattr(direct, call) for call in ("all_reduce", "all_gather", "reduce_scatter")}
 
     def counting(call: str, original: Any) -> Any:
         def call_and_count(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,13 +69,13 @@ def counted(model: Any) -> tuple[Counter[str], Counter[str], list[int]]:
     try:
         for call, original in originals.items():
             setattr(dist, call, counting(call, original))
-        collectives._all_gather = counting("all_gather", gather)
-        collectives._reduce_scatter = counting("reduce_scatter", scatter)
-        collectives._all_reduce = counting("all_reduce", reduce)
+        for call, original in directly.items():
+            setattr(direct, call, counting(call, original))
         with torch.no_grad():
             model(PROMPTS)
     finally:
-        collectives._all_gather, collectives._reduce_scatter, collectives._all_reduce = gather, scatter, reduce
+        for call, original in directly.items():
+            setattr(direct, call, original)
         for call, original in originals.items():
             setattr(dist, call, original)
     return everywhere, inside, reduced
@@ -116,17 +116,17 @@ def backward(name: str, folder: str) -> Counter[str]:
     model = load(folder, getattr(transformers, ARCHITECTURES[name].model))
     output = model(PROMPTS, labels=PROMPTS)
     seen: Counter[str] = Counter()
-    original = collectives._all_reduce
+    original = direct.all_reduce
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen["all_reduce"] += 1
         return original(*args, **kwargs)
 
-    collectives._all_reduce = counted
+    direct.all_reduce = counted
     try:
         output.loss.backward()
     finally:
-        collectives._all_reduce = original
+        direct.all_reduce = original
     return seen
 
 
@@ -174,3 +174,45 @@ def test_the_host_waits_for_nothing_in_a_decode_step(pool: Pool, tmp_path: Path,
         assert {each: ours[each] for each in WAITS} == {each: plain[each] for each in WAITS}
         communicates = {each: count for each, count in ours.items() if each.startswith("c10d::")}
         assert sum(communicates.values()) == {"olmo2": 4}.get(name, 2) * LAYERS + 2  # of the embedding, of the logits
+
+
+def communicated(operators: Operators) -> Counter[str]:
+    """Collectives among operators."""
+    return Counter({name: count for name, count in operators.seen.items() if name.startswith("c10d::")})
+
+
+def steps(folder: str) -> dict[str, Counter[str]]:
+    """Collectives of a step of `generate` beside those of the model's forward."""
+    model, found = load(folder), {}
+    never = [lambda ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool)]
+    ways: dict[str, Any] = {
+        "greedy": {},
+        "sampling": {"do_sample": True},
+        "beams": {"num_beams": 2},
+        "a criterion": {"stopping_criteria": never},
+        "a clock": {"max_time": 1e6},
+    }
+    with torch.no_grad(), Operators() as forward:
+        model(PROMPTS)
+    for name, way in ways.items():
+        counts = []
+        for new in (2, 3):
+            with Operators() as operators:
+                model.generate(PROMPTS, **{"do_sample": False, **way, "max_new_tokens": new, "min_new_tokens": new})
+            counts.append(communicated(operators))
+        step = counts[1] - counts[0]
+        assert not communicated(forward) - step
+        found[name] = step - communicated(forward)
+    return found
+
+
+def test_ranks_agree_in_a_step_only_where_something_can_differ(pool: Pool, cases: Any) -> None:
+    for found in pool.run(2, steps, cases(8, 4).folder):
+        one = Counter({"c10d::allreduce_": 1})
+        assert found == {
+            "greedy": Counter(),
+            "sampling": Counter(),  # from one random state, which the first step shares
+            "beams": Counter(),
+            "a criterion": one,
+            "a clock": one,
+        }

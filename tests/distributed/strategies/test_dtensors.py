@@ -40,6 +40,49 @@ def test_outputs_can_stay_dtensors(pool: Any) -> None:
     assert all(pool.run(2, run_dtensor_output))
 
 
+def run_gradients() -> dict[str, float]:
+    """Gradients of DTensor parameters, as they come, are added up, are asked for, and pass hooks."""
+    group = join()
+    torch.manual_seed(0)
+    module, x = nn.Linear(6, 4).double(), randn(2, 6)
+    local = shard_module(module, {"": ColwiseParallel(output_layouts=Replicate())}, group)
+    weight, seen = local.weight, []
+    (expected,) = torch.autograd.grad(module(x).square().sum(), [module.weight])
+
+    def error(grad: Any, times: int = 1) -> float:
+        assert isinstance(grad, DTensor)
+        assert grad.placements == weight.placements
+        return relative(grad.full_tensor(), times * expected)
+
+    def loss() -> Any:
+        return local(x).square().sum()
+
+    loss().backward()
+    assert type(weight.grad) is DTensor
+    kept, found = weight.grad, {"first": error(weight.grad)}
+    loss().backward()
+    assert weight.grad is kept
+    found["added up"] = error(weight.grad, 2)
+    (asked,) = torch.autograd.grad(loss(), [weight])
+    found["asked"] = max(error(asked), error(asked + asked, 2), error(torch.stack([asked]).sum(0)))
+    found["as before"] = error(weight.grad, 2)
+    kept = weight.grad = distribute_tensor(torch.zeros_like(expected), group.device_mesh, [Replicate()])
+    loss().backward()
+    found["of another placement"] = relative(weight.grad.full_tensor(), expected)
+    weight.grad = None
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(type(param.grad)))
+    weight.register_hook(lambda grad: 2 * grad)
+    loss().backward()
+    found["hooked"] = error(weight.grad, 2)
+    assert seen == [DTensor]
+    return found
+
+
+def test_gradients_of_parameters_are_dtensors(pool: Any) -> None:
+    for found in pool.run(2, run_gradients):
+        assert max(found.values()) < TOLERANCE, found
+
+
 def run_dtensor_inputs(name: str, is_cut: bool) -> dict[str, float]:
     """A whole input, or one that torch.chunk cut, arrives as a DTensor; its gradient is one too."""
     group = join()

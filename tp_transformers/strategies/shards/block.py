@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...ranks.collectives import Group, copy_to_region
-from .shard import enter, local_view
+from .views import enter, local_view
 
 
 class Guard(Protocol):
@@ -52,7 +52,7 @@ class Block:
 
     def copy(self, x: Tensor, strategy: Any, mesh: DeviceMesh) -> Tensor:
         """A copy of `x` for the region where ranks compute on their own features; see `copy_to_region`."""
-        last, compiles = self.last, torch.compiler.is_compiling()
+        last, compiles = self.last, torch.compiler.is_dynamo_compiling()
         version = 0 if compiles else x._version  # torch.compile cannot compare versions
         if last is not None and last[0] is x and last[1] == version:
             return last[2]
@@ -70,7 +70,7 @@ class Block:
         return self._first(param) if found is None else found[1]
 
     def _first(self, param: Tensor) -> Tensor:
-        if not self.is_open or torch.compiler.is_compiling():
+        if not self.is_open or torch.compiler.is_dynamo_compiling():
             return local_view(param)
         if not self.views:
             self._enter(None, None)
@@ -90,7 +90,8 @@ class Block:
             if type(param) is DTensor and param.requires_grad and not param._backward_hooks
         ]
         copied, views = enter(x, group, *params)
-        self.views.update({id(param): (param, view) for param, view in zip(params, views, strict=True)})
+        for param, view in zip(params, views, strict=True):
+            self.views[id(param)] = (param, view)
         return copied
 
     def around(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

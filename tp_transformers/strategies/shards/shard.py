@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...marks import Mark
-from ...ranks.collectives import apply_directly, copy_shared, copy_to_region, reduce_from_region
+from ...ranks.collectives import copy_shared, copy_to_region
 from ...ranks.group import TP_AXIS, TensorParallelGroup
 from ...slices.layout import Layout, Range, Shared, chunked
 from .gather import on_all, on_first
+from .views import local_view
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,48 +142,6 @@ class ParamShard:
             return 0, self.local_shape[0]
         length, copies = self.local_shape[0], self.data_parallel
         return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
-
-
-def local_view(param: Tensor) -> Tensor:
-    """The local tensor of a parameter; backward makes a DTensor of the gradient of one that is a DTensor."""
-    if not isinstance(param, DTensor):
-        return param
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():
-        return param.to_local()
-    return enter(None, None, param)[1][0] if torch.is_grad_enabled() and param.requires_grad else param._local_tensor
-
-
-def enter(x: Tensor | None, group: dist.ProcessGroup | None, *params: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-    """A copy of `x`, and the `local_view` of DTensor parameters that have gradients, in one node of the graph.
-
-    Its backward sums the gradient of `x` over the ranks of `group`, as that of `copy_to_region` does.
-    """
-    copied, *views = apply_directly(_Enter)(x, group, *params)
-    return copied, views
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor | None, group: dist.ProcessGroup | None, *params: DTensor) -> tuple[Any, ...]:
-        ctx.group, ctx.specs = group, [param._spec for param in params]
-        ctx.set_materialize_grads(False)  # some may not be used
-        whole = [x, *[param._local_tensor for param in params]]
-        return tuple([each if each is None else each.view_as(each) for each in whole])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *others = grads
-        wrap = _wrap_recorded if torch.is_grad_enabled() else _wrap
-        wrapped = [None if grad is None else wrap(grad, spec) for grad, spec in zip(others, ctx.specs, strict=True)]
-        return None if x is None else reduce_from_region(x, ctx.group), None, *wrapped
-
-
-def _wrap(grad: Tensor, spec: Any) -> Tensor:
-    return DTensor.__new__(DTensor, grad, spec, requires_grad=False)  # its __init__ does nothing, and takes long
-
-
-def _wrap_recorded(grad: Tensor, spec: Any) -> Tensor:
-    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 SHARD: Mark[ParamShard] = Mark("tp_shard")

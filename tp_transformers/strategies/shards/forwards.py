@@ -1,0 +1,117 @@
+"""The forward of a linear or an embedding whose strategy is simple, in as few steps as there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce, wraps
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import embedding, linear
+
+from ...ranks import direct
+from ...slices.layout import Split
+from ..communication import Communication
+from .shard import ParamShard
+
+Forwarder = Callable[..., Any]
+"""The forward of a module, which it takes first."""
+
+
+def forward_of_linear(
+    otherwise: Forwarder, strategy: Communication, views: Mapping[str, ParamShard], mesh: DeviceMesh
+) -> Forwarder:
+    """The forward of an `nn.Linear`; `otherwise` is for DTensors.
+
+    In inference it is `linear` on local tensors and, for a row-parallel one, an all-reduce of its output in place. What
+    else there may be (gradients, a sum of gradients over ranks, a gather) takes the longer way.
+    """
+    of_bias, hides_bias = views.get("bias"), "bias" in strategy.hidden
+    of_weight, joins = views.get("weight"), {name for name, shard in views.items() if not shard.routes_gradient}
+    joins_weight, joins_bias = "weight" in joins, "bias" in joins
+    keeps_input, keeps_output, copies_input = strategy.keeps_input, strategy.keeps_output, strategy.copies_input
+    sums = strategy.sums_in_place
+
+    def longer(module: Any, input: Tensor) -> Any:
+        if type(input) is not Tensor:
+            return otherwise(module, input)
+        strategy: Communication = module.tp_strategy
+        parameters, records = module._parameters, torch.is_grad_enabled()
+        weight, bias = parameters["weight"], None if hides_bias else parameters["bias"]
+        block = strategy.block
+        if not keeps_input:
+            (x,) = strategy.before(module, (input,), mesh)
+        elif copies_input and records and input.requires_grad:
+            x = strategy.copy(input, mesh) if block is None else block.copy(input, strategy, mesh)
+        else:
+            x = input
+        if joins_weight and not records:
+            weight = weight._local_tensor if isinstance(weight, DTensor) else weight
+        elif of_weight is not None:
+            weight = block.local(weight) if block is not None and joins_weight else of_weight.view(weight)
+        if bias is not None and of_bias is not None:
+            bias = block.local(bias) if block is not None and joins_bias else of_bias.view(bias)
+        try:
+            output = linear(x, weight, bias)
+        except RuntimeError:
+            strategy.before(module, (input,), mesh)  # says so, where the input is not as wide as it should be
+            raise
+        return output if keeps_output else strategy.after(module, output, mesh)
+
+    is_quick = keeps_input and (keeps_output or sums) and not (views.keys() - joins)
+    if not is_quick:
+        return wraps(nn.Linear.forward)(longer)
+
+    @wraps(nn.Linear.forward)
+    def forward(module: Any, input: Tensor) -> Any:
+        if torch.is_grad_enabled() or type(input) is not Tensor:
+            return longer(module, input)
+        parameters = module._parameters
+        weight, bias = parameters["weight"], parameters["bias"]
+        if type(weight) is DTensor:
+            weight = weight._local_tensor
+        if type(bias) is DTensor:
+            bias = bias._local_tensor
+        try:
+            output = linear(input, weight, None if sums else bias)
+        except RuntimeError:
+            return longer(module, input)  # it says so, where the input is not as wide as it should be
+        if sums:
+            direct.all_reduce(output, module.tp_strategy.group_of(mesh))
+            return output if bias is None else output + bias
+        return output
+
+    return forward
+
+
+def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
+    """The forward of an `nn.Embedding` whose rows are cut, in inference; `otherwise` is for gradients."""
+
+    @wraps(nn.Embedding.forward)
+    def forward(module: Any, input: Tensor) -> Any:
+        if torch.is_grad_enabled() or type(input) is not Tensor or module.max_norm is not None:
+            return otherwise(module, input)
+        strategy: Any = module.tp_strategy
+        weight = module._parameters["weight"]
+        rows, outside = own_rows(input, strategy.input_split, strategy.rank)
+        output = embedding(rows, weight._local_tensor if type(weight) is DTensor else weight)
+        output.masked_fill_(outside.unsqueeze(-1), 0)
+        direct.all_reduce(output, strategy.group_of(mesh))
+        return output
+
+    return forward
+
+
+def own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
+    """Rows of this rank's part of an embedding, and where the ids are of other ranks' rows, whose output is zero.
+
+    Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
+    """
+    start, stop = split.ranges[rank][0]
+    sides = [(ids >= low) & (ids < high) for low, high in ((0, start), (stop, split.length)) if low < high]
+    outside = reduce(or_, sides) if sides else torch.zeros_like(ids, dtype=torch.bool)
+    return (ids - start).masked_fill(outside, 0), outside

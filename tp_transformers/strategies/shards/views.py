@@ -1,0 +1,82 @@
+"""Local tensors of parameters in a forward, and the way of their gradients back to the parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from ...ranks.collectives import apply_directly, reduce_from_region
+
+_DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
+
+
+def local_view(param: Tensor) -> Tensor:
+    """The local tensor of a parameter; backward makes a DTensor of the gradient of one that is a DTensor."""
+    if not isinstance(param, DTensor):
+        return param
+    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+        return param.to_local()
+    return enter(None, None, param)[1][0] if torch.is_grad_enabled() and param.requires_grad else param._local_tensor
+
+
+def enter(x: Tensor | None, group: dist.ProcessGroup | None, *params: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+    """A copy of `x`, and the `local_view` of DTensor parameters that have gradients, in one node of the graph.
+
+    Its backward sums the gradient of `x` over the ranks of `group`, as that of `copy_to_region` does.
+    """
+    copied, *views = apply_directly(_Enter)(x, group, *params)
+    return copied, views
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor | None, group: dist.ProcessGroup | None, *params: DTensor) -> tuple[Any, ...]:
+        ctx.group, ctx.specs = group, [param._spec for param in params]
+        ctx.set_materialize_grads(False)  # some may not be used
+        return x if x is None else x.view_as(x), *[param._local_tensor.detach() for param in params]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *others = grads
+        wrap = _wrap_recorded if torch.is_grad_enabled() else _wrap_arriving
+        wrapped = [None if grad is None else wrap(grad, spec) for grad, spec in zip(others, ctx.specs, strict=True)]
+        return None if x is None else reduce_from_region(x, ctx.group), None, *wrapped
+
+
+class _Arriving(DTensor):
+    """A gradient on its way to a DTensor parameter, whose `.grad` becomes a DTensor.
+
+    Autograd's last node detaches it or adds it to the one that is there. As operations of DTensors, they would take
+    most of the time that a backward has beside arithmetic; both are operations on what this rank holds.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """See `torch.Tensor`; all other operations are those of a DTensor."""
+        first, *others = args
+        if func is _DETACH:
+            return _wrap(first._local_tensor, first._spec)
+        if func is _ADD and not kwargs and type(first) is DTensor and first.placements == others[0].placements:
+            first._local_tensor.add_(others[0]._local_tensor)
+            return first
+        args, kwargs = tree_map_only(_Arriving, lambda grad: _wrap(grad._local_tensor, grad._spec), (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def _wrap(grad: Tensor, spec: Any, cls: type[DTensor] = DTensor) -> Tensor:
+    return DTensor.__new__(cls, grad, spec, requires_grad=False)  # its __init__ does nothing, and takes long
+
+
+def _wrap_arriving(grad: Tensor, spec: Any) -> Tensor:
+    return _wrap(grad, spec, _Arriving)
+
+
+def _wrap_recorded(grad: Tensor, spec: Any) -> Tensor:
+    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
