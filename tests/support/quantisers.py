@@ -121,36 +121,41 @@ def _compress(form: str, weights: dict[str, Any], weight: torch.Tensor) -> tuple
     return state, compressor.decompress(dict(state), scheme)["weight"]
 
 
-def gptq(folder: Path, target: Path, *, bits: int = 4, desc_act: bool = False, form: str = "gptq") -> Any:
-    """GPTQ's layout by gptqmodel, rounded to the nearest; the library's own weights."""
+def gptq(folder: Path, target: Path, *, form: str = "gptq", dynamic: dict[str, Any] | None = None, **given: Any) -> Any:
+    """GPTQ's layout by gptqmodel, rounded to the nearest; the library's own weights.
+
+    `given` are bits, group_size and desc_act, which the rules `dynamic` change for some modules.
+    """
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # of two cores it makes one worker, and needs two
     pytest.importorskip("gptqmodel")
     from gptqmodel import QuantizeConfig
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization.config import dynamic_get
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
     expected: Tensors = {}
+    settings = {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False, **given}
 
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
-        if not is_linear(name, tensor):
+        changes = dynamic_get(dynamic, name.removesuffix(".weight"), default={})
+        if not is_linear(name, tensor) or changes is False:
             return None
         rows, columns = tensor.shape
-        order = (torch.arange(columns) // GROUP).int()
-        order = order[torch.randperm(columns)] if desc_act else order
-        scales, zeros = _grid(tensor, order, bits)
-        module = TorchLinear(
-            bits=bits, group_size=GROUP, sym=False, desc_act=desc_act, in_features=columns, out_features=rows
-        )
+        own = settings | changes
+        order = (torch.arange(columns) // own["group_size"]).int()
+        order = order[torch.randperm(columns)] if own["desc_act"] else order
+        scales, zeros = _grid(tensor, order, own["bits"])
+        module = TorchLinear(**own, in_features=columns, out_features=rows)
         module.pack_original(_linear(tensor), scales, zeros, order)
         module.optimize = lambda *args, **kwargs: None  # compiles
         module.post_init()
         expected[name] = module.dequantize_weight().t().clone()
         if form == "gptq":
-            convert_gptq_v2_to_v1_format_module(module, QuantizeConfig(bits=bits, group_size=GROUP))
+            convert_gptq_v2_to_v1_format_module(module, QuantizeConfig(bits=own["bits"], group_size=own["group_size"]))
         return {f"{name.removesuffix('weight')}{each}": value for each, value in module.state_dict().items()}
 
-    settings = {"bits": bits, "group_size": GROUP, "desc_act": desc_act, "sym": False, "checkpoint_format": form}
-    rewrite(folder, target, {"quant_method": "gptq", **settings}, change)
+    rules = {} if dynamic is None else {"dynamic": dynamic}
+    rewrite(folder, target, {"quant_method": "gptq", **settings, "checkpoint_format": form, **rules}, change)
     return _with(folder, expected)
 
 

@@ -149,6 +149,18 @@ FORMATS: dict[str, tuple[tuple[str, ...], quantisers.Maker, tuple[str, ...]]] = 
         partial(quantisers.gptq, bits=8, desc_act=True, form="gptq_v2"),
         ("llama", "qwen3", "qwen3_moe"),
     ),
+    "GPTQ with rules for modules (`dynamic`)": (
+        _GPTQ,
+        partial(
+            quantisers.gptq,
+            dynamic={
+                "-:.*k_proj": {},
+                "+:.*down_proj": {"bits": 8, "group_size": 16},
+                ".*o_proj": {"bits": 2, "desc_act": True},
+            },
+        ),
+        ("llama", "qwen3_moe"),
+    ),
     "AWQ": (_GPTQ, quantisers.awq, ("llama", "qwen3", "qwen3_moe", "deepseek_v3")),
     "bitsandbytes int8": (_BNB, partial(quantisers.bitsandbytes, load_in_8bit=True), ("llama", "qwen3")),
     "bitsandbytes nf4": (

@@ -28,6 +28,7 @@ from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
 from tp_transformers.checkpoint.quantization.compressed import Compressed
 from tp_transformers.checkpoint.quantization.float8 import Float8
+from tp_transformers.checkpoint.quantization.gptq import Gptq
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
 from tp_transformers.errors import CheckpointError, PlanError, UnsupportedError
 from tp_transformers.loading import load as loader
@@ -120,9 +121,10 @@ def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]
         ({"quant_method": "gptq", "bits": 5}, "GPTQ in 5 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the version marlin"),
         (
-            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "mlp": {"bits": 8}}},
-            "other settings for mlp",
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "+:.*mlp": {"bits": 5}}},
+            "GPTQ in 5 bits",
         ),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"mlp(": {"bits": 8}}}, "settings for 'mlp('"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in 4 bits, in the version gemv"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero points"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}, "of bfloat16"),
@@ -248,6 +250,14 @@ def test_members_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], s
     assert says in str(caught.value)
     with pytest.raises(CheckpointError, match="no such tensor"):
         Mxfp4().expressed({"a_blocks": Resident(torch.zeros(2, 4, 3, 16, dtype=torch.uint8))})
+
+
+def test_rules_of_gptq_count_in_their_order() -> None:
+    rules = {"-:.*k_proj": {}, "+:.*down_proj": {"bits": 8, "group_size": -1}, r".*\.mlp\.": {"desc_act": True}}
+    form = Gptq.of({"bits": 4, "group_size": 32, "dynamic": rules})
+    found = [form.of_module(f"model.layers.0.{name}") for name in ("self_attn.q_proj", "mlp.down_proj", "mlp.up_proj")]
+    assert [(each.bits, each.group, each.ordered) for each in found] == [(4, 32, False), (8, None, False), (4, 32, True)]
+    assert form.read_first({"a.mlp.up_proj.g_idx": FLOAT8, "a.mlp.down_proj.g_idx": FLOAT8}) == ["a.mlp.up_proj.g_idx"]  # type: ignore[dict-item]
 
 
 def test_every_module_has_its_group() -> None:
