@@ -43,7 +43,11 @@ def float8(folder: Path, target: Path, *, by_block: bool = True) -> Any:
         if not is_linear(name, tensor):
             return None
         made = quantiser.convert({name: tensor})
-        return made if by_block else {each: value.reshape(()) if "scale" in each else value for each, value in made.items()}
+        return (
+            made
+            if by_block
+            else {each: value.reshape(()) if "scale" in each else value for each, value in made.items()}
+        )
 
     skipped = ["lm_head", "embed_tokens", "mlp.gate"]
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": skipped}
@@ -174,9 +178,7 @@ def awq(folder: Path, target: Path) -> Any:
         rows, columns = tensor.shape
         scales, zeros = _grid(tensor, torch.arange(columns) // GROUP, 4)
         sizes = {"in_features": columns, "out_features": rows}
-        module = AwqTorchLinear(
-            bits=4, group_size=GROUP, sym=False, desc_act=False, register_buffers=True, **sizes
-        )
+        module = AwqTorchLinear(bits=4, group_size=GROUP, sym=False, desc_act=False, register_buffers=True, **sizes)
         module.pack(_linear(tensor), scales, zeros)
         expected[name] = dequantize_gemm(module.qweight, module.qzeros, module.scales, 4, GROUP).t().clone()
         return {f"{name.removesuffix('weight')}{each}": value for each, value in module.state_dict().items()}

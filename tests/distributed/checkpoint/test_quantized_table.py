@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Q
 
 import tp_transformers
 from tests.support import quantisers
-from tests.support.models import MASK, PROMPTS, headers, llama_config, load, logits_of, relative
+from tests.support.models import MASK, PROMPTS, headers, llama_config, load, logits_of, read_folder, relative
 from tests.support.quantisers import libraries
 from tp_transformers.checkpoint.quantization.packed import packed_weights
 
@@ -170,9 +170,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], quantisers.Maker, tuple[str, ...]]] = 
     ),
     "bitsandbytes nf4, scales quantised too": (
         _BNB,
-        partial(
-            quantisers.bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-        ),
+        partial(quantisers.bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
         ("wide llama",),
     ),
 }
@@ -196,12 +194,24 @@ def observe(folder: str, reference: str) -> dict[str, Any]:
         "error": relative(logits_of(packed), expected["logits"]),
         "tokens": torch.equal(tokens, expected["tokens"]),
         "read": packed.tp_report.bytes_read + packed.tp_report.mapped - headers(folder),
-        "shard": packed.tp_report.share,
+        "shard": shard_in_files(folder, packed),
         "packed": {
             name: (weight.nbytes, shards[name].layout is not None) for name, weight in packed_weights(packed).items()
         },
         "fallbacks": packed.tp_report.fallbacks,
     }
+
+
+def shard_in_files(folder: str, model: Any) -> int:
+    """Bytes of a rank's packed weights, and of its other shards in the dtypes of the files."""
+    held = packed_weights(model)
+    stored = {name: tensor.dtype for name, tensor in read_folder(folder).items()}
+    dense = {name: param for name, param in model.named_parameters() if name not in held}
+    nbytes = sum(
+        tp_transformers.local_tensor(param).numel() * stored.get(name, param.dtype).itemsize
+        for name, param in dense.items()
+    )
+    return nbytes + sum(weight.nbytes for weight in held.values())
 
 
 @pytest.mark.parametrize(("form", "name"), CASES)

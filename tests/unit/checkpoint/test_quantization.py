@@ -118,6 +118,7 @@ def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]
     ("settings", "says"),
     [
         ({"quant_method": "hqq", "bits": 4}, "hqq"),
+        ({"quant_method": "torchao", "quant_type": {}}, "with quantization_config=TorchAoConfig(...)"),
         ({"quant_method": "gptq", "bits": 5}, "GPTQ in 5 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the version marlin"),
         (
@@ -256,7 +257,11 @@ def test_rules_of_gptq_count_in_their_order() -> None:
     rules = {"-:.*k_proj": {}, "+:.*down_proj": {"bits": 8, "group_size": -1}, r".*\.mlp\.": {"desc_act": True}}
     form = Gptq.of({"bits": 4, "group_size": 32, "dynamic": rules})
     found = [form.of_module(f"model.layers.0.{name}") for name in ("self_attn.q_proj", "mlp.down_proj", "mlp.up_proj")]
-    assert [(each.bits, each.group, each.ordered) for each in found] == [(4, 32, False), (8, None, False), (4, 32, True)]
+    assert [(each.bits, each.group, each.ordered) for each in found] == [
+        (4, 32, False),
+        (8, None, False),
+        (4, 32, True),
+    ]
     assert form.read_first({"a.mlp.up_proj.g_idx": FLOAT8, "a.mlp.down_proj.g_idx": FLOAT8}) == ["a.mlp.up_proj.g_idx"]  # type: ignore[dict-item]
 
 

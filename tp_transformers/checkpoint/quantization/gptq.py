@@ -67,7 +67,9 @@ class Gptq(Format):
                 try:
                     pattern = re.compile(key.removeprefix("+:"))
                 except re.error as error:
-                    raise refused(f"GPTQ with settings for {key!r} ({error})", "settings for regular expressions") from None
+                    raise refused(
+                        f"GPTQ with settings for {key!r} ({error})", "settings for regular expressions"
+                    ) from None
                 rules.append((pattern, cls.of({**settings, **changes, "dynamic": None})))
         return cls(bits, None if group < 1 else group, bool(settings.get("desc_act")), version == "gptq", tuple(rules))
 
@@ -77,9 +79,7 @@ class Gptq(Format):
 
     def read_first(self, tensors: Tensors) -> list[str]:
         suffix = ".g_idx"
-        return [
-            name for name in tensors if name.endswith(suffix) and self.of_module(name.removesuffix(suffix)).ordered
-        ]
+        return [name for name in tensors if name.endswith(suffix) and self.of_module(name.removesuffix(suffix)).ordered]
 
     def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         modules = quantized_modules(tensors)
