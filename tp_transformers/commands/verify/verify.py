@@ -101,7 +101,8 @@ def verify(
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
     config = copy.deepcopy(config) if isinstance(config, PretrainedConfig) else read_config(config)
     quantization = take_quantization(config, None)
-    in_floats = quantization and f"without its {quantization.format.title}: a load cuts quantised weights as others"
+    title = None if quantization is None else quantization.format.title
+    in_floats = None if title is None else f"without its {title}: a load cuts quantised weights as others"
     cls, small = model_class(config), shrink(config)
     true, model = meta_model(cls, config), meta_model(cls, small)
     given = read_plan("auto" if plan is None else plan)
