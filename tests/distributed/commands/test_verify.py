@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tp_transformers.infer.small.config import meta_model
 from transformers import (
-    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -36,7 +36,6 @@ from tp_transformers.commands import cli
 from tp_transformers.commands.verify import rank as rank_module
 from tp_transformers.commands.verify import verify
 from tp_transformers.commands.verify.verify import Verdict
-from tp_transformers.infer.small_config import meta_model
 from tp_transformers.ranks.collectives import reduce_from_region
 from tp_transformers.strategies.loss.head import LossParallel
 
@@ -175,41 +174,6 @@ def test_the_class_that_the_config_names_is_proven(monkeypatch: pytest.MonkeyPat
     assert verdict.ok
     assert verdict.logits is not None, "the states of a model without a head"
     assert set(proven) == {LlamaModel}
-
-
-COMPRESSED = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}}
-
-
-@pytest.mark.parametrize(
-    ("settings", "title"),
-    wide(
-        [
-            ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
-            ({"quant_method": "awq", "bits": 4}, "AWQ"),
-            ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8"),
-            ({"quant_method": "mxfp4"}, "MXFP4"),
-            ({"quant_method": "compressed-tensors", "format": "pack-quantized", **COMPRESSED}, "compressed-tensors"),
-            ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-            ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
-        ],
-        1,
-    ),
-)
-def test_a_quantised_config_is_proven_in_floating_point(in_pool: None, settings: dict[str, Any], title: str) -> None:
-    experts = {"num_local_experts": 4} if title == "MXFP4" else {}
-    config = (GptOssConfig if experts else Qwen3Config)(**SIZES, **experts, quantization_config=settings)
-    (verdict,) = verify.verify(config)
-    assert verdict.ok, verdict.faults
-    assert verdict.logits is not None
-    assert verdict.tokens
-    assert any(f"without its {title}" in note for note in verdict.notes)
-    assert config.quantization_config == settings
-
-
-def test_a_config_that_a_load_refuses_is_refused() -> None:
-    config = LlamaConfig(**SIZES, quantization_config={"quant_method": "awq", "bits": 4, "version": "gemv"})
-    with pytest.raises(UnsupportedError, match="AWQ in 4 bits, in the version gemv"):
-        verify.verify(config)
 
 
 # One process is enough for these: they are told before there are ranks.
