@@ -112,7 +112,8 @@ def _setting(arguments: argparse.Namespace) -> str:
 
 
 def _name(arguments: argparse.Namespace) -> str:
-    kinds = [name for name in ("hub", "presharded", "copy", "cold") if getattr(arguments, name)]
+    kinds = [name for name in ("hub", "presharded", "copy", "packed", "cold") if getattr(arguments, name)]
+    kinds += [model for model in arguments.models if "-" in model]  # quantised ones have a table of their own
     return "-".join(["load", arguments.device, str(arguments.ranks), *kinds])
 
 
@@ -131,6 +132,7 @@ def _parse() -> argparse.Namespace:
         "--hub", action="store_true", help="load over HTTP from this machine, ours with tp_stream=True"
     )
     compared.add_argument("--presharded", action="store_true", help="transformers against ours from save_sharded")
+    add("--packed", action="store_true", help="ours with tp_dequantize=False: quantised weights stay packed")
     add("--copy", action="store_true", help="ours with tp_map=False: nothing is left in the files")
     cache = Path(tempfile.gettempdir()) / "tp_transformers-bench"
     add("--folder", type=Path, default=cache, help=f"where checkpoints are kept (default: {cache})")

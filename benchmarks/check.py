@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tp_transformers import full_tensor
+from tp_transformers.checkpoint.quantization.packed import packed_weights
 
-from .checkpoints import files
+from .checkpoints import BLOCKS, EXPONENTS, FP8_BLOCK, SCALE, files
 from .memory import local
 
 
@@ -39,14 +40,18 @@ def check(model: Any, folder: Path, *, rank: int, size: int, collectives: bool) 
     faults = []
     with ExitStack() as stack:
         expected = reference(folder, stack)
-        found = model.state_dict(keep_vars=True)
+        packed = packed_weights(model)
+        found = model.state_dict(keep_vars=True) if not packed else dict(model.named_parameters())
         faults += [f"{name}: not in the checkpoint" for name in sorted(found.keys() - expected.keys())]
         faults += [f"{name}: not in the model" for name in sorted(expected.keys() - found.keys())]
         for name in sorted(found.keys() & expected.keys()):
             tensor = found[name]
-            value = (full_tensor(tensor) if collectives else local(tensor)).cpu()
             whole = expected[name]()
-            if not collectives:
+            if name in packed:
+                value = packed[name].decoded().cpu()
+            else:
+                value = (full_tensor(tensor) if collectives else local(tensor)).cpu()
+            if not collectives or name in packed:
                 whole = _shard(whole, tensor, rank, size)
             if value.dtype != whole.dtype or value.shape != whole.shape or not torch.equal(value, whole):
                 faults.append(f"{name}: differs from the checkpoint")
@@ -62,7 +67,39 @@ def reference(folder: Path, stack: ExitStack) -> Mapping[str, Callable[[], Tenso
     for file in files(folder):
         opened = stack.enter_context(safe_open(file, framework="pt"))
         stored |= {name: partial(opened.get_tensor, name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
-    return dict(_merged(stored))
+    return dict(_merged(_dequantised(stored)))
+
+
+def _dequantised(stored: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
+    """Tensors by name, with the weights in bf16 that quantised ones stand for, in plain arithmetic."""
+    found = {}
+    for name, read in stored.items():
+        if name.endswith(BLOCKS):
+            whole = name.removesuffix(BLOCKS)
+            found[whole] = partial(_of_pairs, read, stored[whole + EXPONENTS])
+        elif name + SCALE in stored:
+            found[name] = partial(_of_float8, read, stored[name + SCALE])
+        elif not name.endswith((SCALE, EXPONENTS)):
+            found[name] = read
+    return found
+
+
+def _of_float8(values: Callable[[], Tensor], scales: Callable[[], Tensor]) -> Tensor:
+    """(n, m) float8 and a scale for every block of it."""
+    weight = values()
+    spread = scales().repeat_interleave(FP8_BLOCK, 0)[: len(weight)].repeat_interleave(FP8_BLOCK, 1)
+    return (weight.float() * spread[:, : weight.shape[1]]).bfloat16()
+
+
+def _of_pairs(blocks: Callable[[], Tensor], exponents: Callable[[], Tensor]) -> Tensor:
+    """(experts, out, in / 32, 16) pairs, the low half first -> (experts, in, out)."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat((table, -table))
+    made = []
+    for pairs, powers in zip(blocks(), exponents(), strict=True):  # an expert at a time: float32 is four times bf16's
+        values = torch.stack((table[(pairs & 0xF).int()], table[(pairs >> 4).int()]), -1).flatten(-2)
+        made.append((values * torch.exp2(powers.float() - 127).unsqueeze(-1)).flatten(-2).bfloat16().T.contiguous())
+    return torch.stack(made)
 
 
 _EXPERT = re.compile(r"(.+)\.block_sparse_moe\.experts\.0\.w1\.weight")

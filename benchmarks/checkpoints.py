@@ -1,4 +1,4 @@
-"""Checkpoints of random bf16 weights, written without a model in memory.
+"""Checkpoints of random weights, written without a model in memory: in bf16, in FP8, or with experts in MXFP4.
 
 Layouts and widths are those of real models; layers are as many as a size asks for.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,11 @@ FILE_BYTES = 2_000_000_000
 
 _CHUNK = 16 << 20
 """Bytes that are made and written at a time."""
+
+SCALE, BLOCKS, EXPONENTS = "_scale_inv", "_blocks", "_scales"
+"""Ends of the names of quantised tensors' members: FP8's scales, MXFP4's values and their exponents."""
+FP8_BLOCK = 128
+"""Rows, and columns, that share a scale."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -55,7 +61,7 @@ def outline(model_type: str, gigabytes: float) -> tuple[dict[str, Any], Shapes]:
         if layers >= 1:
             break
     config, shapes = LAYOUTS[model_type](max(layers, 1), divisor)
-    return {"model_type": model_type, "dtype": "bfloat16", **config}, shapes
+    return {"model_type": model_type.partition("-")[0], "dtype": "bfloat16", **config}, shapes
 
 
 def _llama(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
@@ -121,13 +127,39 @@ def _gpt_oss(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
     return {**config, "head_dim": head_dim, "num_local_experts": experts, "num_experts_per_tok": 4}, shapes
 
 
+def _llama_fp8(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
+    """Llama's linears in float8, with a scale for every block of 128 x 128."""
+    config, shapes = _llama(layers, divisor)
+    for name, (rows, columns) in [(name, shape) for name, shape in shapes.items() if "_proj" in name]:
+        shapes[f"{name}{SCALE}"] = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    settings = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": ["lm_head", "embed_tokens"],
+    }
+    return config | {"quantization_config": settings}, shapes
+
+
+def _gpt_oss_mxfp4(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
+    """Two values a byte, (experts, out, in / 32, 16), and an exponent for every 32."""
+    config, shapes = _gpt_oss(layers, divisor)
+    for name in [name for name in shapes if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = shapes.pop(name)
+        shapes[f"{name}{BLOCKS}"] = (experts, rows, columns // 32, 16)
+        shapes[f"{name}{EXPONENTS}"] = (experts, rows, columns // 32)
+    return config | {"quantization_config": {"quant_method": "mxfp4"}}, shapes
+
+
 LAYOUTS: dict[str, Callable[[int, int], tuple[dict[str, Any], Shapes]]] = {
     "llama": _llama,
     "mixtral": _mixtral,
     "phi3": _phi3,
     "gpt_oss": _gpt_oss,
+    "llama-fp8": _llama_fp8,
+    "gpt_oss-mxfp4": _gpt_oss_mxfp4,
 }
-"""model type -> (layers, divisor of the widths) -> config and shapes."""
+"""model type, and its format if it is quantised -> (layers, divisor of the widths) -> config and shapes."""
 
 
 def _divided(divisor: int, *widths: int) -> tuple[int, ...]:
@@ -177,60 +209,84 @@ def _attention(prefix: str, hidden: int, heads: int, kv_heads: int, head_dim: in
 
 
 def _nbytes(shapes: Shapes) -> int:
-    return sum(map(_size, shapes.values()))
+    return sum(_size(name, shapes) for name in shapes)
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    """Bytes of a bf16 tensor."""
-    size = 2
-    for length in shape:
-        size *= length
-    return size
+def _size(name: str, shapes: Shapes) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shapes[name]) * _WIDTHS[_dtype(name, shapes)]
+
+
+_WIDTHS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
+"""Bytes by the dtypes' names in safetensors."""
+
+
+def _dtype(name: str, shapes: Shapes) -> str:
+    """A tensor's dtype, which its name tells, and those beside it."""
+    if name.endswith(SCALE):
+        return "F32"
+    if name.endswith((BLOCKS, EXPONENTS)):
+        return "U8"
+    return "F8_E4M3" if name + SCALE in shapes else "BF16"
 
 
 def _write(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
     """Write the files as transformers names them, tensors in a file by name, and what stands where."""
     groups: list[list[str]] = [[]]
-    for name, shape in shapes.items():
-        if groups[-1] and _nbytes({other: shapes[other] for other in groups[-1]}) + _size(shape) > FILE_BYTES:
+    for name in shapes:
+        if groups[-1] and sum(_size(other, shapes) for other in (*groups[-1], name)) > FILE_BYTES:
             groups.append([])
         groups[-1].append(name)
     weight_map = {}
     for number, names in enumerate(groups, 1):
         file = f"model-{number:05}-of-{len(groups):05}.safetensors"
         weight_map |= dict.fromkeys(names, file)
-        _write_file(folder / file, {name: shapes[name] for name in sorted(names)}, seed=number)
+        _write_file(folder / file, sorted(names), shapes, seed=number)
     index = {"metadata": {"total_size": _nbytes(shapes)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-def _write_file(path: Path, shapes: Shapes, seed: int) -> None:
+def _write_file(path: Path, names: list[str], shapes: Shapes, seed: int) -> None:
+    import torch
+
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + _size(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    for name in names:
+        start, end = end, end + _size(name, shapes)
+        header[name] = {"dtype": _dtype(name, shapes), "shape": shapes[name], "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    generator = torch.Generator().manual_seed(seed)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for chunk in _random_weights(end, seed):
-            file.write(chunk)
+        for name in names:
+            kind = EXPONENTS if name.endswith(EXPONENTS) else _dtype(name, shapes)
+            for chunk in _random_weights(_size(name, shapes), kind, generator):
+                file.write(chunk)
         file.flush()
         os.fsync(file.fileno())  # dirty pages cannot be dropped from the page cache
 
 
-def _random_weights(nbytes: int, seed: int) -> Iterator[memoryview]:
-    """Random bf16 values of either sign, their magnitudes between 2^-7 and 2^-6: as small as weights, none zero."""
+def _random_weights(nbytes: int, kind: str, generator: Any) -> Iterator[memoryview]:
+    """Random bytes of a dtype, or of exponents.
+
+    bf16 and float32 have either sign, or none, and magnitudes between 2^-7 and 2^-6: as small as weights, none zero.
+    float8 is below 2, and exponents say 2^-8 to 2^-5.
+    """
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
     bits = torch.empty(_CHUNK // 8, dtype=torch.int64)
-    values = bits.view(torch.int16)
     while nbytes:
         bits.random_(-(2**63), None, generator=generator)
-        values.bitwise_and_(0x007F - 0x8000).bitwise_or_(120 << 7)  # sign and mantissa are kept, the exponent is set
+        if kind == "BF16":
+            bits.view(torch.int16).bitwise_and_(0x007F - 0x8000).bitwise_or_(120 << 7)  # the exponent is set
+        elif kind == "F32":
+            bits.view(torch.int32).bitwise_and_(0x007FFFFF).bitwise_or_(120 << 23)
+        elif kind == "F8_E4M3":
+            bits.view(torch.uint8).bitwise_and_(0xBF)
+        elif kind == EXPONENTS:
+            bits.view(torch.uint8).bitwise_and_(3).add_(119)
         count = min(nbytes, _CHUNK)
-        yield memoryview(values.numpy()).cast("B")[:count]
+        yield memoryview(bits.numpy()).cast("B")[:count]
         nbytes -= count

@@ -34,6 +34,8 @@ class Side:
     """Whether ours reads from the Hub as it loads."""
     copy: bool = False
     """Whether ours leaves nothing in the files."""
+    packed: bool = False
+    """Whether ours keeps quantised weights packed."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Setting:
                 "target": str(target or ""),
                 "stream": side.stream,
                 "copy": side.copy,
+                "packed": side.packed,
             }
             results = processes.run(
                 "benchmarks.worker",
@@ -89,7 +92,8 @@ def compared(arguments: argparse.Namespace, model: str, folder: Path) -> Iterato
     """The two sides, the second being what is advertised; and what they need while they run."""
     setting = Setting(arguments.ranks, arguments.rank, arguments.device, arguments.timeout, arguments.folder)
     native = Side("transformers", "native", folder)
-    ours = Side("tp_transformers" + ", tp_map=False" * arguments.copy, "ours", folder, copy=arguments.copy)
+    label = "tp_transformers" + ", tp_map=False" * arguments.copy + ", packed" * arguments.packed
+    ours = Side(label, "ours", folder, copy=arguments.copy, packed=arguments.packed)
     if arguments.presharded:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
             target = Path(scratch) / "presharded"

@@ -49,6 +49,8 @@ class Job:
     """Whether ours reads from the Hub as it loads."""
     copy: bool = False
     """Whether ours leaves nothing in the files."""
+    packed: bool = False
+    """Whether quantised weights stay packed, which is ours alone."""
 
 
 def main() -> None:
@@ -111,6 +113,7 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
         held = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+        held = [tensor for tensor in held if not tensor.is_meta] + (_members(model) if job.packed else [])
         touch(held)
         _synchronize(job)
         loaded = time.perf_counter()
@@ -132,6 +135,14 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _members(model: Any) -> list[torch.Tensor]:
+    """What packed weights consist of."""
+    from tp_transformers.checkpoint.quantization.packed import PackedWeight, packed_weights
+
+    weights = [weight for weight in packed_weights(model).values() if isinstance(weight, PackedWeight)]
+    return [part for weight in weights for decoded, *_ in weight.places for part in decoded.parts.values()]
+
+
 def _arguments(job: Job, mesh: Any) -> dict[str, Any]:
     """What from_pretrained is given beside the checkpoint."""
     if job.side == "ours":
@@ -144,6 +155,7 @@ def _arguments(job: Job, mesh: Any) -> dict[str, Any]:
             **({"device_mesh": mesh} if mesh is not None else {}),
             **({"tp_stream": True} if job.stream else {}),
             **({"tp_map": False} if job.copy else {}),
+            **({"tp_dequantize": False} if job.packed else {}),
         }
     if {field.name for field in dataclasses.fields(DistributedConfig)} >= {"tp_size", "tp_plan"}:
         return {"distributed_config": DistributedConfig(tp_size=job.size, tp_plan="auto"), "dtype": "auto"}

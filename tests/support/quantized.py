@@ -69,7 +69,7 @@ def compressed(
     half = 1 << (bits - 1)
 
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
-        if not _is_linear(name, tensor):
+        if not is_linear(name, tensor):
             return None
         rows, columns = tensor.shape
         values = torch.randint(-half, half, (rows, columns))
@@ -112,7 +112,7 @@ def small_groups(folder: str | Path, target: Path, *, form: str) -> Tensors:
     table = torch.cat((table, -table)).bfloat16()
 
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
-        if not _is_linear(name, tensor):
+        if not is_linear(name, tensor):
             return None
         rows, columns = tensor.shape
         made: Tensors = {}
@@ -158,7 +158,7 @@ def gptq(
     expected: Tensors = {}
 
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
-        if not _is_linear(name, tensor):
+        if not is_linear(name, tensor):
             return None
         rows, columns = tensor.shape
         count = -(-columns // group)
@@ -189,7 +189,7 @@ def awq(folder: str | Path, target: Path, *, group: int = 32) -> Tensors:
         return pack(values.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1), 4)
 
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
-        if not _is_linear(name, tensor):
+        if not is_linear(name, tensor):
             return None
         rows, columns = tensor.shape
         values, scales, zeros = _random(rows, columns, columns // group, 4)
@@ -206,7 +206,8 @@ def awq(folder: str | Path, target: Path, *, group: int = 32) -> Tensors:
     return expected
 
 
-def _is_linear(name: str, tensor: torch.Tensor) -> bool:
+def is_linear(name: str, tensor: torch.Tensor) -> bool:
+    """True for a weight that is quantised."""
     return tensor.ndim == 2 and not any(part in name for part in ("embed_tokens", "lm_head", "mlp.gate."))
 
 

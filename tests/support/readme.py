@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -189,6 +190,21 @@ def _doc_of_value(name: str, source: str) -> str | None:
     return None
 
 
+def quantised(page: Path) -> str:
+    """One row a format and model: the worst of all ranks of 1 to 4, as `test_quantized_table` recorded them."""
+    rows = json.loads((ROOT / "tests" / "data" / "quantised.json").read_text(encoding="utf-8"))
+    text = [
+        "| format | checkpoint by | model | forward, packed | bytes read | of 2, 3, 4, packed |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        held = " ".join(f"{row['held'][size]:.3f}".removeprefix("0") for size in "234")
+        text.append(
+            f"| {row['format']} | {row['by']} | {row['model']} | {row['error']:.0e} | {row['read']:.3f} | {held} |"
+        )
+    return "\n".join(text)
+
+
 def contents(page: Path) -> str:
     """Links to the sections of a page, in one line."""
     titles = re.findall(r"^## (.+)$", prose(page), re.MULTILINE)
@@ -199,6 +215,7 @@ GENERATED: dict[str, Callable[[Path], str]] = {
     "architectures": architectures,
     "proofs": proofs,
     "public names": public_names,
+    "quantised": quantised,
     "contents": contents,
 }
 """Marker -> the text between it and its end, for a page."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tp_transformers
 from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
@@ -97,3 +98,59 @@ def read_file(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in load_file(path).items()}
+
+
+def tie(tensors: dict[str, torch.Tensor]) -> None:
+    """Quantise the embedding, which the head shares, with what a linear of its shape has."""
+    torch.manual_seed(1)
+    name, (rows, columns) = "model.embed_tokens.weight", tensors.pop("model.embed_tokens.weight").shape
+    tensors.pop("lm_head.weight", None)
+    tensors[f"{name}_packed"] = torch.randint(-(2**31), 2**31 - 1, (rows, columns // 8), dtype=torch.int32)
+    tensors[f"{name}_scale"] = torch.rand(rows, columns // 32).bfloat16()
+    tensors[f"{name}_shape"] = torch.tensor([rows, columns])
+
+
+def undo_one_expert(tensors: dict[str, torch.Tensor]) -> None:
+    """Leave the weights of one expert, which is merged with others, in floating point."""
+    prefix = "model.layers.0.mlp.experts.1.down_proj.weight"
+    rows, columns = tensors.pop(f"{prefix}_shape").tolist()
+    del tensors[f"{prefix}_packed"], tensors[f"{prefix}_scale"]
+    tensors[prefix] = torch.rand(rows, columns).bfloat16()
+
+
+def save_refused(folder: str, to: str) -> list[str]:
+    model = load(folder, dtype=torch.bfloat16, tp_dequantize=False)
+    dense = load(folder, dtype=torch.bfloat16)
+    assert torch.equal(logits_of(model), logits_of(dense))
+    said = []
+    for save_to in (model.save_pretrained, lambda path: tp_transformers.save_sharded(model, path)):
+        try:
+            save_to(to)
+        except tp_transformers.UnsupportedError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("llama", tie, "the quantised model.embed_tokens.weight dequantised"),
+        ("qwen3_moe", undo_one_expert, "the quantised model.layers.0.mlp.experts.down_proj dequantised"),
+    ],
+)
+@pytest.mark.slow
+def test_quantised_weights_that_are_not_packed_are_not_saved(
+    pool: Any, packed: Any, tmp_path: Path, name: str, change: Any, says: str
+) -> None:
+    """They compute as ever; a save says so before anything is written."""
+    folder = packed(name, "int4 by groups")
+    tensors = read_folder(folder)
+    change(tensors)
+    (tmp_path / "changed").mkdir()
+    save_file(tensors, tmp_path / "changed" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": name == "llama"}
+    (tmp_path / "changed" / "config.json").write_text(json.dumps(config))
+    for said in pool.run(2, save_refused, str(tmp_path / "changed"), str(tmp_path / "saved")):
+        assert len(said) == 2
+        assert all(says in text and "tp_dequantize=True" in text for text in said)
+    assert not (tmp_path / "saved").exists()

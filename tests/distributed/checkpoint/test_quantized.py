@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import tp_transformers
 from tests.support import quantized
 from tests.support.models import bytes_read, headers, llama_config, load, logits_of, read_folder
 from tests.support.tiers import wide
+from tp_transformers.loading import rounds
 
 pytestmark = pytest.mark.distributed
 
@@ -257,3 +259,46 @@ def test_packed_weights_are_decoded_for_each_forward(
         assert rank["parameters"]
         assert rank["refused"].keys() == {"state_dict", "load_state_dict", "another dtype"}
         assert all("tp_dequantize=True" in text for text in rank["refused"].values())
+
+
+def order_of_no_group(tensors: quantized.Tensors) -> None:
+    tensors["model.layers.1.mlp.down_proj.g_idx"][5] = 7
+
+
+def no_scales(tensors: quantized.Tensors) -> None:
+    del tensors["model.layers.1.mlp.down_proj.scales"]
+
+
+def load_unread(folder: str, dequantize: bool) -> None:
+    """A load that fails in another way if it reads a weight."""
+
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a weight is read")
+
+    original, rounds.read = rounds.read, read  # type: ignore[assignment]
+    try:
+        load(folder, tp_dequantize=dequantize)
+    finally:
+        rounds.read = original
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    wide(
+        [
+            (order_of_no_group, "tensor model.layers.1.mlp.down_proj.g_idx: got groups from 0 to 7"),
+            (no_scales, "tensor model.layers.1.mlp.down_proj.scales: got no such tensor"),
+        ],
+        1,
+    ),
+)
+def test_all_ranks_refuse_members_that_do_not_fit_before_weights_are_read(
+    pool: Any, folders: Any, tmp_path: Path, change: Callable[[quantized.Tensors], None], says: str
+) -> None:
+    folder, _ = folders("llama", "gptq in order")
+    tensors = read_folder(folder)
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(folder / "config.json", tmp_path)
+    for dequantize in (True, False):
+        assert f"CheckpointError: {says}" in pool.error(2, load_unread, str(tmp_path), dequantize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def compressed_tensors(folder: Path, target: Path) -> Any:
 
 def gptq(folder: Path, target: Path, **settings: Any) -> Any:
     """GPTQ in 4 bits, calibrated to the README; returns a model of the weights that the library makes of it."""
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # of two cores it makes one worker, and needs two
     gptqmodel = pytest.importorskip("gptqmodel")
     tokens = AutoTokenizer.from_pretrained(folder)(README.read_text())["input_ids"]
     samples = [{"input_ids": tokens[at : at + 256], "attention_mask": [1] * 256} for at in range(0, 2048, 256)]

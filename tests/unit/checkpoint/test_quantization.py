@@ -26,8 +26,11 @@ from transformers import (
 from tests.support import quantized
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
+from tp_transformers.checkpoint.quantization.awq import Awq
 from tp_transformers.checkpoint.quantization.compressed import Compressed
 from tp_transformers.checkpoint.quantization.float8 import Float8
+from tp_transformers.checkpoint.quantization.format import Format
+from tp_transformers.checkpoint.quantization.gptq import Gptq
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
 from tp_transformers.errors import CheckpointError, PlanError, UnsupportedError
 from tp_transformers.loading import load as loader
@@ -117,12 +120,14 @@ def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]
     ("settings", "says"),
     [
         ({"quant_method": "hqq", "bits": 4}, "hqq"),
+        ({"quant_method": "torchao", "quant_type": {}}, "with quantization_config=TorchAoConfig(...)"),
         ({"quant_method": "gptq", "bits": 5}, "GPTQ in 5 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the version marlin"),
         (
-            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "mlp": {"bits": 8}}},
-            "other settings for mlp",
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}, "+:.*mlp": {"bits": 5}}},
+            "GPTQ in 5 bits",
         ),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"mlp(": {"bits": 8}}}, "settings for 'mlp('"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ in 4 bits, in the version gemv"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "without zero points"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}, "of bfloat16"),
@@ -248,6 +253,59 @@ def test_members_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], s
     assert says in str(caught.value)
     with pytest.raises(CheckpointError, match="no such tensor"):
         Mxfp4().expressed({"a_blocks": Resident(torch.zeros(2, 4, 3, 16, dtype=torch.uint8))})
+
+
+WORDS = torch.zeros(8, 16, dtype=torch.int32)  # GPTQ: 64 features in, 16 out
+GPTQ = {
+    "qweight": WORDS,
+    "qzeros": torch.zeros(2, 2, dtype=torch.int32),
+    "scales": torch.ones(2, 16).half(),
+    "g_idx": torch.arange(64) // 32,
+}
+AWQ = {
+    "qweight": torch.zeros(64, 2, dtype=torch.int32),
+    "qzeros": torch.zeros(2, 2, dtype=torch.int32),
+    "scales": GPTQ["scales"],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "whole", "changes", "says"),
+    [
+        (Gptq(4, 32, True, True), GPTQ, {"g_idx": GPTQ["g_idx"] + 1}, "got groups from 1 to 2, expected those from 0"),
+        (Gptq(4, 32, True, True), GPTQ, {"g_idx": GPTQ["g_idx"] - 1}, "got groups from -1 to 0"),
+        (Gptq(4, 32, True, True), GPTQ, {"g_idx": None}, "tensor a.g_idx: got no such tensor"),
+        (Gptq(4, 32, False, True), GPTQ, {"scales": None}, "tensor a.scales: got no such tensor"),
+        (Gptq(4, 32, False, True), GPTQ, {"qzeros": None}, "tensor a.qzeros: got no such tensor"),
+        (Gptq(4, 32, False, True), GPTQ, {"qweight": None}, "tensor a.qweight: got no such tensor"),
+        (Gptq(4, 16, False, True), GPTQ, {}, "got 2 groups of scales and 2 of zero points, expected 4"),
+        (Gptq(4, 32, False, True), GPTQ, {"scales": GPTQ["scales"].int()}, "got torch.int32 of shape (2, 16)"),
+        (Gptq(4, 32, False, True), GPTQ, {"scales": GPTQ["scales"][:, :15]}, "scales of shape (2, 15), not (2, 16)"),
+        (Awq(32), AWQ, {"scales": None}, "tensor a.scales: got no such tensor"),
+        (Awq(32), AWQ, {"qzeros": None}, "tensor a.qzeros: got no such tensor"),
+        (Awq(32), AWQ, {"qweight": None}, "got zero points of no weight"),
+        (Awq(16), AWQ, {}, "got 2 groups of scales and 2 of zero points, expected 4"),
+        (Awq(32), AWQ, {"qzeros": AWQ["qzeros"].half()}, "got torch.float16 of shape (2, 2)"),
+    ],
+)
+def test_packed_linears_that_do_not_fit_are_refused(form: Format, whole: Any, changes: Any, says: str) -> None:
+    tensors = {f"a.{name}": Resident(tensor) for name, tensor in (whole | changes).items() if tensor is not None}
+    with pytest.raises(CheckpointError) as caught:
+        form.expressed(tensors)
+    assert says in str(caught.value)
+
+
+def test_rules_of_gptq_count_in_their_order() -> None:
+    rules = {"-:.*k_proj": {}, "+:.*down_proj": {"bits": 8, "group_size": -1}, r".*\.mlp\.": {"desc_act": True}}
+    form = Gptq.of({"bits": 4, "group_size": 32, "dynamic": rules})
+    found = [form.of_module(f"model.layers.0.{name}") for name in ("self_attn.q_proj", "mlp.down_proj", "mlp.up_proj")]
+    assert [(each.bits, each.group, each.ordered) for each in found] == [
+        (4, 32, False),
+        (8, None, False),
+        (4, 32, True),
+    ]
+    orders = {f"a.mlp.{name}.g_idx": Resident(FLOAT8) for name in ("up_proj", "down_proj")}
+    assert form.read_first(orders) == ["a.mlp.up_proj.g_idx"]
 
 
 def test_every_module_has_its_group() -> None:

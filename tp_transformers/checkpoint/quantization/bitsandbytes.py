@@ -87,7 +87,8 @@ class BitsAndBytes(Format):
         }
         if nested:
             of = torch.arange(rows * per_row, dtype=torch.int32).div(nested, rounding_mode="floor").view(rows, per_row)
-            members["of"] = Member(Resident(of), by_block)
+            dtype_of = torch.int16 if rows * per_row <= nested << 15 else torch.int32  # for each block, in memory
+            members["of"] = Member(Resident(of.to(dtype_of)), by_block)
             for kind in ("nested_absmax", "nested_quant_map"):
                 stored = member(tensors, f"{name}.{kind}", 1, torch.float32)
                 members[kind] = Member(stored, (None,), f"{name}.{kind}")

@@ -25,6 +25,12 @@ FORMATS: Mapping[str, type[Format]] = {
 }
 """Formats by the name of their method in a config."""
 
+REMEDIES: Mapping[str, str] = {
+    "torchao": "Load the checkpoint in floating point with quantization_config=TorchAoConfig(...), or this one without "
+    "tp_plan.",
+}
+"""Remedies of other methods, by their names, where there is one that is better than another checkpoint."""
+
 
 def take_quantization(config: Any, asked: Any) -> Quantization | None:
     """Take what a model's `config` says of quantisation out of it; None where its checkpoint is not quantised.
@@ -56,7 +62,7 @@ def take_quantization(config: Any, asked: Any) -> Quantization | None:
         return None
     if method not in FORMATS:
         titles = dict.fromkeys(kind.title for kind in FORMATS.values())
-        raise refused(method, f"one in floating point, or in {', '.join(titles)}")
+        raise refused(method, f"one in floating point, or in {', '.join(titles)}", REMEDIES.get(method))
     return Quantization(FORMATS[method].of(found), found, part)
 
 

@@ -125,9 +125,9 @@ def unfit(name: str, got: str, expected: str) -> CheckpointError:
     return CheckpointError(f"tensor {name}", got=got, expected=expected, fix=fix)
 
 
-def refused(got: str, expected: str) -> UnsupportedError:
+def refused(got: str, expected: str, fix: str | None = None) -> UnsupportedError:
     """The error of a checkpoint in a variant of a format that is not known."""
-    fix = "Choose such a checkpoint of the model, or load this one without tp_plan."
+    fix = fix or "Choose such a checkpoint of the model, or load this one without tp_plan."
     return UnsupportedError("tp_plan", got=f"a checkpoint quantised with {got}", expected=expected, fix=fix)
 
 

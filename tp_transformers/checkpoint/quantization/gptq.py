@@ -8,6 +8,7 @@ X.g_idx    (in) int32: the group of every input feature, which follow one anothe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,22 +50,36 @@ class Gptq(Format):
     """True if `g_idx` says which group a feature is of: any rank may need any group."""
     less_one: bool
     """True if stored zero points are 1 too low."""
+    rules: tuple[tuple[re.Pattern[str], Gptq], ...] = ()
+    """Patterns of names of modules, the first of which counts, and what is of them: `dynamic` in a config."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Gptq:
         bits, group = settings.get("bits"), settings.get("group_size", 128)
         version = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
-        changes = [key for key in settings.get("dynamic") or () if not key.startswith("-:")]
         words = str(settings.get("pack_dtype") or "int32").removeprefix("torch.")
-        expected = f"one of {', '.join(map(str, _BITS))} bits, in the version {' or '.join(_VERSIONS)}"
         if bits not in _BITS or version not in _VERSIONS or words != "int32":
+            expected = f"one of {', '.join(map(str, _BITS))} bits, in the version {' or '.join(_VERSIONS)}"
             raise refused(f"GPTQ in {bits} bits, in the version {version}, in words of {words}", expected)
-        if changes:
-            raise refused(f"GPTQ with other settings for {changes[0]}", expected)
-        return cls(bits, None if group < 1 else group, bool(settings.get("desc_act")), version == "gptq")
+        rules = []
+        for key, changes in (settings.get("dynamic") or {}).items():
+            if not key.startswith("-:"):  # of which modules are not quantised
+                try:
+                    pattern = re.compile(key.removeprefix("+:"))
+                except re.error as error:
+                    raise refused(
+                        f"GPTQ with settings for {key!r} ({error})", "settings for regular expressions"
+                    ) from None
+                rules.append((pattern, cls.of({**settings, **changes, "dynamic": None})))
+        return cls(bits, None if group < 1 else group, bool(settings.get("desc_act")), version == "gptq", tuple(rules))
+
+    def of_module(self, module: str) -> Gptq:
+        """The settings of one module."""
+        return next((found for pattern, found in self.rules if pattern.match(module)), self)
 
     def read_first(self, tensors: Tensors) -> list[str]:
-        return [name for name in tensors if self.ordered and name.endswith(".g_idx")]
+        suffix = ".g_idx"
+        return [name for name in tensors if name.endswith(suffix) and self.of_module(name.removesuffix(suffix)).ordered]
 
     def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         modules = quantized_modules(tensors)
@@ -72,7 +87,10 @@ class Gptq(Format):
             module, _, kind = name.rpartition(".")
             if kind in ("qzeros", "g_idx") and module not in modules:
                 raise unfit(f"{module}.qweight", "no such tensor", f"one for {name}")
-        weight = partial(self._weight, stays_packed=stays_packed)
+
+        def weight(tensors: Tensors, module: str) -> Bundle:
+            return self.of_module(module)._weight(tensors, module, stays_packed=stays_packed)
+
         return dequantized_modules(tensors, ("qzeros", "scales", "g_idx"), weight)
 
     def _weight(self, tensors: Tensors, module: str, *, stays_packed: bool) -> Bundle:

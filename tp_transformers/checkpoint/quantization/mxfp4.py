@@ -19,6 +19,9 @@ from ...slices.lazy import LazyTensor
 from .format import Format, Tensors, bundle, member, unfit
 
 _BLOCK, _BIAS = 32, 127
+_HALF = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_PAIRS = torch.stack((_HALF.repeat(16), _HALF.repeat_interleave(16)), -1).view(torch.int64).flatten()
+"""The two float32 that a byte stands for, its low half first, as one word: they are looked up together."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,10 @@ class Mxfp4(Format):
 
 
 def _decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """The low half of a byte is the first of its two values: a sign, two bits of exponent and one of mantissa.
-
-    They are the same bits of a float16, of which the exponent is 14 lower, subnormal numbers included. The power of a
-    scale is multiplied in two parts, since float32 does not hold the highest.
-    """
+    """The power of a scale is multiplied in two parts, since float32 does not hold the highest."""
     pairs, scales = parts["pairs"], parts["scales"]
-    halves = torch.stack((pairs & 0xF, pairs >> 4), -1).to(torch.int16)
-    bits = ((halves & 8) << 12).bitwise_or_((halves & 7) << 9)
-    values = bits.view(torch.float16).to(torch.float32).reshape(*scales.shape, _BLOCK)
+    values = _PAIRS.to(pairs.device).index_select(0, pairs.flatten().int()).view(torch.float32)
     powers = scales.to(torch.int32).unsqueeze(-1) - _BIAS
     ones, first = torch.ones(powers.shape, device=powers.device), powers // 2
-    return values.mul_(torch.ldexp(ones, first + 14)).mul_(torch.ldexp(ones, powers - first)).flatten(-2)
+    values = values.view(*scales.shape, _BLOCK)
+    return values.mul_(torch.ldexp(ones, first)).mul_(torch.ldexp(ones, powers - first)).flatten(-2)

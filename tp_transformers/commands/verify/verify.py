@@ -7,6 +7,7 @@ gradients from it, and so does every number of ranks, each started by torchrun.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy.classes import model_class, read_config
+from ...checkpoint.quantization.find import take_quantization
 from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError, describe
 from ...infer.small import model as probe
 from ...infer.small.config import meta_model, one_line, shrink, supported
@@ -93,11 +95,14 @@ def verify(
         UsageError: if there is no such config, or a size is not positive.
         PlanError: if the plan cannot be read, or there is none; one that does not fit the model is a fault.
         UnsupportedError: if transformers has no class for the config, or no small model of it can be made, run in one
-            process, saved and loaded again.
+            process, saved and loaded again; or if the config says of quantisation what a load would refuse.
     """
     if not sizes or min(sizes) < 1:
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
-    config = config if isinstance(config, PretrainedConfig) else read_config(config)
+    config = copy.deepcopy(config) if isinstance(config, PretrainedConfig) else read_config(config)
+    quantization = take_quantization(config, None)
+    title = None if quantization is None else quantization.format.title
+    in_floats = None if title is None else f"without its {title}: a load cuts quantised weights as others"
     cls, small = model_class(config), shrink(config)
     true, model = meta_model(cls, config), meta_model(cls, small)
     given = read_plan("auto" if plan is None else plan)
@@ -115,7 +120,7 @@ def verify(
             continue
         is_ours = not chosen.declared or config.model_type in available_plans()
         declared = None if is_ours else f"no plan of ours for {config.model_type}: this is {chosen.source}"
-        verdicts[size] = Verdict(size, notes=tuple(filter(None, (declared, *resolution.notes, warning))))
+        verdicts[size] = Verdict(size, notes=tuple(filter(None, (declared, in_floats, *resolution.notes, warning))))
         try:
             resolutions[size] = resolve(chosen, model, size)
         except PlanError as error:
