@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tp_transformers.infer.small.config import meta_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -36,6 +35,7 @@ from tp_transformers.commands import cli
 from tp_transformers.commands.verify import rank as rank_module
 from tp_transformers.commands.verify import verify
 from tp_transformers.commands.verify.verify import Verdict
+from tp_transformers.infer.small.config import meta_model
 from tp_transformers.ranks.collectives import reduce_from_region
 from tp_transformers.strategies.loss.head import LossParallel
 
