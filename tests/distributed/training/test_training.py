@@ -304,6 +304,7 @@ def one_axis(folder: str) -> dict[str, Any]:
     seen = train(model, groups, BATCH, tp_transformers.clip_grad_norm_, fused=True)
     trained, expected = one_process(folder)
     result: dict[str, Any] = differences(model, seen, trained, expected)
+    exact: dict[str, torch.Tensor] = {}
     for name, autocast, checkpoints in (("checkpoints", False, True), ("autocast", True, True)):
         grads = []
         for either in (model, trained):
@@ -315,7 +316,8 @@ def one_axis(folder: str) -> dict[str, Any]:
                 loss = either(BATCH, labels=BATCH).loss
             loss.backward()
             grads.append({name: tp_transformers.full_tensor(p, p.grad) for name, p in either.named_parameters()})
-        result[name] = max(relative(grads[0][name], grad) for name, grad in grads[1].items())
+        exact = exact or grads[1]
+        result[name] = [max(relative(each[key], grad) for key, grad in exact.items()) for each in grads]
         result[f"{name} dtypes"] = {str(param.dtype) for param in model.parameters()}
     return result
 
@@ -324,6 +326,7 @@ def one_axis(folder: str) -> dict[str, Any]:
 def test_three_ranks_train_as_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for result in pool.run(3, one_axis, cases(*heads).folder):
         check(result)
-        assert result["checkpoints"] < GRADIENT_TOLERANCE
-        assert result["autocast"] < 0.05  # bf16 has 8 bits, and what is summed over ranks is rounded once more
+        assert result["checkpoints"][0] < GRADIENT_TOLERANCE
+        ours, one = result["autocast"]  # each against float32: no worse in bfloat16 than one process is
+        assert ours < 1.5 * one < 0.2
         assert result["autocast dtypes"] == {"torch.float32"}
