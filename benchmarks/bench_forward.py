@@ -156,35 +156,42 @@ def _ratio(found: dict[str, Any] | None) -> str:
 
 
 def _draw(result: dict[str, Any], path: Path) -> bool:
-    """Draw the forward's time by number of ranks, a panel a scenario; returns False without matplotlib."""
+    """Draw the forward's time, a panel a scenario, by number of ranks; of several models, on the most ranks, by model.
+
+    Returns False without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    names = list(
-        dict.fromkeys(name for of in result["models"].values() for found in of.values() for name in found["scenarios"])
-    )
-    model = next(iter(result["models"]))
-    sizes = result["models"][model]
-    figure = Figure(figsize=(3.2 * len(names), 3.6), layout="constrained")
+    models = result["models"]
+    names = list(dict.fromkeys(name for of in models.values() for found in of.values() for name in found["scenarios"]))
+    ranks = max(next(iter(models.values())), key=int)
+    if len(models) > 1:
+        places, about = {model: sizes[ranks]["scenarios"] for model, sizes in models.items()}, f"{ranks} ranks"
+    else:
+        ((about, sizes),) = models.items()
+        places = {size: found["scenarios"] for size, found in sizes.items()}
+    figure = Figure(figsize=(max(3.2, 0.7 * len(places)) * len(names), 3.6), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for side, (label, colour) in SIDES.items():
             points = {
-                int(size): found["scenarios"][name]["seconds"][side]["median"] * 1e3
-                for size, found in sizes.items()
-                if side in found["scenarios"].get(name, {}).get("seconds", {})
+                place: found[name]["seconds"][side]["median"] * 1e3
+                for place, found in places.items()
+                if side in found.get(name, {}).get("seconds", {})
             }
+            line = "solid" if len(models) == 1 else "none"
             if points:
-                axes.plot(list(points), list(points.values()), marker="o", color=colour, label=label)
+                axes.plot(list(points), list(points.values()), ls=line, marker="o", color=colour, label=label)
         axes.set_title(name, fontsize=9)
-        axes.set_xticks([int(size) for size in sizes])
         axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
-        axes.set_xlabel("ranks")
+        axes.set_xlabel("ranks" if len(models) == 1 else "")
+        axes.tick_params(axis="x", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("ms")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
-    figure.supxlabel(f"{model}, {result['machine']['cpu']}, {result['machine']['cores']} cores", fontsize=8)
+    figure.supxlabel(f"{about}, {result['machine']['cpu']}, {result['machine']['cores']} cores", fontsize=8)
     figure.savefig(path, dpi=150)
     return True
 
