@@ -54,6 +54,7 @@ def forward(model: Any, is_bad: bool) -> None:
             handle.remove()
 
 
+@torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)  # so that a hook is seen that comes after a graph
 def compiled(model: Any, is_bad: bool) -> None:
     model = torch.compile(model, backend="eager")
     model(PROMPTS)
