@@ -19,7 +19,7 @@ from typing import Any
 
 from . import machine, processes
 from .experts import CUTS, LENGTH, MODELS, SAMPLES, SIDES, Job
-from .report import spread
+from .report import shown_machine, shown_spread, slowest, spread
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -75,14 +75,14 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     sent = {side: sum(sum(rank["nbytes"][side].values()) for rank in ranks) for side in SIDES}
     exchanged = sum(rank["nbytes"]["exchange"]["alltoall_base"] for rank in ranks)
     others = sent["exchange"] - exchanged  # of attention, and around the layers; all sides send as much
-    slowest = {side: [max(at) for at in zip(*(rank["seconds"][side] for rank in ranks), strict=True)] for side in SIDES}
+    seconds = slowest([rank["seconds"] for rank in ranks])
     return {
         "sent": sent,
         "sent_for_experts": {side: nbytes - others for side, nbytes in sent.items()},
         "counts": {side: ranks[0]["counts"][side] for side in SIDES},
-        "seconds": {side: spread(values) for side, values in slowest.items()},
+        "seconds": {side: spread(values) for side, values in seconds.items()},
         "ratios": {
-            side: spread([other / own for other, own in zip(slowest[side], slowest["exchange"], strict=True)])
+            side: spread([other / own for other, own in zip(seconds[side], seconds["exchange"], strict=True)])
             for side in SIDES
         },
     }
@@ -100,18 +100,15 @@ def table(result: dict[str, Any]) -> str:
                 nbytes, ratio = found["sent_for_experts"], found["ratios"][side]
                 more = nbytes[side] / nbytes["exchange"]
                 spent = f"{found['seconds'][side]['median'] * 1e3:.0f} ms"
-                by = f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})"
-                lines.append(
-                    f"| {model} | {cut} | {side} | {nbytes[side] / 1e6:.1f} MB | {more:.2f} | {spent} | {by} |"
-                )
+                cells = (f"{nbytes[side] / 1e6:.1f} MB", f"{more:.2f}", spent, shown_spread(ratio))
+                lines.append(f"| {model} | {cut} | {side} | {' | '.join(cells)} |")
     about = result["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     remarks = [
         f"{result['ranks']} gloo ranks, {SAMPLES} samples of {LENGTH} tokens a rank, fp32; {result['rounds']} rounds, "
         f"the sides in turn, the slowest rank, median (min to max); {about['date']}",
         "sent: bytes from all ranks to others in a forward and a backward, beside those that every side sends for "
         "attention and around the layers",
-        f"{about['cpu']}, {about['cores']} cores, {about['system']}; {versions}",
+        shown_machine(about),
         f"`{result['command']}`",
     ]
     return "\n".join([*lines, "", *(f"- {line}" for line in remarks)]) + "\n"

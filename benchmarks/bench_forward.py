@@ -23,7 +23,7 @@ from typing import Any
 
 from . import machine, processes
 from .forward import MODELS, SCENARIOS, SIDES, Job
-from .report import spread
+from .report import shown_machine, shown_spread, slowest, spread
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -90,18 +90,14 @@ def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """For every scenario, the seconds of each side, the slowest rank's, and ratios of the others' to ours by round."""
     found: dict[str, Any] = {"errors": ranks[0]["errors"], "refused": ranks[0]["refused"], "scenarios": {}}
     for name in ranks[0]["seconds"]:
-        sides = ranks[0]["seconds"][name]
-        slowest = {
-            side: [max(at) for at in zip(*(rank["seconds"][name][side] for rank in ranks), strict=True)]
-            for side in sides
-        }
+        seconds = slowest([rank["seconds"][name] for rank in ranks])
         ratios = {
-            side: spread([other / ours for other, ours in zip(slowest[side], slowest["ours"], strict=True)])
-            for side in sides
+            side: spread([other / ours for other, ours in zip(seconds[side], seconds["ours"], strict=True)])
+            for side in seconds
             if side != "ours"
         }
         found["scenarios"][name] = {
-            "seconds": {side: spread(values) for side, values in slowest.items()},
+            "seconds": {side: spread(values) for side, values in seconds.items()},
             "ratios": ratios,
             "collectives": ranks[0]["collectives"].get(name, {}),
             "memory": ranks[0]["memory"].get(name, {}),
@@ -133,7 +129,6 @@ def table(result: dict[str, Any]) -> str:
                 ours = scenario["seconds"]["ours"]["median"] * 1e3
                 lines.append(f"| {model} | {size} | {name} | {ours:.1f} ms | {ratios[0]} | {ratios[1]} | {told} |")
     about = result["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     refused = sorted(
         f"{model}, {size} ranks: {side} is not timed: {why}"
         for model, sizes in result["models"].items()
@@ -144,7 +139,7 @@ def table(result: dict[str, Any]) -> str:
         "ratio: seconds by ours, median (min to max) of rounds; above 1, this is faster"
         + (". Collectives return at once; one process is a plain model of the local shapes" if result["fake"] else ""),
         f"{result['rounds']} rounds, the sides in turn, the slowest rank; {about['date']}",
-        f"{about['cpu']}, {about['cores']} cores, {about['system']}; {versions}",
+        shown_machine(about),
         f"`{result['command']}`",
         *refused,
     ]
@@ -152,7 +147,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _ratio(found: dict[str, Any] | None) -> str:
-    return "-" if found is None else f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
+    return "-" if found is None else shown_spread(found)
 
 
 def _draw(result: dict[str, Any], path: Path) -> bool:

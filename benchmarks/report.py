@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,22 @@ def spread(values: Sequence[Any]) -> dict[str, Any]:
     """Median, quartiles and extremes, and the values themselves."""
     low, middle, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else values * 3
     return {"median": middle, "min": min(values), "q1": low, "q3": high, "max": max(values), "values": list(values)}
+
+
+def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """For each side, the seconds of the slowest rank in every round; `ranks` have those of theirs."""
+    return {side: [max(at) for at in zip(*(rank[side] for rank in ranks), strict=True)] for side in ranks[0]}
+
+
+def shown_spread(found: dict[str, Any]) -> str:
+    """A `spread` of ratios, in a cell of a table."""
+    return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
+
+
+def shown_machine(about: dict[str, Any]) -> str:
+    """The processor, the system and the versions of libraries, in a line below a table."""
+    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    return f"{about['cpu']}, {about['cores']} cores, {about['system']}; {versions}"
 
 
 def shards(run: Run) -> dict[str, int]:

@@ -67,7 +67,6 @@ def mixer_block(consumer: str, flow: Flow, modules: Mapping[str, nn.Module]) -> 
         if block.roles[role].setdefault(name.removeprefix(f"{owner}."), parts) != parts:
             raise Refused(f"the parameters of {name} are not made up alike")
         block.rules[name] = None
-        block.remarks[name] = "its parts are what its features reached in a small model"
 
     for name, parts in _parts(units, made, heads).items():
         is_local = name not in made or not inner.isdisjoint(flow.links[name])
@@ -90,6 +89,7 @@ def mixer_block(consumer: str, flow: Flow, modules: Mapping[str, nn.Module]) -> 
         if readers:
             raise Refused(f"{name} feeds {', '.join(sorted(readers))} too")
     block.roles = {role: children for role, children in block.roles.items() if children}
+    block.remarks[owner] = "parts are what their features reached in a small model"
     return block
 
 

@@ -101,7 +101,7 @@ class Suggestion:
             lines += ["", f"{section}:"]
             said = ""
             for name, rule in value.items():
-                why = by_name.get(name, "") if section not in ("attention", "mixers") else ""
+                why = by_name.get(name, "") if section != "attention" else ""
                 lines += _comment(why, indent=2) if why and why != said else []
                 said = why
                 lines += _line(name, rule)

@@ -19,11 +19,8 @@ from ..marks import untyped
 from ..slices.layout import even_widths
 from .communication import Communication
 from .shards.block import Block
-from .shards.forwards import forward_of_embedding, forward_of_linear
+from .shards.forwards import Forwarder, forward_of_embedding, forward_of_linear
 from .shards.shard import ParamShard
-
-Forwarder = Callable[..., Any]
-"""The forward of a module, which it takes first."""
 
 
 def attach(

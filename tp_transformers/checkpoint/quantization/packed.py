@@ -23,7 +23,8 @@ from ...slices.bundle import Decoded
 from ...slices.lazy import LazyTensor
 from ...slices.stored import Stored
 from ...strategies import SHARD
-from ...strategies.attach import Forwarder, wrap_forward
+from ...strategies.attach import wrap_forward
+from ...strategies.shards.forwards import Forwarder
 
 
 class HeldWeight(Protocol):

@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from ...ranks.collectives import Group, copy_to_region, reduce_from_region
 from ...slices.layout import even_widths
-from ..attach import Forwarder, wrap_forward
+from ..attach import wrap_forward
 from ..base import TensorParallelLayer
 from ..linear import LAST
+from ..shards.forwards import Forwarder
 from ..shards.shard import ParamShard
 
 

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
 from ...transformers_api import registered_style
-from ..attach import Forwarder, wrap_forward
+from ..attach import wrap_forward
 from ..communication import only
+from ..shards.forwards import Forwarder
 from ..shards.shard import ParamShard
 from ..shards.trace import outline_mesh
 from .style import StyleParallel, is_features
