@@ -157,7 +157,7 @@ def _settle_stream(group: TensorParallelGroup, name: Any, options: Options, kwar
     with group.agree():
         wanted = options.streams and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
         asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
-    group.check_same("tp_stream", asked)
+    group.check_same({"tp_stream": asked})
     if not wanted:
         return None
     subfolder = kwargs.get("subfolder") or ""

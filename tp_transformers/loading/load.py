@@ -98,7 +98,7 @@ def load(
             outlines = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
             coming, _ = leaves({name: dense[name] for name in outlines}, outlines)
         sampled = check_same_files(group, checkpoint)
-        group.check_same("the checkpoint", [sorted(values), sorted(packed.weights)])
+        group.check_same({"the checkpoint": [sorted(values), sorted(packed.weights)]})
         nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *coming))
         nbytes += sum(leaf.nbytes for leaf, _ in others)
         held = sum(value.nbytes for value in values.values()) + packed.nbytes

@@ -44,9 +44,8 @@ def parallelize(
         warning = check_layers_are_cut(model, plan, resolution, group.size, allow_replicated=allow_replicated)
     whole = {name: (tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()}
     plan = resolution.plan
-    group.check_same("the plan", plan.as_dict())
-    group.check_same("tp_reduce_dtype", str(group.reduce_dtype))
-    group.check_same("the model's config", whole)
+    alike = {"the plan": plan.as_dict(), "tp_reduce_dtype": str(group.reduce_dtype), "the model's config": whole}
+    group.check_same(alike)
     if group.rank == 0:
         for note in (*resolution.notes, warning):
             if note is not None:

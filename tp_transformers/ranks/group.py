@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,11 +76,13 @@ class TensorParallelGroup:
         """The world rank of every rank of the axis."""
         return self.device_mesh.mesh.tolist() if self.device_mesh is not None else [0]
 
-    def check_same(self, subject: str, value: Any) -> None:
-        """Raise MeshError on all ranks where they do not have the same `value`, which is pickled and compared."""
-        values = self.gather(value)
-        others = [rank for rank in range(self.size) if values[rank] != values[0]]
-        if others:
+    def check_same(self, values: Mapping[str, Any]) -> None:
+        """Raise MeshError on all ranks where they do not have the same `values`: {what it is: pickled and compared}."""
+        everyone = self.gather(dict(values))
+        for subject in values:
+            others = [rank for rank in range(self.size) if everyone[rank][subject] != everyone[0][subject]]
+            if not others:
+                continue
             raise agreed(
                 MeshError(
                     subject,
@@ -105,6 +107,17 @@ class TensorParallelGroup:
             raise agreed(lost) from error  # there is nobody left to vote with
         return [pickle.loads(each) for each in messages]
 
+    def everywhere(self, function: Callable[[], T]) -> list[T]:
+        """What `function()` returns on every rank, gathered in one collective; where it fails on one, all fail."""
+        failure, value = None, None
+        try:
+            value = function()
+        except Exception as error:
+            if self.size == 1 or is_agreed(error):
+                raise
+            failure = error
+        return self._vote(failure, value)
+
     @property
     def threads(self) -> int:
         """Threads that this rank may keep busy: its share of the cores that it can see, at most 8."""
@@ -115,13 +128,20 @@ class TensorParallelGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self
 
-    def meet(self, jobs: Collection[Future[Any]]) -> None:
-        """Return on all ranks once the `jobs` of each are done or have failed.
+    def meet(self, jobs: Collection[Future[Any]]) -> list[Report | None]:
+        """Return on all ranks once the `jobs` of each are done: for every rank, the error of a job that failed.
 
         The ranks gather this every HEARTBEAT seconds, since no collective may wait for as long as a job takes.
         """
-        while not all(self.gather(not wait(jobs, HEARTBEAT).not_done)):
-            pass
+        while True:
+            is_done = not wait(jobs, HEARTBEAT).not_done
+            failed = (job.exception() for job in jobs) if is_done else ()
+            answers = self.gather((reported(next(filter(None, failed), None)), is_done))
+            reports = [report for report, _ in answers]
+            if all(done for _, done in answers):
+                return reports
+            if any(report and not done for report, done in answers):  # a vote: that rank failed before it came here
+                self._raise(None, reports)
 
     def together(self, function: Callable[[], T]) -> T:
         """Run `function` on all ranks, however long it takes on some; where one fails, all do.
@@ -132,25 +152,31 @@ class TensorParallelGroup:
             return function()
         job: Future[T] = Future()
         with ThreadPoolExecutor(1, initializer=bind_thread, initargs=(self.device,)) as executor:
-            with self.agree():  # all ranks are here, each with a thread
-                executor.submit(int).result()
-            meeting = executor.submit(self.meet, [job])
             try:
-                job.set_result(function())
-            except BaseException as error:
+                executor.submit(int).result()
+            except Exception as error:  # there is no thread, so that this one meets the other ranks, with the error
                 job.set_exception(error)
-            meeting.result()
-        with self.agree():
-            return job.result()
+                reports = self.meet([job])
+            else:
+                meeting = executor.submit(self.meet, [job])
+                try:
+                    job.set_result(function())
+                except BaseException as error:
+                    job.set_exception(error)
+                reports = meeting.result()
+        failure = job.exception()
+        if isinstance(failure, Exception) and not is_agreed(failure):
+            self._raise(failure, reports)
+        elif failure is None:
+            self._raise(None, reports)
+        return job.result()
 
     def first_on_node(self, function: Callable[[bool], T]) -> T:
         """Run `function(True)` on the first rank of each node, then `function(False)` on the others.
 
         If it fails on one rank, all fail.
         """
-        with self.agree():  # all ranks are here
-            node = node_name()
-        nodes = self.gather(node)
+        nodes = self.everywhere(node_name)
         first = nodes.index(nodes[self.rank]) == self.rank
         result = self.together(lambda: function(True) if first else None)
         with self.agree():
@@ -174,7 +200,19 @@ class TensorParallelGroup:
             failure = error
         if self.size == 1:
             return
-        reports = self.gather(reported(failure))
+        self._vote(failure)
+
+    def _vote(self, failure: Exception | None, value: T | None = None) -> list[T]:
+        """The `value` of every rank, unless one has a `failure`: then all raise.
+
+        All votes are alike: that of a rank that failed early meets another one of those that went on.
+        """
+        answers = self.gather((reported(failure), value))
+        self._raise(failure, [report for report, _ in answers])
+        return [answer for _, answer in answers]
+
+    def _raise(self, failure: Exception | None, reports: Sequence[Report | None]) -> None:
+        """Raise what all ranks raise, if one reports an error: the own `failure` if they are alike on all."""
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure
@@ -199,7 +237,7 @@ def is_agreed(error: BaseException) -> bool:
     return bool(_AGREED.find(error))
 
 
-def reported(failure: Exception | None) -> Report | None:
+def reported(failure: BaseException | None) -> Report | None:
     """The (class, message) of the error that other ranks raise for `failure`; None for None."""
     if failure is None:
         return None

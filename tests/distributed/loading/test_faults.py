@@ -222,7 +222,7 @@ def test_an_initialisation_that_fails_on_one_rank_stops_the_others(
     """The others would wait for its part in the broadcast of what is initialised."""
     AutoModel.from_pretrained(cases(9, 3).folder).save_pretrained(tmp_path)
     with pytest.raises(WorkerError) as caught:
-        pool.run(2, initialise, str(tmp_path), rank, timeout=30)
+        pool.run(2, initialise, str(tmp_path), rank)
     expected = f"RemoteRankError: rank {rank}: RuntimeError: no memory for the head"
     assert caught.value.errors == {0: expected, 1: expected}
 

@@ -232,3 +232,12 @@ def test_the_commands_read_plans_alike(capsys: Any, mine: Path, tmp_path: Path, 
 
 def test_bounds_leave_room_for_our_plans() -> None:
     assert max(path.stat().st_size for path in available_plans().values()) < MAX_BYTES / 50
+
+
+def test_our_plans_begin_with_their_model_types() -> None:
+    files = sorted(set(available_plans().values()))
+    told = {path: next(iter(yaml.safe_load(path.read_text()).items())) for path in files}
+    assert {key for key, _ in told.values()} == {"model_type"}
+    lists = {path: [found] if isinstance(found, str) else found for path, (_, found) in told.items()}
+    listed = {name: path for path, names in lists.items() for name in names}
+    assert listed == available_plans()

@@ -18,9 +18,14 @@ class OnNodes(TensorParallelGroup):
 
     nodes: ClassVar[list[str]] = []
 
+    def everywhere(self, function: Any) -> list[Any]:
+        """The names of all ranks' nodes, of which this rank knows its own."""
+        assert function() == self.nodes[self.rank]
+        return self.nodes
+
     def gather(self, value: Any) -> list[Any]:
-        """The names of all ranks' nodes, and nothing else."""
-        return self.nodes if value == self.nodes[self.rank] else [value] * self.size
+        """The others are like this rank."""
+        return [value] * self.size
 
     def together(self, function: Any) -> Any:
         """Run by this rank alone."""

@@ -116,9 +116,9 @@ def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str
     Raises CheckpointError on all ranks where there are no safetensors files, or where they cannot be read.
     """
     files, metadata = _on_rank_0(group, lambda: _find(weights))
-    with group.agree():
-        cached = {file: weights.cached(file) for file in files}
-    missing = sorted({file for names in group.gather([f for f in files if not cached[f]]) for file in names})
+    everyone = group.everywhere(lambda: {file: weights.cached(file) for file in files})
+    cached = everyone[group.rank]
+    missing = sorted({file for paths in everyone for file, path in paths.items() if not path})
     found = group.together(lambda: _inquire_all(weights, missing[group.rank :: group.size]))
     everywhere = {file: remote for some in group.gather(found) for file, remote in some.items()}
     with group.agree():

@@ -43,13 +43,15 @@ def prefetch(
     Returns the bytes that this rank brought in. Raises CheckpointError on all ranks where one cannot read a file.
     """
     files = [source if isinstance(source, LocalFile) else None for source in opened]
-    with group.agree():
-        here, spans = node_name(), _spans(files, () if wanted is False else requests)
-        cold = wanted or not all(
-            file is None or file.is_resident(held) for file, held in zip(files, spans, strict=True)
-        )
-        kept = sum(request.tensor.nbytes for request in requests)
-    others = [each for each in group.gather((here, group.rank, cold, spans, kept)) if each[0] == here]
+
+    def need() -> tuple[str, int, bool, list[list[Range]], int]:
+        spans = _spans(files, () if wanted is False else requests)
+        pairs = zip(files, spans, strict=True)
+        cold = wanted or not all(file is None or file.is_resident(held) for file, held in pairs)
+        return node_name(), group.rank, cold, spans, sum(request.tensor.nbytes for request in requests)
+
+    everyone = group.everywhere(need)
+    others = [each for each in everyone if each[0] == everyone[group.rank][0]]
     if not any(each[2] for each in others):
         others = []  # and on to the vote, since another node may be cold
     total = turn = 0

@@ -49,9 +49,8 @@ def check_same_files(group: TensorParallelGroup, checkpoint: Checkpoint) -> int:
 
     Raises CheckpointError on all ranks, with the file and the rank, where two ranks have opened different ones.
     """
-    with group.agree():
-        mine = [_view(source) if source is not None else None for source in checkpoint.opened]
-    everyone = group.gather((checkpoint.signature, mine))
+    views = (_view(source) if source is not None else None for source in checkpoint.opened)
+    everyone = group.everywhere(lambda: (checkpoint.signature, list(views)))
     _compare(None, "list of files", dict(enumerate(signature for signature, _ in everyone)))
     by_file = zip(*(opened for _, opened in everyone), strict=True)
     files = [{rank: seen for rank, seen in enumerate(ranks) if seen is not None} for ranks in by_file]
