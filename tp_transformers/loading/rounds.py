@@ -105,7 +105,11 @@ def fill_round(
 
 
 def map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The pages of the file that a shard stands in, as a tensor, if they are what the parameter holds."""
+    """The pages of the file that a shard stands in, as a tensor, if they are what the parameter holds.
+
+    A cut of a trailing dim is not: a view of 0.5 GB of such cuts takes 12 ms, a copy 290, but torch copies the weight of
+    a bfloat16 linear in every decode step unless it is contiguous, which then takes 5 to 7 times as long.
+    """
     outline = torch.empty(shard.shape, device="meta")
     found = list(shard.pieces(outline))
     if len(found) != 1 or not isinstance(found[0][0], Stored) or not found[0][1].is_contiguous():
