@@ -64,7 +64,8 @@ def parallelize(
     # 3. Local head counts, on the module alone: the config is shared and stays as it is.
     for name, heads in resolution.attention.items():
         module = model.get_submodule(name)
-        _set_own(module, heads.attributes(group.rank))
+        for holder in (name, *heads.holders):
+            _set_own(model.get_submodule(holder), heads.attributes(group.rank))
         if hasattr(module, "config") and (heads.is_fused or reads_counts_of_config(module)):
             module.config = LocalConfig(module.config, **heads.config_attributes(group.rank))
     for name, mixer in resolution.mixers.items():
