@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import Mixing
 from tp_transformers.infer.small.model import computing_in, convert
+from tp_transformers.slices.layout import even_widths
 
 pytestmark = pytest.mark.distributed
 
-HEADS = (8, 3, 4)
+HEADS = (8, 3)
 """KV heads; of each, a token has a query for every expert that it is sent to."""
 JETMOE = Mixing(
     "JetMoe",
@@ -92,38 +94,40 @@ def compare_on_sequences(folders: dict[int, str], saved: str) -> dict[int, dict[
     return compare(folders, saved, tp_sequence_parallel=True)
 
 
-def make(path: Path) -> dict[int, str]:
+def make(path: Path, heads: Sequence[int]) -> dict[int, str]:
     """KV heads -> the folder of a model; what one process makes of it lies beside it."""
     folders = {}
-    for heads in HEADS:
-        folder = path / str(heads)
-        save_as_loaded(JETMOE.make(heads, 3), folder)
+    for count in heads:
+        folder = path / str(count)
+        save_as_loaded(JETMOE.make(count, 3), folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder / "checkpoint", attn_implementation="eager", dtype=torch.float64
         )
         torch.save(observe(model.eval()), folder / "reference.pt")
-        folders[heads] = str(folder / "checkpoint")
+        folders[count] = str(folder / "checkpoint")
     return folders
 
 
-@pytest.mark.parametrize("size", wide([3, 2, 4], 1))
-def test_linears_of_experts_make_queries(pool: Pool, tmp_path: Path, size: int) -> None:
-    folders = make(tmp_path)
+@pytest.mark.parametrize(("size", "heads"), wide([(3, (8,)), (3, (3, 4)), (2, (8, 3)), (4, (8, 3, 4))], 1))
+def test_linears_of_experts_make_queries(pool: Pool, tmp_path: Path, size: int, heads: tuple[int, ...]) -> None:
+    folders = make(tmp_path, heads)
     results = pool.run(size, compare, folders, str(tmp_path / "saved"))
-    for heads, folder in folders.items():
-        for seen in (result[heads] for result in results):
-            assert max(seen["logits"], seen["attentions"], seen["gradient"]) < TOLERANCE, (heads, seen)
-            assert seen["tokens"], heads
-            assert seen["read"] == 0, heads
-            assert seen["cache"] == (1 / size if heads % size == 0 else pytest.approx(seen["cache"])), heads
-        whole = 1.0 if heads >= size else size  # more ranks than heads: every rank has all keys and values
-        assert sum(result[heads]["cache"] for result in results) == pytest.approx(whole)
-        assert_same_files(folder, str(tmp_path / "saved" / str(heads)))
+    for count, folder in folders.items():
+        for seen in (result[count] for result in results):
+            assert max(seen["logits"], seen["attentions"], seen["gradient"]) < TOLERANCE, (count, seen)
+            assert seen["tokens"], count
+            assert seen["read"] == 0, count
+        kept = [result[count]["cache"] for result in results]
+        # With more ranks than KV heads, every rank has all keys and values.
+        assert kept == pytest.approx(
+            [width / count for width in even_widths(count, size)] if count >= size else [1.0] * size
+        )
+        assert_same_files(folder, str(tmp_path / "saved" / str(count)))
 
 
 @pytest.mark.slow
 def test_linears_of_experts_on_parts_of_the_sequence(pool: Pool, tmp_path: Path) -> None:
-    for result in pool.run(3, compare_on_sequences, make(tmp_path), str(tmp_path / "saved")):
+    for result in pool.run(3, compare_on_sequences, make(tmp_path, HEADS), str(tmp_path / "saved")):
         for heads, seen in result.items():
             assert max(seen["logits"], seen["gradient"]) < TOLERANCE, heads
             assert seen["tokens"], heads
