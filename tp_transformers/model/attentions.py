@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -70,11 +71,15 @@ def _gather(
             )
         splits = [splits[0]] * len(weights)
     return tuple(
-        _in_order(gather_from_region(layer, split.widths, process_group, dim=1), split)
-        if layer is not None and layer.shape[1] == split.widths[rank]
-        else layer
-        for layer, split in zip(weights, splits, strict=True)
+        tree_map_only(Tensor, lambda layer, split=split: _whole(layer, split, rank, process_group), each)
+        for each, split in zip(weights, splits, strict=True)
     )
+
+
+def _whole(weights: Tensor, split: Split, rank: int, process_group: Group) -> Tensor:
+    if weights.shape[1] != split.widths[rank]:
+        return weights
+    return _in_order(gather_from_region(weights, split.widths, process_group, dim=1), split)
 
 
 def _in_order(weights: Tensor, split: Split) -> Tensor:

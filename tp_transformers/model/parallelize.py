@@ -91,9 +91,9 @@ def parallelize(
             mix_locally(model.get_submodule(name), read, mixer.splits, mixer.states, group.rank)
         return_whole_attentions(model, resolution.attention, group)
         for name in dict.fromkeys(
-            name.rpartition(".")[0]
+            name if strategy.draws_between_products else name.rpartition(".")[0]
             for name, strategy in resolution.module_strategies.items()
-            if strategy.leaves_sharded_output or strategy.joins_sequence
+            if strategy.leaves_sharded_output or strategy.joins_sequence or strategy.draws_between_products
         ):
             join_layers(model.get_submodule(name))
             OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
