@@ -33,6 +33,7 @@ class ShardedProductsParallel(TensorParallelLayer):
         """Let the forward multiply with this rank's parts."""
         dims = {name: shard.layout.dim for name, shard in shards.items() if shard.layout is not None}
         group = mesh.get_group()
+        block_of(module)
 
         def around(call: Forwarder) -> Forwarder:
             def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
