@@ -24,6 +24,7 @@ from tests.support.models import (
 )
 from tests.support.pool import Pool
 from tests.support.tiers import wide
+from tests.support.tiny import MODELS
 from tests.support.tiny_mixers import Mixing
 from tp_transformers.infer.small.model import computing_in, convert
 from tp_transformers.slices.layout import even_widths
@@ -131,3 +132,21 @@ def test_linears_of_experts_on_parts_of_the_sequence(pool: Pool, tmp_path: Path)
         for heads, seen in result.items():
             assert max(seen["logits"], seen["gradient"]) < TOLERANCE, heads
             assert seen["tokens"], heads
+
+
+def compare_attentions(folder: str) -> list[float]:
+    """Run on every rank: the relative differences of the attentions of all layers from one process."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        own, whole = (
+            model(PROMPTS, attention_mask=MASK, output_attentions=True).attentions
+            for model in (load(folder, attn_implementation="eager"), plain)
+        )
+    return [relative(one, other) for one, other in zip(own, whole, strict=True)]
+
+
+@pytest.mark.parametrize("name", wide(["codegen", "diffllama"], 1))
+def test_attentions_of_heads_in_blocks_are_in_the_order_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+    save_as_loaded(MODELS[name].make(), tmp_path)
+    for found in pool.run(2, compare_attentions, str(tmp_path / "checkpoint")):
+        assert max(found) < 1e-4
