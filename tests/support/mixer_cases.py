@@ -33,6 +33,19 @@ class Standing(nn.Module):
         return self.down(torch.relu(x))
 
 
+class Products(nn.Module):
+    """Heads that are made, and summed, by parameters of (features, heads, head size)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(randn(6, 5, 3)), nn.Parameter(randn(6, 5, 3))
+        self.bias = nn.Parameter(randn(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.tanh(torch.einsum("bsh,hnd->bsnd", x, self.up) + self.bias)
+        return x + torch.einsum("bsnd,hnd->bsh", made, self.down)
+
+
 MIXER_CASES: dict[str, Cases] = {
     "gated_norm": {
         "4 groups": lambda size: gated_norm(4, 4, size),
@@ -44,6 +57,13 @@ MIXER_CASES: dict[str, Cases] = {
         "an MLP": lambda size: Case(
             Standing(),
             {"": ("sharded_moments", {"widths": ("width",)}), "up": "colwise", "down": "rowwise"},
+            (randn(2, 5, 6),),
+        ),
+    },
+    "sharded_products": {
+        "parameters with heads": lambda size: Case(
+            Products(),
+            {"": "sharded_products", **dict.fromkeys(("up", "down", "bias"), "local_colwise")},
             (randn(2, 5, 6),),
         ),
     },

@@ -10,13 +10,19 @@ from transformers import Conv1D
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """(input, output) features of a linear or an embedding, whose input is a row; None for any other module."""
+    """(input, output) features of a linear or an embedding, whose input is a row; None for any other module.
+
+    Linears of experts, one matrix of (experts, out, in) that is given tokens sorted by expert, count as one linear.
+    """
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     if isinstance(module, Conv1D):
         return module.nx, module.nf
     if "weight" in module._parameters and hasattr(module, "in_features") and hasattr(module, "out_features"):
         return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
+    weight = module._parameters.get("weight")
+    if weight is not None and weight.ndim == 3 and hasattr(module, "input_size") and hasattr(module, "output_size"):
+        return int(module.input_size), int(module.output_size)  # type: ignore[arg-type]
     return None
 
 
@@ -50,6 +56,7 @@ def holds_experts(module: nn.Module) -> bool:
     shapes = [param.shape for param in module.parameters(recurse=False)]
     return (
         not isinstance(module, _ConvNd)
+        and features(module) is None
         and {2, 3} >= {len(shape) for shape in shapes} >= {3}
         and len({shape[0] for shape in shapes}) == 1
         and not any(map(features, module.children()))  # of a mixer, which has heads

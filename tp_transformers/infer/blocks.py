@@ -68,6 +68,9 @@ def _linears(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[
         blocks += [found] if found is not None else []
     for consumer, links in flow.links.items():
         if not links or any(link.is_dense for link in links.values()):
+            inside = {name for name in links if not isinstance(modules[name], nn.Embedding)}
+            if inside and all(flow.readers[name] == {consumer} for name in links):
+                whole.update(dict.fromkeys((consumer, *links), "all features meet between them, as in a norm of all"))
             continue
         if any(isinstance(modules[name], nn.Embedding) and not link.mixes.any() for name, link in links.items()):
             continue  # the residual stream, before the first sum

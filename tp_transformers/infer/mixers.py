@@ -141,6 +141,8 @@ def _parts_of(name: str, sequence: Sequence[tuple[str, int]], heads: Heads, key:
     flat = _taken(sequence, range(heads.width), range(heads.heads), range(heads.groups), key)
     if flat is not None:
         return flat
+    if _is_head_after_head(sequence, heads):
+        return ["value"]
     each, rest = divmod(len(sequence), heads.groups)
     if not rest:
         values, own = heads.width // heads.groups, heads.heads // heads.groups
@@ -159,6 +161,13 @@ def _parts_of(name: str, sequence: Sequence[tuple[str, int]], heads: Heads, key:
     raise Refused(f"{name} is not made up of parts that are values, heads or groups in order")
 
 
+def _is_head_after_head(sequence: Sequence[tuple[str, int]], heads: Heads) -> bool:
+    """True if a child has as many elements of every head, one head after the other, in whatever order within it."""
+    each, width = len(sequence) // heads.heads, heads.width // heads.heads
+    owners = [index // width if kind == "value" else index for kind, index in sequence if kind != "key"]
+    return owners == [head for head in range(heads.heads) for _ in range(each)]
+
+
 def _taken(
     sequence: Sequence[tuple[str, int]], values: range, heads: range, groups: range, key: int
 ) -> list[Any] | None:
@@ -166,8 +175,8 @@ def _taken(
     of_group = "head" if len(heads) == len(groups) else "key"
     candidates = {
         "value": [("value", index) for index in values],
-        "key": [(of_group, index) for index in groups for _ in range(key)],
         "head": [("head", index) for index in heads],
+        "key": [(of_group, index) for index in groups for _ in range(key)],
     }
     parts, at = [], 0
     while at < len(sequence):

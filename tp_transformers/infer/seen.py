@@ -17,6 +17,9 @@ from ..anatomy.linears import features, holds_experts, stacked_experts
 from ..anatomy.names import fold_lists
 from ..anatomy.norms import is_norm, is_norm_of_one_tensor
 
+TINY = 1e-6
+"""Added to a mean of squares before its root is divided by."""
+
 
 class Seen:
     """Hooks on a model, and what they record; names are folded."""
@@ -104,7 +107,10 @@ class Seen:
             if source is None or not isinstance(output, Tensor):
                 return None
             self.norms[name] = source[0]
-            return args[0] * module.weight  # without the mean over features, through which each reaches all
+            # No gradient through the mean over features, by which each reaches all; but in its size, so that attention
+            # does not see one token alone.
+            squares = args[0].detach().float().square().mean(-1, keepdim=True)
+            return args[0] * module.weight * torch.rsqrt(squares + TINY).to(args[0].dtype)
 
         return hook
 

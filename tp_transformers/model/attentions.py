@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -37,7 +39,7 @@ def return_whole_attentions(
         stack = max((stack for stack in stacks if not stack or name.startswith(f"{stack}.")), key=len)
         for field, is_cross in FIELDS.items():
             if is_cross == is_cross_attention(name):
-                splits.setdefault(stack, {}).setdefault(field, []).append(heads.query)
+                splits.setdefault(stack, {}).setdefault(field, []).append(heads.attended)
     for name, fields in splits.items():
         model.get_submodule(name).register_forward_hook(_gather_hook(fields, group.rank, group.process_group))
 
@@ -69,8 +71,18 @@ def _gather(
             )
         splits = [splits[0]] * len(weights)
     return tuple(
-        gather_from_region(layer, split.widths, process_group, dim=1)
-        if layer is not None and layer.shape[1] == split.widths[rank]
-        else layer
-        for layer, split in zip(weights, splits, strict=True)
+        tree_map_only(Tensor, lambda layer, split=split: _whole(layer, split, rank, process_group), each)
+        for each, split in zip(weights, splits, strict=True)
     )
+
+
+def _whole(weights: Tensor, split: Split, rank: int, process_group: Group) -> Tensor:
+    if weights.shape[1] != split.widths[rank]:
+        return weights
+    return _in_order(gather_from_region(weights, split.widths, process_group, dim=1), split)
+
+
+def _in_order(weights: Tensor, split: Split) -> Tensor:
+    """Those of all heads in the order of one process; a rank may have heads of several blocks."""
+    order = [head for ranges in split.ranges for start, stop in ranges for head in range(start, stop)]
+    return weights if order == sorted(order) else weights[:, torch.tensor(order, device=weights.device).argsort()]

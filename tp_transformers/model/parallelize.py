@@ -63,7 +63,8 @@ def parallelize(
     # 3. Local head counts, on the module alone: the config is shared and stays as it is.
     for name, heads in resolution.attention.items():
         module = model.get_submodule(name)
-        _set_own(module, heads.attributes(group.rank))
+        for holder in (name, *heads.holders):
+            _set_own(model.get_submodule(holder), heads.attributes(group.rank))
         if hasattr(module, "config") and (heads.is_fused or reads_counts_of_config(module)):
             module.config = LocalConfig(module.config, **heads.config_attributes(group.rank))
     for name, mixer in resolution.mixers.items():
@@ -89,9 +90,9 @@ def parallelize(
             mix_locally(model.get_submodule(name), read, mixer.splits, mixer.states, group.rank)
         return_whole_attentions(model, resolution.attention, group)
         for name in dict.fromkeys(
-            name.rpartition(".")[0]
+            name if strategy.draws_between_products else name.rpartition(".")[0]
             for name, strategy in resolution.module_strategies.items()
-            if strategy.leaves_sharded_output or strategy.joins_sequence
+            if strategy.leaves_sharded_output or strategy.joins_sequence or strategy.draws_between_products
         ):
             join_layers(model.get_submodule(name))
             OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))

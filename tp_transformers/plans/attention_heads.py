@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..anatomy.attention import KV_COUNTS, QUERY_COUNTS
-from ..slices.layout import Split
+from ..slices.layout import Split, packed
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,18 @@ class AttentionHeads:
     """True if heads are made from replicated latents (multi-head latent attention)."""
     head_dim: int | None = None
     """Features of a query head, where they are known."""
+    repeats: int = 1
+    """Times that every query head attends, with queries of its own: once for every expert that a token has in JetMoE.
+    """
+    holders: tuple[str, ...] = ()
+    """Modules in it that hold its projections, and count heads or their features, too."""
+    hidden: tuple[str, ...] = ()
+    """Modules and parameters in it that compute with hidden states, before or after the heads."""
+
+    @property
+    def attended(self) -> Split:
+        """How the heads of the attentions that the module returns are cut."""
+        return packed([self.query] * self.repeats)
 
     def attributes(self, rank: int) -> dict[str, int]:
         """The module's own head counts on `rank`, by the names that transformers uses."""

@@ -16,7 +16,7 @@ from ..anatomy.attention import (
     is_attention,
 )
 from ..anatomy.linears import features, input_width, output_width
-from ..anatomy.names import fold_layers, inner
+from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
 from ..slices.layout import Split, heads, interleaved, packed
 from .attention_heads import AttentionCut, AttentionHeads
@@ -87,13 +87,17 @@ def cut_attention(
         if size > query // count:
             cut.whole.update(dict.fromkeys((*followers, name), name))
             continue
-        units = heads(query // count, kv // count, size)
+        units, hidden = heads(query // count, kv // count, size), roles.pop("with_hidden", [])
+        holders = dict.fromkeys(child.rpartition(".")[0] for child in projections)
         group = AttentionHeads(
             packed([units[0]] * count),
             packed([units[1]] * count),
             is_fused=bool({"fused", "interleaved"} & roles.keys()),
             is_latent="key_value" in roles,
             head_dim=head_dim,
+            holders=tuple(holder for holder in holders if is_inside(holder, name)),
+            hidden=tuple(hidden),
+            repeats=_repeats(modules[name], roles, query, attention_config(modules[name], model)),
         )
         cut.heads[name] = group
         cut.splits[name] = group.query
@@ -239,6 +243,9 @@ def _count_heads(
     attended = input_width(modules[roles["output"][0]]) if "output" in roles else 0
     if head_dim is None and query and attended % query == 0:
         head_dim = attended // query or None
+    made = output_width(modules[roles["query"][0]]) if {"query", "fused"} <= roles.keys() else 0
+    if head_dim is not None and made and made % head_dim == 0:
+        query = made // head_dim  # those of one expert in JetMoE
     if "key_value" in roles:  # latent attention: every query head has a key and a value of its own
         kv = query
     if head_dim is not None and "key" in roles:
@@ -256,6 +263,12 @@ def _count_heads(
         faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
         return None
     return query, kv, head_dim
+
+
+def _repeats(module: nn.Module, roles: Mapping[str, object], query: int, config: Any) -> int:
+    """How often the heads that the query projection makes attend, where keys and values have one of their own."""
+    stated = head_counts(module, config)[0] if {"query", "fused"} <= roles.keys() else query
+    return stated // query if stated and stated % query == 0 else 1
 
 
 def _own_names(children: Any) -> str:

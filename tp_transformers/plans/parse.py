@@ -15,7 +15,10 @@ from ..strategies import TensorParallelLayer, as_strategy
 BATCH_SHARDED_INPUT = "batch-sharded"
 """Layout, in a rule, of an input of which every rank has samples of its own."""
 
-ATTENTION_ROLES = ("query", "key", "value", "key_value", "fused", "interleaved", "output", "with_query", "with_key")
+ATTENTION_ROLES = (
+    *("query", "key", "value", "key_value", "fused", "interleaved", "output"),
+    *("with_query", "with_key", "with_hidden"),
+)
 """Roles of an attention module's children; see `model_plans/README.md`."""
 ATTENTION_FLAGS = ("optional", "gathered")
 """What an attention module's entry may say beside its roles, as true or false."""

@@ -58,6 +58,8 @@ class Communication:
     """True around a block in which means and deviations over features that are cut are those of the whole width."""
     exchanges_tokens = False
     """True for experts that are sent the tokens of other ranks, each of which has tokens of its own."""
+    draws_between_products = False
+    """True for a module that draws random numbers of its rank's own between products with parameters that are cut."""
     draws_alike = False
     """True if the ranks, which draw random numbers of their own outside of the module, draw the same inside."""
 

@@ -25,6 +25,7 @@ from .loss.head import LossColwiseParallel, LossParallel
 from .mixers.channelwise import ChannelwiseParallel
 from .mixers.gated_norm import GatedNormParallel
 from .mixers.inner import InnerRowwiseParallel
+from .mixers.products import ShardedProductsParallel
 from .mixers.sharded_moments import ShardedMomentsParallel
 from .regions.exchange import SequenceExpertsParallel
 from .regions.sequence import (
@@ -64,6 +65,7 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
     "sequence_states": SequenceStatesParallel(),
     "sharded_norm": ShardedNormParallel(),
     "sharded_moments": ShardedMomentsParallel(),
+    "sharded_products": ShardedProductsParallel(),
     "channelwise": ChannelwiseParallel(use_dtensor=False),
     "gated_norm": GatedNormParallel(use_dtensor=False),
     "rowwise_inner": InnerRowwiseParallel(),

@@ -159,6 +159,7 @@ def test_a_mixer_sums_its_output_and_gathers_nothing(pool: Pool, tmp_path: Path)
         "mamba2, 8, 1": [square, output],  # the norm of a group that both ranks have
         "mamba, 8, 8": [tokens * (8 + 2 * STATE), output],  # dt, B and C of all channels
         "qwen3_5_text, 8, 4": [output, output],  # and an MLP
+        "kimi_linear, 8, 8": [output, output],
         "lfm2, 8, 8": [output, output],
         "recurrent_gemma, 8, 4": [tokens * 64, tokens * 64],
     }

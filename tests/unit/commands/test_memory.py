@@ -21,6 +21,7 @@ from tests.support.tiny_mixers import MIXERS, states
 from tp_transformers import CheckpointError, PlanError
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory, smallest_size
+from tp_transformers.commands.plan.report import state_lines
 
 
 def config_of(name: str, heads: int, kv_heads: int, folder: Path) -> str:
@@ -49,7 +50,22 @@ def test_the_smallest_size_is_the_first_that_fits(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("heads", "groups"), [(8, 2), (9, 3)])
 @pytest.mark.parametrize(
-    "name", wide(["mamba2", "lfm2", "qwen3_5_text", "falcon_h1", "jamba", "zamba", "kimi_linear"], 3)
+    "name",
+    wide(
+        [
+            "mamba2",
+            "recurrent_gemma",
+            "minimax",
+            "xlstm",
+            "lfm2",
+            "qwen3_5_text",
+            "falcon_h1",
+            "jamba",
+            "zamba",
+            "kimi_linear",
+        ],
+        4,
+    ),
 )
 def test_states_are_those_that_one_process_keeps(name: str, heads: int, groups: int, tmp_path: Path) -> None:
     model = MIXERS[name].make(heads, groups).float()
@@ -57,7 +73,9 @@ def test_states_are_those_that_one_process_keeps(name: str, heads: int, groups: 
     tokens = torch.arange(10).view(2, 5)
     with torch.no_grad():
         made = model.generate(tokens, max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
-    kept = sum(state.nbytes for state in states(model, {}, made.past_key_values))
+    with torch.no_grad():
+        answer = model(tokens)  # some keep states in outputs alone
+    kept = sum(state.nbytes for state in states(model, answer, made.get("past_key_values")))
     found = survey(str(tmp_path))
     for size in (1, 2 if heads == 8 else 3):  # ranks of as many heads and groups
         each = [states.nbytes for states in plan_memory(found, size, batch=2, context=7).states]
@@ -65,6 +83,14 @@ def test_states_are_those_that_one_process_keeps(name: str, heads: int, groups: 
     uneven = plan_memory(found, 2, batch=2, context=7).cache_bytes
     assert sum(uneven) >= kept
     assert plan_memory(found, 2, batch=2).states == ()
+
+
+def test_states_that_no_mixer_makes_are_not_counted(tmp_path: Path) -> None:
+    MIXERS["rwkv"].make(8, 8).save_pretrained(tmp_path)
+    planned = plan_memory(survey(str(tmp_path)), 2, batch=2, context=7)
+    assert {states.nbytes for states in planned.states} == {None}
+    (line,) = state_lines(planned)
+    assert line.endswith("not known, and not counted: the model makes them, and gives them to it")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 import tp_transformers
 from tests.support.tiny import MODELS
+from tests.support.tiny_mixers import MIXERS
 from tp_transformers.anatomy.classes import generating_class, known_class
 from tp_transformers.infer.small import model as probe
 from tp_transformers.infer.small.config import LIMIT, shrink, supported
@@ -210,3 +211,9 @@ def test_an_iteration_that_stops_within_is_an_unsupported_error() -> None:
     expected = pytest.raises(tp_transformers.UnsupportedError, match="a small thing: got StopIteration")
     with expected, supported("a small thing"):
         next(iter(()))
+
+
+def test_heads_that_rotate_are_even_where_others_have_a_width() -> None:
+    config = MIXERS["olmo_hybrid"].make(8, 4).config  # its delta net's heads have a width, its attention's have none
+    small = shrink(config)
+    assert small.hidden_size // small.num_attention_heads % 2 == 0

@@ -87,6 +87,7 @@ CUTS: dict[str, Cut] = {
     "local_packed_rowwise": {**without(INPUT_FEATURES, "embedding"), "norm": {"weight": None, "bias": None}},
     "sharded_norm": {"norm": {"weight": 0, "bias": 0}, "rms norm": {"weight": 0}},
     "sharded_moments": {},
+    "sharded_products": NOTHING,
     "gated_norm": {"rms norm": {"weight": 0}},
     "channelwise": {kind: {"weight": 0, "bias": 0} for kind in ("linear", "depthwise convolution")},
     "rowwise_inner": INPUT_FEATURES,

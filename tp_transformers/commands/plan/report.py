@@ -230,7 +230,9 @@ def state_lines(planned: MemoryPlan) -> list[str]:
     said = [
         (
             states.name,
-            "not known, and not counted" if states.nbytes is None else by_rank(list(map(size, states.nbytes))),
+            f"not known, and not counted: {states.reason}"
+            if states.nbytes is None
+            else by_rank(list(map(size, states.nbytes))),
         )
         for states in planned.states
     ]

@@ -1,25 +1,31 @@
-"""Memory of the states that mixers keep instead of keys and values: transformers' own cache, filled on the meta device.
+"""Memory of the states that mixers keep instead of keys and values: those of a cache, filled on the meta device.
 
-A mixer computes a few tokens without data, and its cache is measured. The states of a rank are those of its heads.
+A mixer computes a few tokens without data, and its cache is measured, or what it keeps in itself. The states of a rank
+are those of its heads.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ...anatomy.names import layer_number
+from ...errors import shorten
 from ...plans.mixers import MixerHeads
 
 TOKENS = 8
 """Tokens that a mixer computes: more than the kernels of convolutions are long, whose states are of one size."""
 CACHES = ("cache_params", "past_key_values")
 """Names that mixers have for the argument of their cache."""
+STATES = ("conv_states", "recurrent_states")
+"""Names of the states of a layer of a cache."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,9 @@ class States:
 
     name: str
     nbytes: tuple[int, ...] | None
-    """Bytes on every rank; None where they are not in a cache of transformers, and not known."""
+    """Bytes on every rank; None where they are not known."""
+    reason: str = ""
+    """Reason that they are not known."""
 
 
 def mixer_states(
@@ -41,25 +49,74 @@ def mixer_states(
         mixers: module -> how its heads are cut.
     """
     for name, cut in mixers.items():
-        kept = _kept(model, model.get_submodule(name), batch)
-        yield States(name, _sum_by_rank(kept, cut, size) if kept else None)
+        try:
+            kept = _kept(model, name, batch)
+        except Exception as error:  # its forward wants other arguments
+            yield States(name, None, shorten(f"{type(error).__name__}: {error}".partition("\n")[0], 200))
+            continue
+        if kept:
+            yield States(name, _sum_by_rank(kept, cut, size))
+        else:
+            made = (
+                "the model makes them, and gives them to it" if cut.states else "it puts none in a cache or in itself"
+            )
+            yield States(name, None, made)
 
 
-def _kept(model: PreTrainedModel, mixer: nn.Module, batch: int) -> list[Tensor]:
-    """The states that one mixer puts into a cache."""
-    cache = DynamicCache(config=model.config)
-    arguments = inspect.signature(mixer.forward).parameters.values()
-    given: dict[str, Any] = {each.name: cache for each in arguments if each.name in CACHES}
+def _kept(model: PreTrainedModel, name: str, batch: int) -> list[Tensor]:
+    """The states that one mixer puts into a cache, or keeps in itself; raises what its forward raises."""
+    mixer, cache = model.get_submodule(name), _cache(model, batch)
+    kept = _in_cache(cache, name)
+    if kept:  # a cache that is made with the states of all layers
+        return kept
     width = model.config.get_text_config(decoder=True).hidden_size
+    given: dict[str, Any] = {
+        **dict.fromkeys(CACHES, cache),
+        "position_ids": torch.arange(TOKENS, device="meta")[None],
+        "attention_mask": None,
+        "position_embeddings": None,
+    }
+    arguments = [each.name for each in inspect.signature(mixer.forward).parameters.values()]
+    before = [dict(vars(part)) for part in mixer.modules()]
     try:
         with torch.no_grad():
-            mixer(torch.empty(batch, TOKENS, width, dtype=model.dtype, device="meta"), **given)
-    except Exception:  # its forward wants other arguments
-        return []
-    found: list[Tensor | None] = []
-    for kept in (getattr(layer, kind, None) for layer in cache.layers for kind in ("conv_states", "recurrent_states")):
+            states = torch.empty(batch, TOKENS, width, dtype=model.dtype, device="meta")
+            mixer(states, **{key: value for key, value in given.items() if key in arguments[1:]})
+        return _in_cache(cache, name) or [
+            value
+            for part, known in zip(mixer.modules(), before, strict=True)
+            for key, value in vars(part).items()
+            if isinstance(value, Tensor) and value is not known.get(key)
+        ]
+    finally:
+        for part, known in zip(mixer.modules(), before, strict=True):
+            vars(part).update({key: value for key, value in known.items() if vars(part).get(key) is not value})
+
+
+def _cache(model: PreTrainedModel, batch: int) -> Any:
+    """An empty cache for `model`: of the class that its file has for it, or transformers' own."""
+    own = [
+        kind
+        for name, kind in vars(sys.modules[type(model).__module__]).items()
+        if name.endswith("Cache") and isinstance(kind, type) and kind.__module__ == type(model).__module__
+    ]
+    if not own:
+        return DynamicCache(config=model.config)
+    known = {"config": model.config, "max_batch_size": batch, "dtype": model.dtype, "device": "meta"}
+    wanted = inspect.signature(own[0]).parameters
+    return own[0](**{name: value for name, value in known.items() if name in wanted})
+
+
+def _in_cache(cache: Any, name: str) -> list[Tensor]:
+    """The states in a cache, those of the layer of the mixer `name` where it has some for every layer."""
+    found: list[Any] = []
+    for kept in (getattr(layer, kind, None) for layer in getattr(cache, "layers", ()) for kind in STATES):
         found += kept.values() if isinstance(kept, dict) else [kept]  # one tensor in older releases
-    return [states for states in found if states is not None]
+    index = layer_number(name)
+    for by_layer in (vars(cache).get("linear_cache"), vars(cache).get("rnn_state")):
+        own = by_layer[index] if by_layer and index is not None and index < len(by_layer) else []
+        found += [own] if isinstance(own, Tensor) else own
+    return [states for states in found if isinstance(states, Tensor)]
 
 
 def _sum_by_rank(kept: list[Tensor], cut: MixerHeads, size: int) -> tuple[int, ...]:

@@ -58,7 +58,11 @@ def shrink_widths(levels: list[Level]) -> None:
         if heads and hidden:
             base = next(width for width in HEAD_WIDTHS if _rotates(width, level))
             if hidden != heads * head:  # the heads together are not as wide as the model, and shall not become so
-                base = next(factor for factor in range(-(-BLOCK // heads), BLOCK) if factor != base)
+                # Heads of attention may be as wide as that, where other heads have a width of their own; they rotate.
+                step = 1 if any(level.get(name) for name in OF_ALL_HEADS) else 2
+                base = next(
+                    factor for factor in range(-(-BLOCK // heads), BLOCK) if factor != base and not factor % step
+                )
             small[hidden] = min(hidden, math.lcm(small.get(hidden, 1), heads * base))
     for level in levels:
         heads, hidden, head = _attention(level)

@@ -175,6 +175,8 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
         if cut.heads[attention].is_latent and not rotary_key:
             continue
         heads = cut.heads[attention]
+        if not set(names_around(name)).isdisjoint(heads.hidden):
+            continue
         lengths = {count * per for count in (heads.query.length, heads.kv.length) for per in (1, heads.head_dim or 1)}
         if rotary_key:
             fix = f"so its gradient has to be summed over the ranks; add {fold_layers(owner)}: mla_kv_a_proj"

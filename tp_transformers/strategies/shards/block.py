@@ -21,8 +21,11 @@ class Guard(Protocol):
     def begin(self, module: nn.Module) -> None:
         """Called before the forward."""
 
+    def enter(self) -> None:
+        """Called in it by a strategy, where a rank goes on with features of its own."""
+
     def leave(self) -> None:
-        """Called after it, however it ended."""
+        """Called where it goes on with whole ones, and after the forward, however it ended."""
 
 
 class Block:
