@@ -39,6 +39,8 @@ THREE_RANKS = (
     "llama4_text",
     "falcon",
 )
+NO_STATIC_CACHE = ("falcon with alibi",)
+"""Architectures whose own code takes no mask of a static cache."""
 INDUCTOR = ("mixtral", "olmo2", "bamba", "gemma3n_text")
 """Experts, and norms and moments over features that are cut; `test_inductor` has a plain model."""
 
@@ -111,7 +113,8 @@ def test_decoding_is_one_graph(pool: Pool, tmp_path: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_graphs_and_numbers_are_those_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
-    check(pool, tmp_path, 2, name, ARCHITECTURES[name].variants[-1])  # 9 heads
+    which = [phase for phase in PHASES if phase != "decode" or name not in NO_STATIC_CACHE]
+    check(pool, tmp_path, 2, name, ARCHITECTURES[name].variants[-1], which=which)  # 9 heads
 
 
 @pytest.mark.slow
