@@ -41,8 +41,8 @@ THREE_RANKS = (
 )
 NO_STATIC_CACHE = ("falcon with alibi",)
 """Architectures whose own code takes no mask of a static cache."""
-INDUCTOR = ("mixtral", "olmo2", "bamba", "gemma3n_text")
-"""Experts, and norms and moments over features that are cut; `test_inductor` has a plain model."""
+INDUCTOR = ("mixtral", "olmo2")
+"""Experts, and norms over features that are cut; `model/test_inductor.py` has Llama, its training included."""
 
 
 def make(name: str, heads: tuple[int, int]) -> Any:
@@ -96,10 +96,9 @@ def check(
         for phase, own in plain.items():
             seen, breaks = result[phase], sum(own.breaks.values())
             print(f"{name}, {phase}: {own.graphs} graphs, {breaks} breaks in one process, on {size} ranks", seen)
-            assert own.graphs > 0
+            assert own.graphs > 0 or phase == "decode"  # transformers compiles no decoding of Llama 4
             assert seen["graphs"] <= own.graphs
-            # Of several functions that call each other, each one counts a break in the innermost.
-            assert breaks or not seen["breaks"]
+            assert seen["breaks"].keys() <= own.breaks.keys()
             assert seen["value"] < LOGITS_TOLERANCE
             assert seen["tokens"]
             assert seen["grads"] < GRADIENT_TOLERANCE
@@ -138,8 +137,8 @@ def test_graphs_of_a_model_with_moments_of_cut_features(pool: Pool, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", INDUCTOR)
-def test_inductor_computes_as_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
-    check(pool, tmp_path, 2, name, (8, 1), backend="inductor")
+def test_inductor_decodes_as_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+    check(pool, tmp_path, 2, name, (9, 3), backend="inductor", which=("decode",))
 
 
 def drop(folder: str) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._guards import CompileContext
 from transformers import CompileConfig
 
 from tests.support.architectures import inputs_of
@@ -27,6 +28,7 @@ class Made:
     """The sequences that were decoded."""
     grads: dict[str, Tensor] = field(default_factory=dict)
     graphs: int = 0
+    """Places of the code from which a graph goes to the next break, each counted once for all its shapes."""
     breaks: dict[str, int] = field(default_factory=dict)
     """Reason -> number of graph breaks."""
 
@@ -37,14 +39,20 @@ PHASES = ("prefill", "decode", "train")
 def observe(model: Any, backend: str | None, phases: Sequence[str] = PHASES) -> dict[str, Made]:
     """A prefill, the decoding of a few tokens with a static cache, a training step; eager without a `backend`."""
     inputs, generated = inputs_of(model)
-    forward = torch.compile(model, backend=backend) if backend else model
+    frames: set[int | None] = set()
+
+    def compile_graph(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        frames.add(CompileContext.current_compile_id().frame_id)  # type: ignore[union-attr]
+        return torch._dynamo.lookup_backend(backend)(graph, example)
+
+    forward = torch.compile(model, backend=compile_graph) if backend else model
 
     def prefill() -> Made:
         with torch.no_grad():
             return Made(forward(**inputs).logits)
 
     def decode() -> Made:
-        config = CompileConfig(backend=backend or "eager", mode=None)
+        config = CompileConfig(backend=compile_graph, mode=None)
         config._compile_all_devices = True
         made = model.generate(
             **generated,
@@ -70,13 +78,14 @@ def observe(model: Any, backend: str | None, phases: Sequence[str] = PHASES) -> 
         grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
         return Made(loss.detach(), grads=grads)
 
-    return {call.__name__: _counted(call) for call in (prefill, decode, train) if call.__name__ in phases}
+    return {call.__name__: _counted(call, frames) for call in (prefill, decode, train) if call.__name__ in phases}
 
 
-def _counted(call: Callable[[], Made]) -> Made:
+def _counted(call: Callable[[], Made], frames: set[int | None]) -> Made:
     torch._dynamo.reset()
     counters.clear()
+    frames.clear()
     made = call()
-    breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
+    breaks = dict(counters["graph_break"])
     torch._dynamo.reset()
-    return Made(made.value, made.tokens, made.grads, graphs, breaks)
+    return Made(made.value, made.tokens, made.grads, len(frames), breaks)
