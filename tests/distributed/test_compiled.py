@@ -44,6 +44,8 @@ NO_STATIC_CACHE = ("falcon with alibi",)
 INDUCTOR = ("mixtral", "olmo2")
 """Experts, and norms over features that are cut; `model/test_inductor.py` has Llama, its training included."""
 
+BREAKS = pytest.mark.xfail(reason="a rank keeps its part of a state in a tuple by Tensor.data, which is not traced")
+
 
 def make(name: str, heads: tuple[int, int]) -> Any:
     """A random model in fp32 that drops nothing: ranks draw their own numbers for what they hold."""
@@ -123,7 +125,10 @@ def test_graphs_on_three_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "groups"), [*((name, 2) for name in MIXERS), ("bamba", 1)])
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [*((name, 2) for name in MIXERS if name != "xlstm"), ("bamba", 1), pytest.param("xlstm", 2, marks=BREAKS)],
+)
 def test_graphs_of_mixers(pool: Pool, tmp_path: Path, name: str, groups: int) -> None:
     check(pool, tmp_path, 2, name, (8, groups))
 
