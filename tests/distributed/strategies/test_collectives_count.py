@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import PROMPTS, load, load_both
 from tests.support.pool import Pool
+from tests.support.tiers import wide
+from tests.support.tiny import MODELS
+from tests.support.tiny_mixers import MIXERS
 from tp_transformers.ranks import direct
 
 pytestmark = pytest.mark.distributed
@@ -137,8 +140,15 @@ def test_layers_of_a_block_sum_the_gradient_of_their_input_together(pool: Pool, 
         assert seen == {"all_reduce": 2 * LAYERS + 1}  # one is that of the logits
 
 
-WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::equal")
-"""Operators whose result the host waits for, so that a CUDA graph refuses them."""
+WAITS = (
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::lift_fresh",  # of torch.tensor, which copies numbers of the host
+)
+"""Operators whose result the host waits for, or that wait for the host, so that a CUDA graph refuses them."""
 
 
 class Operators(TorchDispatchMode):
@@ -153,10 +163,10 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def decode(name: str, folder: str) -> tuple[Counter[str], Counter[str]]:
+def decode(folder: str) -> tuple[Counter[str], Counter[str]]:
     """Operators of one decode step with a static cache: of this rank, and of one process."""
     found = []
-    for model in load_both(folder, getattr(transformers, ARCHITECTURES[name].model)):
+    for model in load_both(folder):
         cache = transformers.StaticCache(model.config, max_cache_len=32)
         with torch.no_grad():
             model(PROMPTS, past_key_values=cache)
@@ -167,13 +177,31 @@ def decode(name: str, folder: str) -> tuple[Counter[str], Counter[str]]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "olmo2"])
-def test_the_host_waits_for_nothing_in_a_decode_step(pool: Pool, tmp_path: Path, name: str) -> None:
-    ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
-    for ours, plain in pool.run(2, decode, name, str(tmp_path)):
+DECODED = {
+    "llama, 8, 2": 2 * LAYERS,
+    "mixtral, 8, 2": 2 * LAYERS,
+    "bamba, 8, 1": 2 * LAYERS + 1,  # the norm of a group that both ranks have
+    "bamba, 8, 2": 2 * LAYERS,
+    "qwen3_5_text, 8, 2": 2 * LAYERS,
+    "lfm2, 8, 2": 2 * LAYERS,
+    "gemma3n_text, 4, 4": 4 * LAYERS,  # the moments of its MLPs, too
+    "phi3, 8, 2": 2 * LAYERS,
+    "olmo2, 8, 2": 4 * LAYERS,
+}
+"""Models with attention, experts and mixers, their heads and KV heads or groups -> collectives of a decode step, beside
+those of the embedding and of the logits."""
+
+
+@pytest.mark.parametrize("key", wide(DECODED, 3))
+def test_the_host_waits_for_nothing_in_a_decode_step(pool: Pool, tmp_path: Path, key: str) -> None:
+    name, *heads = key.split(", ")
+    table: Any = ARCHITECTURES if name in ARCHITECTURES else MIXERS
+    model = table[name].make(*map(int, heads)) if name in table else MODELS[name].make()
+    model.float().save_pretrained(tmp_path)
+    for ours, plain in pool.run(2, decode, str(tmp_path)):
         assert {each: ours[each] for each in WAITS} == {each: plain[each] for each in WAITS}
         communicates = {each: count for each, count in ours.items() if each.startswith("c10d::")}
-        assert sum(communicates.values()) == {"olmo2": 4}.get(name, 2) * LAYERS + 2  # of the embedding, of the logits
+        assert sum(communicates.values()) == DECODED[key] + 2, communicates
 
 
 def communicated(operators: Operators) -> Counter[str]:

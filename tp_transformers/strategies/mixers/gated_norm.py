@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import one_hot, silu
+from torch.nn.functional import pad, silu
 
 from ...anatomy.norms import epsilon, is_rms_norm
 from ...ranks.collectives import copy_to_region, reduce_from_region
@@ -77,8 +77,8 @@ class GatedNormParallel(TensorParallelLayer):
         normed = wide * silu(gate.to(wide.dtype)) if is_gated_first and gate is not None else wide
         squares = normed.square().sum(LAST, keepdim=True)
         own = self.cut(self.length, self.size).ranges[self.rank][0][0] // self.group
-        slots = one_hot(torch.tensor(own, device=x.device), self.length // self.group).to(wide.dtype)
-        mean = copy_to_region(reduce_from_region(squares * slots / self.group, group), group)[..., own : own + 1]
+        slots = pad(squares / self.group, (own, self.length // self.group - 1 - own))
+        mean = copy_to_region(reduce_from_region(slots, group), group)[..., own : own + 1]
         forward_of(module).notes["norm"] = (squares / x.shape[LAST], mean, x.dtype)
         return (wide, *inputs[1:])
 

@@ -44,7 +44,7 @@ def mix_locally(
             for name in states:
                 argument, _, index = name.rpartition(".")
                 if given.get(argument) is not None:
-                    _keep_own(given[argument][int(index)], splits[name], rank)
+                    _keep_own(given[argument], int(index), splits[name], rank)
             try:
                 for name, param in params.items():
                     _put(mod, name, views[name].view(param))
@@ -64,10 +64,19 @@ def mix_locally(
     wrap_forward(module, around)
 
 
-def _keep_own(state: Tensor, split: Split, rank: int) -> None:
-    """Let a state of all heads, (batch, heads or features, ...), be that of this rank's."""
-    if state.shape[1] == split.length:
-        state.data = take(state, Layout(1, split), rank).clone()
+def _keep_own(states: Any, index: int, split: Split, rank: int) -> None:
+    """Let a state of all heads, (batch, heads or features, ...), be that of this rank's.
+
+    In a list, it is replaced; in a tuple, the tensor gets other data, which breaks a graph of torch.compile.
+    """
+    state: Tensor = states[index]
+    if state.shape[1] != split.length:
+        return
+    own = take(state, Layout(1, split), rank).clone()
+    if isinstance(states, list):
+        states[index] = own
+    else:
+        state.data = own
 
 
 def _put(module: nn.Module, name: str, param: Tensor) -> None:

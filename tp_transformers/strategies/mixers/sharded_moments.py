@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import one_hot
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from ...ranks.collectives import Group, copy_to_region, reduce_from_region
@@ -54,7 +54,7 @@ class _Moments(TorchFunctionMode):
     """Gives the moments over the ranks' features to code that asks for torch.mean or torch.std over the last dim.
 
     Args:
-        counts: number of features of every rank.
+        counts: number of features of every rank, those of `even_widths`.
     """
 
     def __init__(self, counts: Sequence[int], rank: int, group: Group) -> None:
@@ -76,10 +76,12 @@ class _Moments(TorchFunctionMode):
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        counts = torch.tensor(self.counts, dtype=wide.dtype, device=x.device)
+        size, length = len(self.counts), sum(self.counts)
+        # Made on the device, which a tensor of numbers of the host would have to wait for.
+        counts = (torch.arange(size, device=x.device) < length % size).to(wide.dtype) + length // size
         own = wide.mean(LAST, keepdim=True)
         both = torch.stack((own, (wide - own).square().sum(LAST, keepdim=True)))
-        slots = one_hot(torch.tensor(self.rank, device=x.device), len(self.counts)).to(wide.dtype)
-        means, squares = copy_to_region(reduce_from_region(both * slots, self.group), self.group)
-        mean = (means * counts).sum(LAST, keepdim=True) / counts.sum()
+        slots = pad(both, (self.rank, size - 1 - self.rank))
+        means, squares = copy_to_region(reduce_from_region(slots, self.group), self.group)
+        mean = (means * counts).sum(LAST, keepdim=True) / length
         return mean, (squares + counts * (means - mean).square()).sum(LAST, keepdim=True)
