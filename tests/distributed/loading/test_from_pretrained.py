@@ -259,13 +259,13 @@ def through_pipeline(folder: str) -> tuple[Any, ...]:
         short = pipeline("text-generation", model=folder, tokenizer=tokenizer, tp_plan="auto", tp_watch=False)
         with pytest.raises(tp_transformers.PlanError, match="pipeline: got tp_plan and a LlamaForCausalLM, which is"):
             pipeline("text-generation", model=ready, tokenizer=tokenizer, tp_plan="auto")
-        with pytest.raises(tp_transformers.PlanError, match="^from_pretrained: got both tp_plan and device_map"):
+        with pytest.raises(tp_transformers.PlanError, match=r"^from_pretrained: got both tp_plan and device_map"):
             pipeline("text-generation", model=folder, tokenizer=tokenizer, tp_plan="auto", device_map="auto")
-        with pytest.raises(tp_transformers.PlanError, match="^tp_plan: got {}"):
+        with pytest.raises(tp_transformers.PlanError, match=r"^tp_plan: got \{\}"):
             pipeline("text-generation", model=folder, tokenizer=tokenizer, tp_plan={})
         if hasattr(DistributedConfig(), "pp_size"):  # of newer releases
             config = DistributedConfig(tp_size=2, pp_size=2)
-            with pytest.raises(tp_transformers.UnsupportedError, match="^distributed_config: got pp_size=2"):
+            with pytest.raises(tp_transformers.UnsupportedError, match=r"^distributed_config: got pp_size=2"):
                 pipeline("text-generation", model=folder, tokenizer=tokenizer, distributed_config=config)
     plain = pipeline("text-generation", model=LlamaForCausalLM.from_pretrained(folder), tokenizer=tokenizer)
     texts = [
