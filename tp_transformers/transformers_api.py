@@ -45,7 +45,7 @@ __all__ = [
     "extract_commit_hash",  # commit of a file in the Hub's cache
     "get_state_dict_dtype",  # dtype="auto" of weights that stay on the Hub
     "modeling_utils",  # two of its functions are replaced
-    "registered_style",  # strategies that users register with transformers
+    "parallel_styles",  # strategies that users register with transformers
     "rename_source_key",  # name of a checkpoint's tensor in the model
     "revert_weight_conversion",  # saved files have the checkpoint's names and shapes
     "str_to_torch_dtype",  # names of dtypes in safetensors headers
@@ -130,13 +130,13 @@ def auto_classes() -> list[type]:
     return [cls for cls in classes if "from_pretrained" in cls.__dict__]
 
 
-def registered_style(name: str) -> Any:
-    """What transformers' own interface of strategies has under `name`; None where it has nothing."""
+def parallel_styles() -> Any:
+    """transformers' own interface of strategies, a mapping of names."""
     try:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
-    except ImportError:  # before 5.17
+    except ImportError:  # before 5.16
         from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
-    return ALL_PARALLEL_STYLES.get(name)
+    return ALL_PARALLEL_STYLES
 
 
 def _dotted(version: tuple[int, ...]) -> str:

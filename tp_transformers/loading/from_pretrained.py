@@ -23,7 +23,7 @@ from ..checkpoint.quantization.arriving import Arriving
 from ..checkpoint.quantization.find import take_quantization
 from ..checkpoint.quantization.format import Quantization
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, TensorParallelError, UnsupportedError
 from ..marks import untyped
 from ..model.failures import watch
 from ..model.parallelize import parallelize
@@ -71,11 +71,21 @@ class _Load:
 
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
 _instead: ContextVar[Instead | None] = ContextVar("tp_transformers_instead", default=None)
+LAST_ERROR: ContextVar[TensorParallelError | None] = ContextVar("tp_transformers_last_error", default=None)
+"""The error of the last load that failed, for a caller whose callee catches it."""
 
 
 def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     """`from_pretrained` of a model or Auto class: `original`, unless there is a `tp_plan`, also in the form of a
     `distributed_config`."""
+    try:
+        return _from_pretrained(original, cls, args, kwargs)
+    except TensorParallelError as error:
+        LAST_ERROR.set(error)
+        raise
+
+
+def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parallelism = read_distributed_config(kwargs)
     if parallelism is not None:
         del kwargs["distributed_config"]

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from ..patches import Patch, Undo, replace, when_imported
 from ..training.trainer_patch import TRAINER
-from ..transformers_api import auto_classes, check, modeling_utils
+from ..transformers_api import auto_classes, check, modeling_utils, parallel_styles
 from .from_pretrained import find_quantizer, from_pretrained, load_pretrained_model, resolve_files
 from .harness import MODULE as HARNESS
 from .harness import change_harness
@@ -21,6 +21,7 @@ def _replace_all() -> Undo:
         when_imported("transformers.pipelines", change_pipeline),
         when_imported(HARNESS, change_harness),
         *(replace(cls, "from_pretrained", from_pretrained) for cls in (PreTrainedModel, *auto_classes())),
+        _name_registration(),
     ]
 
     def undo_all() -> None:
@@ -28,6 +29,15 @@ def _replace_all() -> Undo:
             undo()
 
     return undo_all
+
+
+def _name_registration() -> Undo:
+    """Let `register` of transformers' interface of strategies have the name that the documentation gives it."""
+    interface = type(parallel_styles())
+    if hasattr(interface, "register_strategy"):
+        return lambda: None
+    interface.register_strategy = interface.register
+    return lambda: delattr(interface, "register_strategy")
 
 
 _HOOK = Patch(

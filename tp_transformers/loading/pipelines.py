@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..patches import Undo
+from .from_pretrained import LAST_ERROR
 from .options import INSTEAD, OPTIONS
 
 _OURS = ("tp_plan", "tp_size", "device_mesh", "distributed_config", *OPTIONS)
@@ -20,7 +21,7 @@ _original: Any = None
 def pipeline(*args: Any, **kwargs: Any) -> Any:
     """transformers' `pipeline`, which takes an argument that it does not know for one of the forward.
 
-    Raises PlanError where a model is given that is loaded already.
+    Raises PlanError where a model is given that is loaded already, and the error of a load that fails.
     """
     found = {name: kwargs.pop(name) for name in _OURS if kwargs.get(name) is not None}
     if not found:
@@ -38,7 +39,16 @@ def pipeline(*args: Any, **kwargs: Any) -> Any:
         if asked.arguments.get(other) is not None:  # from_pretrained says why not
             found[other] = asked.arguments.pop(other)
     asked.arguments["model_kwargs"] = {**(asked.arguments.get("model_kwargs") or {}), **found}
-    return _original(*asked.args, **asked.kwargs)
+    token = LAST_ERROR.set(None)
+    try:
+        return _original(*asked.args, **asked.kwargs)
+    except ValueError:  # transformers tries several classes, and raises an error with the text of each
+        own = LAST_ERROR.get()
+        if own is None:
+            raise
+        raise own from None
+    finally:
+        LAST_ERROR.reset(token)
 
 
 def _stand_in(*args: Any, **kwargs: Any) -> Any:

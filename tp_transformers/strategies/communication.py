@@ -83,11 +83,15 @@ class Communication:
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Derive `before` from `_prepare_input_fn` where the class has only that, and the reverse; likewise `after`."""
+        """Derive `before` from `_prepare_input_fn` where the class has only that, and the reverse; likewise `after`.
+
+        A class has what it defines, and what a mixin brings that is no strategy.
+        """
         super().__init_subclass__(**options)
-        own = vars(cls)
+        known = {each for base in cls.__bases__ if Communication in base.__mro__ for each in base.__mro__}
+        own = {name for each in cls.__mro__ if each not in known for name in vars(each)}
         if "_prepare_input_fn" in own and "before" not in own:
-            cls.before = lambda self, module, inputs, mesh: _as_inputs(  # type: ignore[method-assign]
+            cls.before = lambda self, module, inputs, mesh: as_inputs(  # type: ignore[method-assign]
                 cls._prepare_input_fn(self.input_layouts, self.desired_input_layouts, module, inputs, mesh), inputs
             )
         elif "before" in own and "_prepare_input_fn" not in own:
@@ -232,7 +236,7 @@ class Communication:
 _ACTS = ("before", "after", "prepare_beside", "local_attributes", "interrupted")
 
 
-def _as_inputs(found: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def as_inputs(found: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """All inputs of a module, of which a user's function may return the first alone, or nothing to change none."""
     if found is None:
         return inputs

@@ -247,6 +247,7 @@ def test_ways_to_generate(pool: Any, cases: Any, heads: tuple[int, int], size: i
 
 def through_pipeline(folder: str) -> tuple[Any, ...]:
     from transformers import PreTrainedTokenizerFast
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     with tp_transformers.enable():
@@ -258,6 +259,14 @@ def through_pipeline(folder: str) -> tuple[Any, ...]:
         short = pipeline("text-generation", model=folder, tokenizer=tokenizer, tp_plan="auto", tp_watch=False)
         with pytest.raises(tp_transformers.PlanError, match="pipeline: got tp_plan and a LlamaForCausalLM, which is"):
             pipeline("text-generation", model=ready, tokenizer=tokenizer, tp_plan="auto")
+        with pytest.raises(tp_transformers.PlanError, match=r"^from_pretrained: got both tp_plan and device_map"):
+            pipeline("text-generation", model=folder, tokenizer=tokenizer, tp_plan="auto", device_map="auto")
+        with pytest.raises(tp_transformers.PlanError, match=r"^tp_plan: got \{\}"):
+            pipeline("text-generation", model=folder, tokenizer=tokenizer, tp_plan={})
+        if hasattr(DistributedConfig(), "pp_size"):  # of newer releases
+            config = DistributedConfig(tp_size=2, pp_size=2)
+            with pytest.raises(tp_transformers.UnsupportedError, match=r"^distributed_config: got pp_size=2"):
+                pipeline("text-generation", model=folder, tokenizer=tokenizer, distributed_config=config)
     plain = pipeline("text-generation", model=LlamaForCausalLM.from_pretrained(folder), tokenizer=tokenizer)
     texts = [
         p("w5 w17 w98", max_new_tokens=6, do_sample=False, return_full_text=False)[0]["generated_text"]

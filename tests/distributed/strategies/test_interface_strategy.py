@@ -1,4 +1,4 @@
-"""Strategies written for transformers' own interface, by the contract of its releases from 5.17 on, in our loads."""
+"""Strategies written for transformers' own interface, by the contract of its releases from 5.16 on, in our loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.tiers import wide
 from tp_transformers import PlanError
 
 interface = pytest.importorskip(
-    "transformers.distributed.tensor_parallel", reason="the interface is of transformers 5.17 and later"
+    "transformers.distributed.tensor_parallel", reason="the interface is of transformers 5.16 and later"
 )
 
 TOLERANCE = 1e-4  # fp32 sums in another order
@@ -63,6 +63,18 @@ class Rows(Columns):
 
     def transform_inputs_pre_forward(self, module, args, kwargs, mesh):
         return (DTensor.from_local(args[0], mesh, [self.input_layouts], run_check=False), *args[1:]), kwargs
+
+
+class Embedding(Columns):
+    """The hidden dim of an embedding cut; the output is gathered."""
+
+    def __init__(self) -> None:
+        super().__init__(output_layouts=Replicate())
+
+    def shard_param(self, module, param, mesh):
+        whole = module._parameters[param]
+        part = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
+        module._parameters[param] = nn.Parameter(part, requires_grad=whole.requires_grad)
 
 
 class Picky(Columns):
@@ -200,3 +212,32 @@ def test_our_base_class_with_their_methods_is_refused() -> None:
 
     with pytest.raises(PlanError, match="Inherit from transformers' TensorParallelLayer"):
         tp_transformers.ParallelInterface.register("mixed", Mixed)
+
+
+def an_embedding(folder: str, reference_file: str) -> dict[str, Any]:
+    """Run on every rank: an embedding cut by a style, which gathers; the style is registered by its class."""
+    plan = {"model.embed_tokens": "my_embedding", "lm_head": "colwise_rep"}
+    interface.ParallelInterface.register("my_embedding", Embedding)
+    try:
+        model = load(folder, tp_plan=plan)
+    finally:
+        del interface.ParallelInterface._global_mapping["my_embedding"]
+    local = tp_transformers.local_tensor(model.model.embed_tokens.weight)
+    return {
+        "logits": relative(observe(model)["logits"], torch.load(reference_file)["logits"]),
+        "width": (local.shape[1] * model.tp_size, model.config.hidden_size),
+    }
+
+
+@pytest.mark.distributed
+def test_an_embedding_is_cut_by_a_registered_class(pool: Pool, cases: Any) -> None:
+    case = cases(8, 4)
+    for result in pool.run(2, an_embedding, case.folder, case.reference):
+        assert result["logits"] < TOLERANCE
+        assert len(set(result["width"])) == 1
+
+
+@pytest.mark.distributed
+def test_a_name_of_their_expert_parallelism_is_refused_with_ours(pool: Pool, cases: Any) -> None:
+    messages = pool.run(2, refused, cases(8, 4).folder, {f"{LAYERS}.mlp.gate_proj": "grouped_gemm"})
+    assert all("of transformers' expert parallelism" in message for message in messages)

@@ -13,6 +13,7 @@ import transformers
 
 from tp_transformers import __version__
 from tp_transformers.commands import cli
+from tp_transformers.commands.serve import command as serve
 
 
 def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -53,6 +54,21 @@ def test_version_names_the_libraries_too() -> None:
         == f"tp-transformers {__version__} (torch {torch.__version__}, transformers {transformers.__version__})\n"
     )
     assert said.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["serve", "chat"])
+def test_a_server_without_its_packages_is_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda package: None)
+    monkeypatch.setattr("subprocess.Popen", None)  # nothing is started
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(cli.main([name, "model", "-n", "2"]))
+    assert ended.value.code
+    assert capsys.readouterr().err == (
+        f"tp-transformers {name}: packages: got no fastapi, uvicorn, openai, expected them. "
+        'pip install "transformers[serving]"\n'
+    )
 
 
 @pytest.mark.slow

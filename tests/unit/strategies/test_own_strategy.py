@@ -131,6 +131,33 @@ def test_a_strategy_of_your_own_is_asked_what_it_cuts(partition: Any, dim: int, 
     assert torch.equal(undo_partition(layer, shards, "weight", whole.shape), whole)
 
 
+def test_functions_of_a_mixin_count_as_the_strategys_own() -> None:
+    class Mixin:
+        @staticmethod
+        def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+            return inputs[0] + 1
+
+        def after(self, module, outputs, mesh):
+            return outputs + 2
+
+    class Own(Mixin, TensorParallelLayer):
+        pass
+
+    class Further(Own):
+        def before(self, module, inputs, mesh):
+            return (inputs[0] + 10,)
+
+    class Last(Further):
+        pass
+
+    module, mesh = nn.Linear(2, 2), FakeMesh(1)
+    for kind, added in ((Own, 1), (Further, 10), (Last, 10)):
+        strategy: Any = kind()
+        assert strategy.before(module, (5,), mesh) == (5 + added,)
+        assert strategy.after(module, 5, mesh) == 7
+        assert strategy.acts
+
+
 def test_a_strategy_of_your_own_may_cut_nothing() -> None:
     assert own(lambda param, empty, rank, mesh: param).layout("weight", (12, 6), 4) is None
     assert own(lambda param, empty, rank, mesh: param[0:12, ...]).layout("weight", (12, 6), 4) is None

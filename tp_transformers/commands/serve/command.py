@@ -22,15 +22,20 @@ def configure(parser: argparse.ArgumentParser, passes_on_to: str = "transformers
     parser.epilog = f"All other options are those of `{passes_on_to}`. {parser.epilog}"
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal, or until a rank fails; returns torchrun's exit code."""
+def check(arguments: argparse.Namespace) -> None:
+    """Raise UsageError for a number of ranks that is none, and where packages of a server are missing."""
     if arguments.ranks < 1:
         raise UsageError("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks.")
     missing = [name for name in ("fastapi", "uvicorn", "openai") if find_spec(name) is None]
     if missing:
         raise UsageError(
-            "serve", got=f"no {', '.join(missing)}", expected="them", fix='pip install "transformers[serving]"'
+            "packages", got=f"no {', '.join(missing)}", expected="them", fix='pip install "transformers[serving]"'
         )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal, or until a rank fails; returns torchrun's exit code."""
+    check(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks end, too
     program = ["-m", f"{__package__}.rank", arguments.model, *arguments.options]
     return torchrun(program, ranks=arguments.ranks)

@@ -61,7 +61,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
 def outline_mesh(rank: int, size: int) -> Any:
     """The mesh of `rank`, without process groups; of older torch, as much of one as there is before there are ranks."""
     try:
-        return DeviceMesh("cpu", torch.arange(size), mesh_dim_names=(TP_AXIS,), _init_backend=False, _rank=rank)
+        return DeviceMesh("meta", torch.arange(size), mesh_dim_names=(TP_AXIS,), _init_backend=False, _rank=rank)
     except TypeError:
         return SimpleNamespace(size=lambda dim=None: size)
 

@@ -1,4 +1,4 @@
-"""Strategies written for transformers' own interface (5.17 and later), as strategies: our loading, their forward."""
+"""Strategies written for transformers' own interface (5.16 and later), as strategies: our loading, their forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
-from ...transformers_api import registered_style
 from ..attach import wrap_forward
 from ..communication import only
 from ..shards.forwards import Forwarder
@@ -109,23 +108,8 @@ class TransformersStyleParallel(StyleParallel):
 
 
 def is_transformers_style(value: Any) -> bool:
-    """True for an instance of transformers' `TensorParallelLayer` of release 5.17 and later."""
+    """True for an instance of transformers' `TensorParallelLayer` of release 5.16 and later."""
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _CONTRACT)
-
-
-def registered_by_user(name: str, own: Mapping[str, Any]) -> TransformersStyleParallel | None:
-    """The style that a user registered as `name` with transformers' own interface; None where there is none.
-
-    `own`: our strategies. What transformers registers itself is not taken, other than classes of which there is one of
-    ours under the same name.
-    """
-    style = registered_style(name)
-    if not is_transformers_style(style):
-        return None
-    is_theirs = type(style).__module__.startswith("transformers.")
-    if is_theirs and type(style) not in {type(registered_style(each)) for each in own}:
-        return None
-    return TransformersStyleParallel(style)
 
 
 def _placed(style: Any, module: nn.Module, size: int, name: str) -> dict[str, Placement]:

@@ -1,0 +1,47 @@
+"""Strategies by the contract of `partition_tensor`, which inherit from another class than ours, as strategies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...slices.lazy import LazyTensor
+from ..base import TensorParallelLayer
+from ..communication import as_inputs
+
+
+class PartitionedStyle(TensorParallelLayer):
+    """A strategy as the documentation of transformers 4.5x writes it: its `partition_tensor` cuts, and its
+    `_prepare_input_fn` and `_prepare_output_fn`, where it has them, run around the module's forward.
+    """
+
+    def __init__(self, style: Any) -> None:
+        """`style`: an instance; one serves all modules, as it does in transformers."""
+        self.style = style
+        names = ("input_layouts", "output_layouts", "desired_input_layouts", "use_local_output", "use_dtensor")
+        super().__init__(**{name: getattr(style, name) for name in names if hasattr(style, name)})
+
+    def partition_tensor(self, *args: Any, **kwargs: Any) -> Tensor | LazyTensor:
+        return self.style.partition_tensor(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        prepare = getattr(type(self.style), "_prepare_input_fn", None)  # of the class: it takes no self
+        if prepare is None:
+            return inputs
+        return as_inputs(prepare(self.input_layouts, self.desired_input_layouts, module, inputs, mesh), inputs)
+
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        prepare = getattr(type(self.style), "_prepare_output_fn", None)
+        if prepare is None:
+            return outputs
+        return prepare(self.output_layouts, self.use_local_output, module, outputs, mesh)
+
+    @property
+    def is_built_in(self) -> bool:
+        """False: it may communicate in ways that its layouts do not tell."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"{type(self.style).__name__}()"
