@@ -69,14 +69,22 @@ class ParamShard:
 
     def wrap(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """Make the parameter out of this rank's values: a DTensor where a placement describes it, else plain."""
-        if self.placement is not None:
+        if self.placement is None:
+            param: Any = nn.Parameter(local, requires_grad=requires_grad)
+        else:
             stride = torch.empty(self.shape, device="meta").stride()
-            local = DTensor.from_local(
-                local, self.group.device_mesh, [self.placement], run_check=False, shape=self.shape, stride=stride
-            )
-        param = nn.Parameter(local, requires_grad=requires_grad)
-        param.tp_shard = self  # type: ignore[attr-defined]
-        return param
+            param = DTensor.from_local(
+                local.detach(),
+                self.group.device_mesh,
+                [self.placement],
+                run_check=False,
+                shape=self.shape,
+                stride=stride,
+            ).requires_grad_(requires_grad)
+            # As nn.Parameter marks it, which detaches it first: 5 ms for every new shape in DTensor's dispatch.
+            param._is_param = True
+        param.tp_shard = self
+        return param  # type: ignore[no-any-return]
 
     @property
     def needs_view(self) -> bool:
