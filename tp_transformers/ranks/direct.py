@@ -38,7 +38,9 @@ _backends: dict[tuple[int, torch.device], Any] = {}
 
 
 def all_reduce(x: Tensor, group: Group) -> None:
-    """Sum `x` over the ranks, in place."""
+    """Sum `x` over the ranks, in place; nothing where there is one."""
+    if group.size() == 1:
+        return
     if torch.compiler.is_dynamo_compiling() or (backend := _backend(group, x)) is None:
         dist.all_reduce(x, group=group)
     elif (work := backend.allreduce([x], _SUM)) is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 
+from tp_transformers.ranks import direct
 from tp_transformers.ranks import group as group_module
 from tp_transformers.ranks.group import TensorParallelGroup
 
@@ -44,3 +46,9 @@ def test_the_first_rank_of_every_node(nodes: str, first: list[int], monkeypatch:
         if group.first_on_node(lambda is_first: is_first):
             found.append(rank)
     assert found == first
+
+
+def test_one_rank_calls_no_backend() -> None:
+    group, x = mock.Mock(size=mock.Mock(return_value=1)), torch.ones(3)
+    direct.all_reduce(x, group)
+    assert (x.tolist(), group.mock_calls) == ([1, 1, 1], [mock.call.size()])
