@@ -71,8 +71,8 @@ class _Load:
 
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
 _instead: ContextVar[Instead | None] = ContextVar("tp_transformers_instead", default=None)
-LAST_ERROR: ContextVar[TensorParallelError | None] = ContextVar("tp_transformers_last_error", default=None)
-"""The error of the last load that failed, for a caller whose callee catches it."""
+FAILURES: ContextVar[list[TensorParallelError] | None] = ContextVar("tp_transformers_failures", default=None)
+"""Errors of loads, for a caller whose callee catches them; None while nobody asks, since they hold what was loaded."""
 
 
 def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,9 @@ def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwarg
     try:
         return _from_pretrained(original, cls, args, kwargs)
     except TensorParallelError as error:
-        LAST_ERROR.set(error)
+        failures = FAILURES.get()
+        if failures is not None:
+            failures.append(error)
         raise
 
 

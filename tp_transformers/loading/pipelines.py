@@ -7,9 +7,9 @@ import sys
 from types import FunctionType
 from typing import Any
 
-from ..errors import PlanError
+from ..errors import PlanError, TensorParallelError
 from ..patches import Undo
-from .from_pretrained import LAST_ERROR
+from .from_pretrained import FAILURES
 from .options import INSTEAD, OPTIONS
 
 _OURS = ("tp_plan", "tp_size", "device_mesh", "distributed_config", *OPTIONS)
@@ -39,16 +39,16 @@ def pipeline(*args: Any, **kwargs: Any) -> Any:
         if asked.arguments.get(other) is not None:  # from_pretrained says why not
             found[other] = asked.arguments.pop(other)
     asked.arguments["model_kwargs"] = {**(asked.arguments.get("model_kwargs") or {}), **found}
-    token = LAST_ERROR.set(None)
+    failures: list[TensorParallelError] = []
+    token = FAILURES.set(failures)
     try:
         return _original(*asked.args, **asked.kwargs)
     except ValueError:  # transformers tries several classes, and raises an error with the text of each
-        own = LAST_ERROR.get()
-        if own is None:
+        if not failures:
             raise
-        raise own from None
+        raise failures[-1] from None
     finally:
-        LAST_ERROR.reset(token)
+        FAILURES.reset(token)
 
 
 def _stand_in(*args: Any, **kwargs: Any) -> Any:
