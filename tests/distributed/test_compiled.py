@@ -20,6 +20,7 @@ from tests.support.architectures import (
 from tests.support.compiling import PHASES, observe
 from tests.support.models import PROMPTS, load, relative, save_as_loaded
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tests.support.tiny_mixers import MIXERS
 
@@ -106,7 +107,7 @@ def check(
             assert seen["grads"] < GRADIENT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", wide(["mixtral", "llama"], 1))
 def test_decoding_is_one_graph(pool: Pool, tmp_path: Path, name: str) -> None:
     check(pool, tmp_path, 2, name, (9, 3), which=("decode",))
 
