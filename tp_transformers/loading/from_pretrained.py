@@ -166,9 +166,8 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
 
 def _settle_stream(group: TensorParallelGroup, name: Any, options: Options, kwargs: dict[str, Any]) -> str | None:
     """The commit of which weights are streamed from the Hub, if they are; then `kwargs` are of it, on all ranks."""
-    with group.agree():
-        wanted = options.streams and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
-        asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
+    wanted = options.streams and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
+    asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
     group.check_same({"tp_stream": asked})
     if not wanted:
         return None

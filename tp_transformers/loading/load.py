@@ -140,10 +140,7 @@ def load(
     # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
     def is_same(target: str, source: str) -> bool:
         """The ranks decide together: what one process would see as different may be equal on some shards."""
-        equal = torch.tensor(int(same_bytes(values[target], values[source])), device=group.device)
-        if group.process_group is not None:
-            dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
-        return bool(equal)
+        return all(group.everywhere(lambda: same_bytes(values[target], values[source])))
 
     for name in tie(model, values, is_same, say=group.rank == 0):
         del values[name]
@@ -160,7 +157,7 @@ def load(
     held = sum(value.nbytes for value in values.values()) + packed.nbytes
     report = LoadReport(
         rank=group.rank,
-        shares=tuple(group.gather(held)),
+        shares=tuple(group.everywhere(lambda: held)),
         seconds=perf_counter() - began,
         reading_seconds=statistics.seconds,
         bytes_read=bytes_read,

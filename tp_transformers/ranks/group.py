@@ -78,7 +78,7 @@ class TensorParallelGroup:
 
     def check_same(self, values: Mapping[str, Any]) -> None:
         """Raise MeshError on all ranks where they do not have the same `values`: {what it is: pickled and compared}."""
-        everyone = self.gather(dict(values))
+        everyone = self.everywhere(lambda: dict(values))
         for subject in values:
             others = [rank for rank in range(self.size) if everyone[rank][subject] != everyone[0][subject]]
             if not others:
@@ -109,14 +109,10 @@ class TensorParallelGroup:
 
     def everywhere(self, function: Callable[[], T]) -> list[T]:
         """What `function()` returns on every rank, gathered in one collective; where it fails on one, all fail."""
-        failure, value = None, None
-        try:
-            value = function()
-        except Exception as error:
-            if self.size == 1 or is_agreed(error):
-                raise
-            failure = error
-        return self._vote(failure, value)
+        answers: list[T]
+        with self.agree() as answers:
+            answers.append(function())
+        return answers
 
     @property
     def threads(self) -> int:
@@ -165,10 +161,8 @@ class TensorParallelGroup:
                     job.set_exception(error)
                 reports = meeting.result()
         failure = job.exception()
-        if isinstance(failure, Exception) and not is_agreed(failure):
+        if failure is None or (isinstance(failure, Exception) and not is_agreed(failure)):
             self._raise(failure, reports)
-        elif failure is None:
-            self._raise(None, reports)
         return job.result()
 
     def first_on_node(self, function: Callable[[bool], T]) -> T:
@@ -183,33 +177,27 @@ class TensorParallelGroup:
             return function(False) if result is None else result
 
     @contextmanager
-    def agree(self) -> Iterator[None]:
+    def agree(self) -> Iterator[list[Any]]:
         """Run the block on all ranks, or fail on all: one collective at its end.
 
         If all ranks fail alike, each raises its own error; else all raise that of the lowest rank that failed, which
         the message names. So a fault on one rank leaves no other waiting.
         Blocks may nest; an error that has been agreed on inside passes through the outer ones without a second vote.
         Keep collectives out of the block, or guard them with a block of their own.
+        What the block appends to the list that it is given goes with the vote: afterwards the list has all ranks'.
         """
         failure: Exception | None = None
+        answers: list[Any] = []
         try:
-            yield
+            yield answers
         except Exception as error:
             if self.size == 1 or is_agreed(error):
                 raise
             failure = error
-        if self.size == 1:
-            return
-        self._vote(failure)
-
-    def _vote(self, failure: Exception | None, value: T | None = None) -> list[T]:
-        """The `value` of every rank, unless one has a `failure`: then all raise.
-
-        All votes are alike: that of a rank that failed early meets another one of those that went on.
-        """
-        answers = self.gather((reported(failure), value))
-        self._raise(failure, [report for report, _ in answers])
-        return [answer for _, answer in answers]
+        # All votes are alike: that of a rank that failed early meets another one of those that went on.
+        votes = self.gather((reported(failure), answers))
+        self._raise(failure, [report for report, _ in votes])
+        answers[:] = [answer for _, each in votes for answer in each]
 
     def _raise(self, failure: Exception | None, reports: Sequence[Report | None]) -> None:
         """Raise what all ranks raise, if one reports an error: the own `failure` if they are alike on all."""

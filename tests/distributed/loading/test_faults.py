@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import re
 import shutil
@@ -35,6 +36,7 @@ from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
 from tp_transformers.loading import load as loader
 from tp_transformers.ranks import group as group_module
+from tp_transformers.ranks.mesh import join
 
 pytestmark = pytest.mark.distributed
 
@@ -126,6 +128,32 @@ _FAULTS = {
     "truncated_under_a_map": truncated_under_a_map,
     "replaced": replaced,
 }
+
+
+def load_without(step: str, folder: str) -> str:
+    """Load, while a `step` fails on the last rank; returns the error, once the ranks have met again."""
+    group = join()
+    fails = mock.Mock(side_effect=MemoryError(step)) if group.rank == group.size - 1 else getattr(loader, step)
+    with mock.patch.object(loader, step, fails):
+        try:
+            load(folder)
+        except tp_transformers.TensorParallelError as error:
+            assert group.gather(group.rank) == list(range(group.size))
+            return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    "step",
+    wide(["tie", "place", "read_first", "express", "check_same_files", "prefetch", "fill", "LoadReport"], 2),
+)
+def test_a_step_that_fails_on_one_rank_stops_all(pool: Any, cases: Any, tmp_path: Path, step: str) -> None:
+    """Wherever the others are then: in a vote, comparing tied parameters, or telling what they hold."""
+    folder = shutil.copytree(cases(9, 3).folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    found = pool.run(3, load_without, step, str(folder), timeout=60)
+    assert found == [f"rank 2: MemoryError: {step}"] * 3
 
 
 @pytest.mark.parametrize("rank", wide([1, 0], 1))

@@ -36,6 +36,8 @@ def fail(where: str, slow: int | None = None) -> list[str]:
         assert group.first_on_node(lambda first: step("a node")) == "a node"
         with group.agree():
             step("a block")
+        step("later")
+        group.check_same({"a subject": step("the same")})
 
     with mock.patch.object(group_module, "HEARTBEAT", 0.2):
         try:
@@ -47,7 +49,7 @@ def fail(where: str, slow: int | None = None) -> list[str]:
     return passed
 
 
-ALL = ["before", "a value", "between", "a job", "after", "a node", "a block"]
+ALL = ["before", "a value", "between", "a job", "after", "a node", "a block", "later", "the same"]
 
 
 @pytest.mark.parametrize("where", ALL)
