@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,20 @@ from tests.support.configs import (
     tower,
     tower_2_5,
 )
-from tests.support.models import HEAD_DIM, MASK, PROMPTS, Case, relative, save_as_loaded
+from tests.support.models import (
+    HEAD_DIM,
+    MASK,
+    PROMPTS,
+    Case,
+    bytes_read,
+    headers,
+    held,
+    load,
+    relative,
+    save_as_loaded,
+    save_reference,
+)
+from tp_transformers.infer.small.model import computing_in, convert
 
 Variant = tuple[int, int]
 """(query heads, KV heads)."""
@@ -133,8 +147,7 @@ ARCHITECTURES = {
 def make_case(folder: Path, name: str, heads: int, kv_heads: int) -> Case:
     """Write a random checkpoint, and the reference that one process computes from it."""
     model = save_as_loaded(ARCHITECTURES[name].make(heads, kv_heads), folder)
-    torch.save(observe(model), folder / "reference.pt")
-    return Case(str(folder / "checkpoint"), str(folder / "reference.pt"))
+    return save_reference(observe(model), folder)
 
 
 def observe(model: Any) -> dict[str, Any]:
@@ -171,6 +184,54 @@ def gradient_errors(model: Any, seen: dict[str, torch.Tensor], expected: dict[st
         is_zero = expected[name].abs().max().item() < 1e-6 * largest
         errors[name] = whole.abs().max().item() / largest if is_zero else relative(whole, expected[name])
     return errors
+
+
+Observe = Callable[[Any], dict[str, Any]]
+"""Model -> "outputs", lists of tensors by name; "tokens"; "bytes" of memory by name; "grads" by parameter."""
+
+
+def in_float64(observe: Observe) -> Observe:
+    """`observe`, of the model in float64; the gradients that it leaves are added."""
+
+    @wraps(observe)
+    def observed(model: Any) -> dict[str, Any]:
+        convert(model, torch.float64)
+        with computing_in(torch.float64):
+            seen = observe(model)
+        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        return {**seen, "grads": grads}
+
+    return observed
+
+
+def compare(model: Any, case: Case, observe: Observe, saved: str) -> dict[str, Any]:
+    """Run on every rank: a loaded model beside one process, and the model saved in the folder `saved`.
+
+    Largest differences of each kind of output, and of a gradient, with its name; whether tokens are the same; shares of
+    memory; bytes that were "read", less those held and the headers.
+    """
+    read = bytes_read(model) - held(model) - headers(case.folder)
+    seen, expected = observe(model), torch.load(case.reference)
+    model.save_pretrained(saved)
+    assert seen["grads"].keys() == expected["grads"].keys(), case.folder
+    errors = gradient_errors(model, seen["grads"], expected["grads"])
+    worst = max(errors, key=errors.__getitem__)
+    outputs = {name: zip(seen["outputs"][name], whole, strict=True) for name, whole in expected["outputs"].items()}
+    return {
+        **{name: max(relative(own, whole) for own, whole in pairs) for name, pairs in outputs.items()},
+        **{name: nbytes / expected["bytes"][name] for name, nbytes in seen["bytes"].items()},
+        "gradient": (errors[worst], worst),
+        "tokens": torch.equal(seen["tokens"], expected["tokens"]),
+        "read": read,
+    }
+
+
+def compare_cases(cases: dict[Any, Case], observe: Observe, saved: str, **options: Any) -> dict[Any, dict[str, Any]]:
+    """Run on every rank: `compare` of each case, loaded in float64 with `options`."""
+    return {
+        key: compare(load(case.folder, dtype=torch.float64, **options), case, observe, f"{saved}/{key}")
+        for key, case in cases.items()
+    }
 
 
 def cache_bytes(cache: Any) -> int:

@@ -103,7 +103,12 @@ def make_case(folder: Path, heads: int, kv_heads: int, *, max_shard_size: str = 
             if name.endswith("bias") or "norm" in name:
                 param.add_(torch.randn_like(param) * 0.2)
     model = save_as_loaded(model, folder, max_shard_size=max_shard_size)
-    torch.save(observe(model), folder / "reference.pt")
+    return save_reference(observe(model), folder)
+
+
+def save_reference(seen: dict[str, Any], folder: Path) -> Case:
+    """Save what one process makes of the model of `folder`/checkpoint."""
+    torch.save(seen, folder / "reference.pt")
     return Case(str(folder / "checkpoint"), str(folder / "reference.pt"))
 
 

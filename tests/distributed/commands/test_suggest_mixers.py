@@ -7,18 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    OlmoHybridConfig,
-    OlmoHybridForCausalLM,
-    ZambaConfig,
-    ZambaForCausalLM,
-)
+import transformers
 
 from tests.distributed.commands.test_suggest import observe
 from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
@@ -32,59 +21,30 @@ from tp_transformers.infer.suggestion import suggest
 pytestmark = pytest.mark.distributed
 
 
-class BranchesConfig(BambaConfig):
-    model_type = "branches_nobody_knows"
+def unknown(name: str, known: str) -> tuple[Any, Any]:
+    """(config, class) of a type that has no plan, which are those of a known one but for their names.
 
-
-class BranchesForCausalLM(BambaForCausalLM):
-    config_class = BranchesConfig
-
-
-class FiltersConfig(Lfm2Config):
-    model_type = "filters_nobody_knows"
-
-
-class FiltersForCausalLM(Lfm2ForCausalLM):
-    config_class = FiltersConfig
-
-
-class ScansConfig(Mamba2Config):
-    model_type = "scans_nobody_knows"
-
-
-class ScansForCausalLM(Mamba2ForCausalLM):
-    config_class = ScansConfig
-
-
-class MemoriesConfig(OlmoHybridConfig):
-    model_type = "memories_nobody_knows"
-
-
-class MemoriesForCausalLM(OlmoHybridForCausalLM):
-    config_class = MemoriesConfig
-
-
-class PairsConfig(ZambaConfig):
-    model_type = "pairs_nobody_knows"
-
-
-class PairsForCausalLM(ZambaForCausalLM):
-    config_class = PairsConfig
+    They cannot be pickled, as no name of this module leads to them: each rank makes its own when it imports HYBRIDS.
+    """
+    config = type(
+        f"{name}Config", (getattr(transformers, f"{known}Config"),), {"model_type": f"{name.lower()}_nobody_knows"}
+    )
+    base = getattr(transformers, f"{known}ForCausalLM")
+    return config, type(f"{name}ForCausalLM", (base,), {"config_class": config})
 
 
 STATE_SPACE = {"in_proj": ["value", "value", "key", "key", "head"]}
 HYBRIDS: dict[str, tuple[Any, Any, str, dict[str, Any]]] = {
-    "bamba": (BranchesConfig, BranchesForCausalLM, "layers.*.mamba", STATE_SPACE),
-    "lfm2": (FiltersConfig, FiltersForCausalLM, "layers.*.conv", {"in_proj": ["value"] * 3}),
-    "mamba2": (ScansConfig, ScansForCausalLM, "layers.*.mixer", STATE_SPACE),
+    "bamba": (*unknown("Branches", "Bamba"), "layers.*.mamba", STATE_SPACE),
+    "lfm2": (*unknown("Filters", "Lfm2"), "layers.*.conv", {"in_proj": ["value"] * 3}),
+    "mamba2": (*unknown("Scans", "Mamba2"), "layers.*.mixer", STATE_SPACE),
     "olmo_hybrid": (
-        MemoriesConfig,
-        MemoriesForCausalLM,
+        *unknown("Memories", "OlmoHybrid"),
         "layers.*.linear_attn",
         {"q_proj": "key", "k_proj": "key", "v_proj": "value", "b_proj": "head", "a_proj": "head", "g_proj": "value"},
     ),
     # A gate beside each value, head after head.
-    "zamba": (PairsConfig, PairsForCausalLM, "layers.*.mamba", {"in_proj": "value"}),
+    "zamba": (*unknown("Pairs", "Zamba"), "layers.*.mamba", {"in_proj": "value"}),
 }
 """Known type -> (config, class, name of the mixer, the parts of its input projection)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +10,11 @@ import pytest
 import torch
 
 from tests.distributed.strategies.test_collectives_count import counted
-from tests.support.architectures import gradient_errors
-from tests.support.models import (
-    MASK,
-    PROMPTS,
-    assert_same_files,
-    bytes_read,
-    headers,
-    held,
-    load,
-    relative,
-    save_as_loaded,
-)
+from tests.support.architectures import compare_cases, in_float64
+from tests.support.models import MASK, PROMPTS, Case, assert_same_files, load, save_as_loaded, save_reference
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import HIDDEN, MIXERS, STATE, states
-from tp_transformers.infer.small.model import computing_in, convert
 
 pytestmark = pytest.mark.distributed
 
@@ -40,63 +30,31 @@ REPEATED = 1e-6
 `computing_in` gives to forwards does not reach into hooks of a backward."""
 
 
+@in_float64
 def observe(model: Any) -> dict[str, Any]:
     """What a model does with a left-padded batch, in numbers."""
-    convert(model, torch.float64)
-    with computing_in(torch.float64):
-        with torch.no_grad():
-            answer = model(PROMPTS, attention_mask=MASK)
-        made = model.generate(
-            PROMPTS, attention_mask=MASK, max_new_tokens=5, do_sample=False, return_dict_in_generate=True
-        )
-        model.train()
-        output = model(PROMPTS, attention_mask=MASK, use_cache=False).logits
-        (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
-        model.eval()
+    with torch.no_grad():
+        answer = model(PROMPTS, attention_mask=MASK)
+    made = model.generate(PROMPTS, attention_mask=MASK, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    model.train()
+    output = model(PROMPTS, attention_mask=MASK, use_cache=False).logits
+    (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    model.eval()
     return {
-        "logits": answer.logits,
-        "trained": output.detach(),
+        "outputs": {"logits": [answer.logits, output.detach()]},
         "tokens": made.sequences,
-        "states": sum(state.nbytes for state in states(model, answer, made.past_key_values)),
-        "grads": {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
+        "bytes": {"states": sum(state.nbytes for state in states(model, answer, made.past_key_values))},
     }
 
 
-def compare(folders: dict[str, str], saved: str, **options: Any) -> dict[str, dict[str, Any]]:
-    """Run on every rank: the largest differences from one process, of outputs and gradients, and what is cut."""
-    found = {}
-    for name, folder in folders.items():
-        model = load(folder, dtype=torch.float64, **options)
-        read = bytes_read(model) - held(model) - headers(folder)
-        seen, expected = observe(model), torch.load(Path(folder).parent / "reference.pt")
-        model.save_pretrained(f"{saved}/{name}")
-        errors = gradient_errors(model, seen["grads"], expected["grads"])
-        assert seen["grads"].keys() == expected["grads"].keys(), name
-        worst = max(errors, key=errors.__getitem__)
-        found[name] = {
-            "logits": max(relative(seen[key], expected[key]) for key in ("logits", "trained")),
-            "tokens": torch.equal(seen["tokens"], expected["tokens"]),
-            "gradient": (errors[worst], worst),
-            "states": seen["states"] / expected["states"],
-            "read": read,
-        }
-    return found
-
-
-def compare_on_sequences(folders: dict[str, str], saved: str) -> dict[str, dict[str, Any]]:
-    """Run on every rank: `compare`, with activations cut along the sequence."""
-    return compare(folders, saved, tp_sequence_parallel=True)
-
-
-def make(name: str, layouts: Layouts, path: Path) -> dict[str, str]:
-    """Folders of models by their layouts; what one process makes of them lies there too."""
-    folders = {}
+def make(name: str, layouts: Layouts, path: Path) -> dict[str, Case]:
+    """Models by their layouts."""
+    cases = {}
     for heads, groups in layouts:
         folder = path / f"{heads}-{groups}"
         model = save_as_loaded(MIXERS[name].make(heads, groups), folder)
-        torch.save(observe(model), folder / "reference.pt")
-        folders[folder.name] = str(folder / "checkpoint")
-    return folders
+        cases[folder.name] = save_reference(observe(model), folder)
+    return cases
 
 
 def divides(heads: int, groups: int, size: int) -> bool:
@@ -108,9 +66,9 @@ def divides(heads: int, groups: int, size: int) -> bool:
 @pytest.mark.parametrize("size", wide([3, 2, 4], 1))
 @pytest.mark.parametrize("name", wide(MIXERS, 1))
 def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: int, layouts: str) -> None:
-    folders = make(name, LAYOUTS[layouts], tmp_path)
-    results = pool.run(size, compare, folders, str(tmp_path / "saved"))
-    for layout, folder in folders.items():
+    cases = make(name, LAYOUTS[layouts], tmp_path)
+    results = pool.run(size, compare_cases, cases, observe, str(tmp_path / "saved"))
+    for layout, case in cases.items():
         print(name, size, layout, results[0][layout], [round(seen[layout]["states"], 3) for seen in results])
         for seen in (result[layout] for result in results):
             assert seen["logits"] < TOLERANCE, layout
@@ -119,13 +77,13 @@ def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: i
             assert seen["read"] == 0, layout  # exactly this rank's bytes, and the headers
             if divides(*map(int, layout.split("-")), size):
                 assert seen["states"] <= 1 / size + 0.05, layout
-        assert_same_files(folder, str(tmp_path / "saved" / layout))
+        assert_same_files(case.folder, str(tmp_path / "saved" / layout))
 
 
 @pytest.mark.parametrize("name", wide(["lfm2", "bamba", "qwen3_5_text", "recurrent_gemma", "xlstm", "rwkv"], 1))
 def test_mixers_match_on_parts_of_the_sequence(pool: Pool, tmp_path: Path, name: str) -> None:
-    folders = make(name, ((8, 2),), tmp_path)
-    for result in pool.run(3, compare_on_sequences, folders, str(tmp_path / "saved")):
+    compare = partial(compare_cases, tp_sequence_parallel=True)
+    for result in pool.run(3, compare, make(name, ((8, 2),), tmp_path), observe, str(tmp_path / "saved")):
         (seen,) = result.values()
         assert seen["logits"] < TOLERANCE
         assert seen["tokens"]
@@ -134,8 +92,7 @@ def test_mixers_match_on_parts_of_the_sequence(pool: Pool, tmp_path: Path, name:
 
 @pytest.mark.parametrize("name", wide(["zamba", "mamba2", "qwen3_5_text"], 1))
 def test_mixers_with_fewer_heads_than_ranks_are_cut_by_features(pool: Pool, tmp_path: Path, name: str) -> None:
-    folders = make(name, ((2, 2),), tmp_path)
-    for result in pool.run(3, compare, folders, str(tmp_path / "saved")):
+    for result in pool.run(3, compare_cases, make(name, ((2, 2),), tmp_path), observe, str(tmp_path / "saved")):
         (seen,) = result.values()
         assert max(seen["logits"], seen["gradient"][0]) < TOLERANCE
         assert seen["tokens"]
