@@ -162,10 +162,15 @@ def state(folder: str, scratch: str) -> None:
 
 
 def test_state_of_a_model(pool: Any, cases: Any, tmp_path: Path) -> None:
-    pool.run(2, state, cases(9, 3, tie_word_embeddings=True).folder, str(tmp_path / "uneven"))
-    pool.run(3, state, cases(8, 2).folder, str(tmp_path / "replicated"))
+    pool.run(2, state, cases(9, 3, tie_word_embeddings=True).folder, str(tmp_path))
 
 
+@pytest.mark.slow
+def test_state_of_a_model_with_replicated_heads(pool: Any, cases: Any, tmp_path: Path) -> None:
+    pool.run(3, state, cases(8, 2).folder, str(tmp_path))
+
+
+@pytest.mark.slow
 def test_state_of_experts(pool: Any, mixtral: str, tmp_path: Path) -> None:
     pool.run(2, state, mixtral, str(tmp_path))
 

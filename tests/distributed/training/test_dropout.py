@@ -15,6 +15,7 @@ import tp_transformers
 from tests.support import architectures
 from tests.support.models import load, relative
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tests.support.training import BATCH, GRADIENT_TOLERANCE
 
 pytestmark = pytest.mark.distributed
@@ -93,7 +94,7 @@ def dropped(name: str, folder: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("name", DROPOUT)
+@pytest.mark.parametrize("name", wide(DROPOUT, 2))
 def test_dropout_keeps_whole_activations_the_same(pool: Pool, tmp_path: Path, name: str) -> None:
     heads = architectures.ARCHITECTURES[name].variants[-1]
     case = architectures.make_case(tmp_path, name, *heads)

@@ -18,7 +18,6 @@ import tp_transformers
 from tests.distributed.training.test_training_modes import MODES, start
 from tests.support.models import load
 from tests.support.pool import Pool, WorkerError
-from tests.support.tiers import wide
 from tests.support.training import BATCH, MAX_NORM
 
 pytestmark = pytest.mark.distributed
@@ -81,7 +80,8 @@ def resume(folder: str, mode: str | None, target: str) -> list[float]:
     return run.train([0.8, 0.8, 0.8])
 
 
-@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["shard", "replicate"])
 def test_a_distributed_checkpoint_goes_on_anywhere(pool: Pool, cases: Any, tmp_path: Path, mode: str) -> None:
     folder, target = cases(9, 3).folder, str(tmp_path)
     expected, *_ = pool.run(4, leave, folder, mode, target)

@@ -19,6 +19,7 @@ import tp_transformers
 from tests.support import architectures
 from tests.support.models import Case, load, relative
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tests.support.training import (
     BATCH,
     GRADIENT_TOLERANCE,
@@ -199,7 +200,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.mark.parametrize("mode", ["replicate", "shard"])
-@pytest.mark.parametrize("kind", ["even", "uneven", "shared and tied", "mixtral"])
+@pytest.mark.parametrize("kind", wide(["uneven", "shared and tied", "even", "mixtral"], 2))
 def test_copies_train_as_one_process(
     pool: Pool, cases: Any, mixtral: Case, tmp_path: Path, kind: str, mode: str
 ) -> None:

@@ -236,14 +236,16 @@ def test_an_index_that_is_none(hub_pool: Any, served: HubServer, cases: Any, tmp
 # -- nothing is left
 
 
-def test_no_thread_and_no_descriptor_is_left(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ignores", wide([False, True], 1))
+def test_no_thread_and_no_descriptor_is_left(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, ignores: bool
+) -> None:
     served.add("org/model", cases(9, 3).folder)
-    for ignores in (False, True):
-        served.faults.ignore_range = ignores
-        counts = [hub_pool.run(2, _count_after, str(tmp_path)) for _ in range(4)]
-        for *before, last in zip(*counts, strict=True):  # of each rank
-            for kind in range(2):
-                assert last[kind] <= max(count[kind] for count in before), counts
+    served.faults.ignore_range = ignores
+    counts = [hub_pool.run(2, _count_after, str(tmp_path)) for _ in range(4)]
+    for *before, last in zip(*counts, strict=True):  # of each rank
+        for kind in range(2):
+            assert last[kind] <= max(count[kind] for count in before), counts
 
 
 def _count_after(cache: str) -> tuple[int, int]:
