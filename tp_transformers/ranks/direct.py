@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceOptions,
     ReduceScatterOptions,
 )
+
+from ..errors import UnsupportedError
 
 Group = dist.ProcessGroup
 
@@ -84,6 +87,13 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 def _backend(group: Group, x: Tensor) -> Any:
     """The backend of the group for tensors such as `x`; None where the operator has to be called."""
+    if forward_ad._current_level >= 0:
+        raise UnsupportedError(
+            "torch.autograd.forward_ad in a tensor-parallel model",
+            got="tangents, which collectives would leave out",
+            expected="gradients",
+            fix="Use torch.autograd.grad, twice for a product with the Jacobian.",
+        )
     if is_watched() or type(x) is not Tensor or x.is_complex():
         return None
     return _backends.get((id(group), x.device)) or _find(group, x)
