@@ -41,7 +41,9 @@ def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Te
     `in_place`: nobody else reads `x`, the backward that is recorded included, so that its memory may take the sum.
     """
     records = torch.is_grad_enabled() and x.requires_grad
-    if in_place and x.is_contiguous() and not (records and torch.compiler.is_dynamo_compiling()):
+    # A dispatch mode may keep `x`: selective activation checkpointing gives it to the recomputation, which sums again.
+    is_kept = records and (torch.compiler.is_dynamo_compiling() or direct.is_watched())
+    if in_place and x.is_contiguous() and not is_kept:
         if not records:
             direct.all_reduce(x, group)
             return x
@@ -180,6 +182,8 @@ class _ReduceFromRegion(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
         ctx.group, ctx.reduce_dtype = group, reduce_dtype
         # A copy: the caller's tensor may be an activation that others still read.
+        if not torch.compiler.is_dynamo_compiling() and direct.is_watched():
+            return direct.all_reduced(x.to(reduce_dtype or x.dtype), group).to(x.dtype)
         total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
         direct.all_reduce(total, group)
         return total.to(x.dtype)

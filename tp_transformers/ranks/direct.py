@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceOptions,
     ReduceScatterOptions,
 )
+
+from ..errors import UnsupportedError
 
 Group = dist.ProcessGroup
 
@@ -28,6 +31,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _traced_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _traced_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+is_watched = torch._C._len_torch_dispatch_stack
+"""True if a dispatch mode sees every operator."""
 
 _SUM, _PARTS, _SCATTER = AllreduceOptions(), AllgatherOptions(), ReduceScatterOptions()
 for _options in (_SUM, _PARTS, _SCATTER):
@@ -45,6 +51,12 @@ def all_reduce(x: Tensor, group: Group) -> None:
         dist.all_reduce(x, group=group)
     elif (work := backend.allreduce([x], _SUM)) is not None:
         work.wait()
+
+
+def all_reduced(x: Tensor, group: Group) -> Tensor:
+    """The sum of `x` over the ranks, as a functional collective: a dispatch mode may keep any tensor that it sees."""
+    total: Tensor = functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name))
+    return total
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -75,7 +87,14 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 def _backend(group: Group, x: Tensor) -> Any:
     """The backend of the group for tensors such as `x`; None where the operator has to be called."""
-    if torch._C._len_torch_dispatch_stack() or type(x) is not Tensor or x.is_complex():
+    if forward_ad._current_level >= 0:
+        raise UnsupportedError(
+            "torch.autograd.forward_ad in a tensor-parallel model",
+            got="tangents, which collectives would leave out",
+            expected="gradients",
+            fix="Use torch.autograd.grad, twice for a product with the Jacobian.",
+        )
+    if is_watched() or type(x) is not Tensor or x.is_complex():
         return None
     return _backends.get((id(group), x.device)) or _find(group, x)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -65,6 +67,10 @@ def run_gradients() -> dict[str, float]:
     found["added up"] = error(weight.grad, 2)
     (asked,) = torch.autograd.grad(loss(), [weight])
     found["asked"] = max(error(asked), error(asked + asked, 2), error(torch.stack([asked]).sum(0)))
+    stored = io.BytesIO()
+    torch.save(asked, stored)
+    stored.seek(0)
+    found["stored"] = max(error(copy.deepcopy(asked)), error(torch.load(stored)))
     found["as before"] = error(weight.grad, 2)
     kept = weight.grad = distribute_tensor(torch.zeros_like(expected), group.device_mesh, [Replicate()])
     loss().backward()
@@ -75,6 +81,10 @@ def run_gradients() -> dict[str, float]:
     loss().backward()
     found["hooked"] = error(weight.grad, 2)
     assert seen == [DTensor]
+    weight.grad = None
+    with torch.autograd.detect_anomaly():
+        loss().backward()
+    found["looked at for nan"] = error(weight.grad, 2)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
@@ -220,6 +222,43 @@ def test_blocks_are_nested_and_computed_again(pool: Pool, cases: Any) -> None:
     for worst, is_clean in pool.run(2, compute_again, cases(8, 2).folder):
         assert worst < GRADIENT_TOLERANCE
         assert is_clean
+
+
+def keep_some(folder: str, namespace: str, kept: list[str]) -> float:
+    ours, theirs = load_both(folder)
+    operators = [getattr(getattr(torch.ops, namespace), each).default for each in kept]
+    context = partial(create_selective_checkpoint_contexts, operators)
+    ours.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+    return differences(ours, theirs, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "kept"),
+    [("aten", ["mm"]), ("aten", ["_to_copy", "clone"]), ("_c10d_functional", ["all_reduce", "wait_tensor"])],
+    ids=["products", "copies", "sums"],
+)
+def test_a_recomputation_may_keep_results(pool: Pool, cases: Any, namespace: str, kept: list[str]) -> None:
+    """Selective activation checkpointing: what is kept is not to be summed over the ranks once more."""
+    assert max(pool.run(2, keep_some, cases(8, 2).folder, namespace, kept)) < GRADIENT_TOLERANCE
+
+
+def tangents(folder: str) -> list[str]:
+    mlp, found = load(folder).model.layers[0].mlp.requires_grad_(False), []
+    states = torch.ones(1, 2, 64)
+    for records in (True, False):
+        with torch.set_grad_enabled(records), forward_ad.dual_level():
+            with pytest.raises(tp_transformers.UnsupportedError) as error:
+                mlp(forward_ad.make_dual(states, states))
+            found.append(str(error.value))
+    mlp(states)
+    return found
+
+
+def test_tangents_of_forward_mode_are_refused(pool: Pool, cases: Any) -> None:
+    for said in pool.run(2, tangents, cases(8, 2).folder):
+        assert all(
+            each.startswith("torch.autograd.forward_ad in a tensor-parallel model: got tangents") for each in said
+        )
 
 
 # -- hooks of parameters

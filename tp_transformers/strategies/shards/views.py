@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from ...ranks.collectives import apply_directly, reduce_from_region
 
 _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
+_IS_NAN, _IS_ANY_TRUE = torch.ops.aten.isnan.default, torch.ops.aten._is_any_true.default
 
 
 def local_view(param: Tensor) -> Tensor:
@@ -66,8 +68,23 @@ class _Arriving(DTensor):
         if func is _ADD and not kwargs and type(first) is DTensor and first.placements == others[0].placements:
             first._local_tensor.add_(others[0]._local_tensor)
             return first
-        args, kwargs = tree_map_only(_Arriving, lambda grad: _wrap(grad._local_tensor, grad._spec), (args, kwargs))
-        return func(*args, **(kwargs or {}))
+        if func is _IS_ANY_TRUE:
+            return func(first._local_tensor)
+        args, kwargs = tree_map_only(_Arriving, _arrived, (args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        # `torch.autograd.detect_anomaly` goes on to ask whether any is true, which DTensor does not know.
+        return _wrap_arriving(result._local_tensor, result._spec) if func is _IS_NAN else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(_arrived(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a DTensor: users get gradients of this class from `torch.autograd.grad`, and in hooks of parameters."""
+        return _arrived(self).__reduce_ex__(protocol)
+
+
+def _arrived(grad: DTensor) -> Tensor:
+    return _wrap(grad._local_tensor, grad._spec)
 
 
 def _wrap(grad: Tensor, spec: Any, cls: type[DTensor] = DTensor) -> Tensor:
