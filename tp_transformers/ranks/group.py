@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import get_backend_config
 
-from ..errors import MeshError, RemoteRankError, TensorParallelError
+from ..errors import MeshError, RemoteRankError, TensorParallelError, error_text
 from ..marks import Mark
 from .environment import local_size, node_name
 
@@ -243,7 +243,7 @@ def reported(failure: BaseException | None) -> Report | None:
         return None
     if isinstance(failure, TensorParallelError):
         return type(failure), str(failure)
-    return RemoteRankError, f"{type(failure).__name__}: {failure}"
+    return RemoteRankError, error_text(failure)
 
 
 def _exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
