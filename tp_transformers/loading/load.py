@@ -98,7 +98,8 @@ def load(
             outlines = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
             coming, _ = leaves({name: dense[name] for name in outlines}, outlines)
         sampled = check_same_files(group, checkpoint)
-        group.check_same({"the checkpoint": [sorted(values), sorted(packed.weights)]})
+        is_watched = request.options.tp_watch is not False
+        group.check_same({"the checkpoint": [sorted(values), sorted(packed.weights)], "tp_watch": is_watched})
         nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *coming))
         nbytes += sum(leaf.nbytes for leaf, _ in others)
         held = sum(value.nbytes for value in values.values()) + packed.nbytes
@@ -140,10 +141,7 @@ def load(
     # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
     def is_same(target: str, source: str) -> bool:
         """The ranks decide together: what one process would see as different may be equal on some shards."""
-        equal = torch.tensor(int(same_bytes(values[target], values[source])), device=group.device)
-        if group.process_group is not None:
-            dist.all_reduce(equal, dist.ReduceOp.MIN, group=group.process_group)
-        return bool(equal)
+        return all(group.everywhere(lambda: same_bytes(values[target], values[source])))
 
     for name in tie(model, values, is_same, say=group.rank == 0):
         del values[name]
@@ -206,13 +204,15 @@ def partition_initialized(model: nn.Module, resolution: Resolution, group: Tenso
 
     The ranks together hold the values that one process with rank 0's seed initialises.
     """
+    whole = [pair for pair in model.named_parameters(remove_duplicate=False) if not hasattr(pair[1], "tp_shard")]
+    if whole and group.process_group is not None:
+        with group.agree():  # a rank that has failed has no part in the broadcasts
+            different = dict.fromkeys(param for _, param in whole)
+        for param in different:
+            dist.broadcast(param.data, group=group.process_group, group_src=0)
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
-    for name, param in list(model.named_parameters(remove_duplicate=False)):
-        if hasattr(param, "tp_shard"):
-            continue
+    for name, param in whole:
         if param not in made:
-            if group.process_group is not None:
-                dist.broadcast(param.data, group=group.process_group, group_src=0)
             shard = resolution.shard(name, param.shape, group)
             local = _partition(name, Resident(param.data), resolution, group, whole_like(param)).materialize()
             made[param] = shard.wrap(local.clone(), requires_grad=param.requires_grad)

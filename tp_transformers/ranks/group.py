@@ -93,10 +93,14 @@ class TensorParallelGroup:
             )
 
     def gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank, pickled and gathered; all ranks have to call it.
+        """The `value` of every rank, pickled and gathered; all ranks have to call it, and it is a vote, too.
 
         Raises RemoteRankError where a rank has ended, or cannot be reached.
         """
+        return self._vote(None, value)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, in one collective."""
         if self.size == 1 or self.process_group is None:
             return [value]
         message = pickle.dumps(value)
@@ -136,7 +140,7 @@ class TensorParallelGroup:
         while True:
             is_done = not wait(jobs, HEARTBEAT).not_done
             failed = (job.exception() for job in jobs) if is_done else ()
-            answers = self.gather((reported(next(filter(None, failed), None)), is_done))
+            answers = self._gather((reported(next(filter(None, failed), None)), is_done))
             reports = [report for report, _ in answers]
             if all(done for _, done in answers):
                 return reports
@@ -207,7 +211,7 @@ class TensorParallelGroup:
 
         All votes are alike: that of a rank that failed early meets another one of those that went on.
         """
-        answers = self.gather((reported(failure), value))
+        answers = self._gather((reported(failure), value))
         self._raise(failure, [report for report, _ in answers])
         return [answer for _, answer in answers]
 
