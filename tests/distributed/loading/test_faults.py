@@ -248,7 +248,7 @@ def test_an_initialisation_that_fails_on_one_rank_stops_the_others(
     assert caught.value.errors == {0: expected, 1: expected}
 
 
-class Unprintable(Exception):
+class UnprintableError(Exception):
     """An error of another library that cannot even say what it is."""
 
     def __str__(self) -> str:
@@ -274,7 +274,7 @@ def fail_in_each_step(folder: str, rank: int) -> list[str]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     said = []
     for owner, name in STEPS:
-        error = Unprintable() if owner is PreTrainedModel else ValueError(f"in {name}")
+        error = UnprintableError() if owner is PreTrainedModel else ValueError(f"in {name}")
         with ExitStack() as stack:
             if int(os.environ["RANK"]) == rank:
                 stack.enter_context(mock.patch.object(owner, name, side_effect=error))
@@ -293,7 +293,9 @@ def test_a_rank_that_fails_between_votes_stops_all(pool: Any, cases: Any, tmp_pa
 
     folder = edited(cases(8, 4, tie_word_embeddings=True).folder, tmp_path / "model", change)
     texts = [f"ValueError: in {name}" for _, name in STEPS]
-    texts[STEPS.index((PreTrainedModel, "initialize_weights"))] = "Unprintable: (without a message: its str() fails)"
+    texts[STEPS.index((PreTrainedModel, "initialize_weights"))] = (
+        "UnprintableError: (without a message: its str() fails)"
+    )
     expected = [*(f"RemoteRankError: rank 1: {text}" for text in texts), str(["and then it loads"] * 3)]
     for found in pool.run(3, fail_in_each_step, folder, 1, timeout=100):
         assert found == expected
