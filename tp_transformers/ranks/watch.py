@@ -171,7 +171,7 @@ class Watch:
                 self._unreachable_at = now
         if self._unreachable_at is not None:  # torch warns of each try
             waits = self._depth and now - max(self._entered_at, self._unreachable_at) > self.limit
-            if self._error is not None or waits:
+            if self.is_urgent or waits:
                 text = "or the launcher has ended: the store at which the ranks met cannot be reached"
                 self._conclude(Failure(0, text, is_lost=True))
         self._polled_at = now
