@@ -50,6 +50,14 @@ def describe(subject: str, *, got: str, expected: str, fix: str) -> str:
     return f"{subject}: got {got}, expected {expected}. {fix}"
 
 
+def error_text(error: BaseException) -> str:
+    """Return "ErrorType: message"; errors of other libraries may raise where they are to tell their message."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}: (without a message: its str() fails)"
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return " (nearest: a, b, c)" for the valid names closest to `name`, or ""."""
     matches = difflib.get_close_matches(name, sorted(set(valid)), n=3, cutoff=0.5)

@@ -153,14 +153,14 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         model = result[0] if isinstance(result, tuple) else result
         if current.resolution is None:
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
-    # 5. Cut what transformers has initialised, because the checkpoint lacked it.
-    current.undo()
-    partition_initialized(model, current.resolution, group)
-    guard_if_asked(model)
-    # 6. From now on, ranks hear when another one fails; those that something stands in for do not exist.
-    TRAINER.hold_for(model)
-    if instead is None:
-        watch(model, options.tp_watch)
+        # 5. Cut what transformers has initialised, because the checkpoint lacked it.
+        current.undo()
+        partition_initialized(model, current.resolution, group)
+        guard_if_asked(model)
+        # 6. From now on, ranks hear when another one fails; those that something stands in for do not exist.
+        TRAINER.hold_for(model)
+        if instead is None:
+            watch(model, options.tp_watch)
     return result
 
 

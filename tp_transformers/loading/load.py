@@ -98,7 +98,8 @@ def load(
             outlines = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
             coming, _ = leaves({name: dense[name] for name in outlines}, outlines)
         sampled = check_same_files(group, checkpoint)
-        group.check_same({"the checkpoint": [sorted(values), sorted(packed.weights)]})
+        is_watched = request.options.tp_watch is not False
+        group.check_same({"the checkpoint": [sorted(values), sorted(packed.weights)], "tp_watch": is_watched})
         nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *coming))
         nbytes += sum(leaf.nbytes for leaf, _ in others)
         held = sum(value.nbytes for value in values.values()) + packed.nbytes
@@ -157,7 +158,7 @@ def load(
     held = sum(value.nbytes for value in values.values()) + packed.nbytes
     report = LoadReport(
         rank=group.rank,
-        shares=tuple(group.everywhere(lambda: held)),
+        shares=tuple(group.gather(held)),
         seconds=perf_counter() - began,
         reading_seconds=statistics.seconds,
         bytes_read=bytes_read,
@@ -203,13 +204,15 @@ def partition_initialized(model: nn.Module, resolution: Resolution, group: Tenso
 
     The ranks together hold the values that one process with rank 0's seed initialises.
     """
+    whole = [pair for pair in model.named_parameters(remove_duplicate=False) if not hasattr(pair[1], "tp_shard")]
+    if whole and group.process_group is not None:
+        with group.agree():  # a rank that has failed has no part in the broadcasts
+            different = dict.fromkeys(param for _, param in whole)
+        for param in different:
+            dist.broadcast(param.data, group=group.process_group, group_src=0)
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
-    for name, param in list(model.named_parameters(remove_duplicate=False)):
-        if hasattr(param, "tp_shard"):
-            continue
+    for name, param in whole:
         if param not in made:
-            if group.process_group is not None:
-                dist.broadcast(param.data, group=group.process_group, group_src=0)
             shard = resolution.shard(name, param.shape, group)
             local = _partition(name, Resident(param.data), resolution, group, whole_like(param)).materialize()
             made[param] = shard.wrap(local.clone(), requires_grad=param.requires_grad)

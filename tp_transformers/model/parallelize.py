@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import torch
@@ -42,10 +43,18 @@ def parallelize(
     with group.agree():
         resolution = resolve(plan, model, group.size)
         warning = check_layers_are_cut(model, plan, resolution, group.size, allow_replicated=allow_replicated)
+        config = json.loads(model.config.to_json_string(use_diff=False))
+    config.pop("_name_or_path", None)  # nodes may have copies at paths of their own
     whole = {name: (tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()}
     plan = resolution.plan
-    alike = {"the plan": plan.as_dict(), "tp_reduce_dtype": str(group.reduce_dtype), "the model's config": whole}
-    group.check_same(alike)
+    group.check_same(
+        {
+            "the plan": plan.as_dict(),
+            "tp_reduce_dtype": str(group.reduce_dtype),
+            "the model's parameters": whole,
+            **{f"{name} of the model's config": str(value) for name, value in config.items()},
+        }
+    )
     if group.rank == 0:
         for note in (*resolution.notes, warning):
             if note is not None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import get_backend_config
 
-from ..errors import MeshError, RemoteRankError, TensorParallelError
+from ..errors import MeshError, RemoteRankError, TensorParallelError, error_text
 from ..marks import Mark
 from .environment import local_size, node_name
 
@@ -78,7 +78,7 @@ class TensorParallelGroup:
 
     def check_same(self, values: Mapping[str, Any]) -> None:
         """Raise MeshError on all ranks where they do not have the same `values`: {what it is: pickled and compared}."""
-        everyone = self.everywhere(lambda: dict(values))
+        everyone = self.gather(dict(values))
         for subject in values:
             others = [rank for rank in range(self.size) if everyone[rank][subject] != everyone[0][subject]]
             if not others:
@@ -93,10 +93,14 @@ class TensorParallelGroup:
             )
 
     def gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank, pickled and gathered; all ranks have to call it.
+        """The `value` of every rank, pickled and gathered; all ranks have to call it, and it is a vote, too.
 
         Raises RemoteRankError where a rank has ended, or cannot be reached.
         """
+        return self.everywhere(lambda: value)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank, in one collective."""
         if self.size == 1 or self.process_group is None:
             return [value]
         message = pickle.dumps(value)
@@ -132,7 +136,7 @@ class TensorParallelGroup:
         while True:
             is_done = not wait(jobs, HEARTBEAT).not_done
             failed = (job.exception() for job in jobs) if is_done else ()
-            answers = self.gather((reported(next(filter(None, failed), None)), is_done))
+            answers = self._gather((reported(next(filter(None, failed), None)), is_done))
             reports = [report for report, _ in answers]
             if all(done for _, done in answers):
                 return reports
@@ -195,7 +199,7 @@ class TensorParallelGroup:
                 raise
             failure = error
         # All votes are alike: that of a rank that failed early meets another one of those that went on.
-        votes = self.gather((reported(failure), answers))
+        votes = self._gather((reported(failure), answers))
         self._raise(failure, [report for report, _ in votes])
         answers[:] = [answer for _, each in votes for answer in each]
 
@@ -231,7 +235,7 @@ def reported(failure: BaseException | None) -> Report | None:
         return None
     if isinstance(failure, TensorParallelError):
         return type(failure), str(failure)
-    return RemoteRankError, f"{type(failure).__name__}: {failure}"
+    return RemoteRankError, error_text(failure)
 
 
 def _exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:

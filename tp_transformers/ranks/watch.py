@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from ..errors import RemoteRankError
+from ..errors import RemoteRankError, error_text
 from ..logs import get_logger
 from ..marks import untyped
 from .failure import FAILURE, GRACE, Failure, Report, is_alike, judge, lost
@@ -171,7 +171,7 @@ class Watch:
                 self._unreachable_at = now
         if self._unreachable_at is not None:  # torch warns of each try
             waits = self._depth and now - max(self._entered_at, self._unreachable_at) > self.limit
-            if self._error is not None or waits:
+            if self.is_urgent or waits:
                 text = "or the launcher has ended: the store at which the ranks met cannot be reached"
                 self._conclude(Failure(0, text, is_lost=True))
         self._polled_at = now
@@ -193,7 +193,7 @@ class Watch:
         report = Report(
             order=self._store.add(f"order {self._round}", 1),
             collectives=self._collectives() - self._entered,
-            error=f"{type(error).__name__}: {error}",
+            error=error_text(error),
             trace="".join(traceback.format_exception(error))[-TRACE:],
             follows=_follows(error),
         )
@@ -279,5 +279,5 @@ def _follows(error: BaseException) -> bool:
     if is_agreed(error):
         return error.__cause__ is not None and _follows(error.__cause__)
     return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+        isinstance(error, dist.DistError) or "gloo" in error_text(error) or "NCCL" in error_text(error)
     )

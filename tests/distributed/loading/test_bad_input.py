@@ -165,7 +165,9 @@ def load_differently(folders: list[str], what: str) -> None:
         arguments = {"device_map": "auto"}
     if what == "plan" and rank:
         arguments = {"tp_plan": {"model.layers.*.mlp.up_proj": "colwise_rep"}}
-    load(folders[rank if what == "weights" else 0], **arguments)
+    if what == "watch" and rank:
+        arguments = {"tp_watch": False}
+    load(folders[{"weights": rank, "config": 2 * rank}.get(what, 0)], **arguments)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +176,8 @@ def load_differently(folders: list[str], what: str) -> None:
         ("size", "MeshError: rank 1: tp_size: got 3, expected 2"),
         ("device_map", "PlanError: rank 1: from_pretrained: got both tp_plan and device_map"),
         ("plan", "MeshError: the plan: got one on rank 0 and another on rank 1"),
+        ("config", "MeshError: rms_norm_eps of the model's config: got one on rank 0 and another on rank 1"),
+        ("watch", "MeshError: tp_watch: got one on rank 0 and another on rank 1"),
         ("weights", "CheckpointError: the checkpoint: got another list of files on rank 1 than on rank 0"),
     ],
 )
@@ -182,7 +186,10 @@ def test_ranks_that_ask_for_different_things_all_stop(
 ) -> None:
     folder = cases(8, 4).folder
     other = edited(folder, tmp_path / "c", lambda tensors: tensors.pop("lm_head.weight"))
-    assert pool.error(2, load_differently, [folder, other], what, timeout=60).startswith(says)
+    changed = shutil.copytree(folder, tmp_path / "d")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    assert pool.error(2, load_differently, [folder, other, str(changed)], what, timeout=60).startswith(says)
 
 
 def load_own(folders: list[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import os
 import re
 import shutil
@@ -26,17 +25,19 @@ import torch.distributed as dist
 from transformers import AutoModel, PreTrainedModel
 
 import tp_transformers
-from tests.support.models import load
+from tests.support.models import edited, load
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
-from tp_transformers.checkpoint.reading import reader
+from tp_transformers.checkpoint.reading import reader, sameness
 from tp_transformers.checkpoint.reading.file_map import FileMap
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
+from tp_transformers.loading import from_pretrained
 from tp_transformers.loading import load as loader
+from tp_transformers.plans.rules import Plan
 from tp_transformers.ranks import group as group_module
-from tp_transformers.ranks.mesh import join
+from tp_transformers.slices.lazy import Resident
 
 pytestmark = pytest.mark.distributed
 
@@ -128,32 +129,6 @@ _FAULTS = {
     "truncated_under_a_map": truncated_under_a_map,
     "replaced": replaced,
 }
-
-
-def load_without(step: str, folder: str) -> str:
-    """Load, while a `step` fails on the last rank; returns the error, once the ranks have met again."""
-    group = join()
-    fails = mock.Mock(side_effect=MemoryError(step)) if group.rank == group.size - 1 else getattr(loader, step)
-    with mock.patch.object(loader, step, fails):
-        try:
-            load(folder)
-        except tp_transformers.TensorParallelError as error:
-            assert group.gather(group.rank) == list(range(group.size))
-            return str(error)
-    return "loaded"
-
-
-@pytest.mark.parametrize(
-    "step",
-    wide(["tie", "place", "read_first", "express", "check_same_files", "prefetch", "fill", "LoadReport"], 2),
-)
-def test_a_step_that_fails_on_one_rank_stops_all(pool: Any, cases: Any, tmp_path: Path, step: str) -> None:
-    """Wherever the others are then: in a vote, comparing tied parameters, or telling what they hold."""
-    folder = shutil.copytree(cases(9, 3).folder, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    found = pool.run(3, load_without, step, str(folder), timeout=60)
-    assert found == [f"rank 2: MemoryError: {step}"] * 3
 
 
 @pytest.mark.parametrize("rank", wide([1, 0], 1))
@@ -271,6 +246,62 @@ def test_an_initialisation_that_fails_on_one_rank_stops_the_others(
         pool.run(2, initialise, str(tmp_path), rank)
     expected = f"RemoteRankError: rank {rank}: RuntimeError: no memory for the head"
     assert caught.value.errors == {0: expected, 1: expected}
+
+
+class UnprintableError(Exception):
+    """An error of another library that cannot even say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+STEPS = (
+    (Plan, "as_dict"),  # before ranks compare plans
+    (loader, "read_first"),
+    (loader, "names_arriving"),
+    (sameness, "_compare"),
+    (loader, "prefetch"),
+    (loader, "fill"),
+    (loader, "same_bytes"),  # of tied parameters that the checkpoint holds twice
+    (loader, "place"),
+    (loader, "LoadReport"),
+    (PreTrainedModel, "initialize_weights"),
+    (Resident, "materialize"),  # of what transformers has initialised
+    (from_pretrained, "watch"),
+)
+"""Functions in which a rank fails, between the votes of a load."""
+
+
+def fail_in_each_step(folder: str, rank: int) -> list[str]:
+    """Run on every rank: what loads raise of which each fails in another step on one rank alone."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    said = []
+    for owner, name in STEPS:
+        error = UnprintableError() if owner is PreTrainedModel else ValueError(f"in {name}")
+        with ExitStack() as stack:
+            if int(os.environ["RANK"]) == rank:
+                stack.enter_context(mock.patch.object(owner, name, side_effect=error))
+            try:
+                load(folder)
+            except Exception as raised:
+                said.append(f"{type(raised).__name__}: {raised}")
+    return [*said, str(load(folder).tp_group.gather("and then it loads"))]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_between_votes_stops_all(pool: Any, cases: Any, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+
+    folder = edited(cases(8, 4, tie_word_embeddings=True).folder, tmp_path / "model", change)
+    texts = [f"ValueError: in {name}" for _, name in STEPS]
+    texts[STEPS.index((PreTrainedModel, "initialize_weights"))] = (
+        "UnprintableError: (without a message: its str() fails)"
+    )
+    expected = [*(f"RemoteRankError: rank 1: {text}" for text in texts), str(["and then it loads"] * 3)]
+    for found in pool.run(3, fail_in_each_step, folder, 1, timeout=100):
+        assert found == expected
 
 
 # -- what is slow

@@ -315,3 +315,13 @@ def test_a_model_that_is_cast_or_copied_is_still_whole(pool: Any, cases: Any, tm
     for name, tensor in whole.items():
         assert torch.equal(cast[name], tensor.bfloat16())
         assert torch.equal(copied[name], tensor)
+
+
+@torch.inference_mode()
+def load_to_infer(folder: str) -> bool:
+    """Run on every rank: parameters that are made in inference mode are filled by threads, which begin outside it."""
+    return are_equal(load(folder, tp_map=False), AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_models_load_in_inference_mode(pool: Any, cases: Any) -> None:
+    assert pool.run(2, load_to_infer, cases(9, 3).folder) == [True, True]

@@ -107,19 +107,25 @@ import tp_transformers
 from transformers import AutoModelForCausalLM
 
 tp_transformers.enable()
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto", tp_watch=60)
 if model.tp_group.rank == 1:
-    time.sleep(3)  # rank 0, which keeps the store, ends
+    time.sleep(float(sys.argv[2]))
+    began = time.monotonic()
     try:
         with tp_transformers.fail_together(model):
             raise ValueError("on this rank")
     except Exception as error:
         print(repr(error))
+    assert time.monotonic() - began < 30
+else:
+    time.sleep(1)
 """
 
 
-def test_an_error_is_its_own_where_nobody_can_be_told(cases: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [3, 0])
+def test_an_error_is_its_own_where_nobody_can_be_told(cases: Any, tmp_path: Path, after: int) -> None:
+    """Rank 0, which keeps the store, has ended before rank 1 fails, or ends while rank 1 waits for the others."""
     (tmp_path / "script.py").write_text(AFTER_THE_OTHERS)
-    printed, codes = without_launcher(2, str(tmp_path / "script.py"), cases(8, 4).folder)
+    printed, codes = without_launcher(2, str(tmp_path / "script.py"), cases(8, 4).folder, str(after))
     assert printed == ["", "ValueError('on this rank')\n"]
     assert codes == [0, 0]

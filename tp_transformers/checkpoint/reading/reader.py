@@ -93,7 +93,9 @@ def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[i
     """Let `threads` threads do all jobs; the first error stops them, and is raised when all have ended."""
     finished: SimpleQueue[int | BaseException] = SimpleQueue()
     stop = threading.Event()
+    is_inference = torch.is_inference_mode_enabled()  # of this thread alone; destinations were made in it
 
+    @torch.inference_mode(is_inference)
     def work() -> None:
         try:
             if context.staging is not None:
