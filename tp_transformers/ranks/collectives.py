@@ -182,7 +182,7 @@ class _ReduceFromRegion(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
         ctx.group, ctx.reduce_dtype = group, reduce_dtype
         # A copy: the caller's tensor may be an activation that others still read.
-        if not torch.compiler.is_dynamo_compiling() and direct.is_watched():
+        if not torch.compiler.is_dynamo_compiling() and direct.is_watched() and group.size() > 1:
             return direct.all_reduced(x.to(reduce_dtype or x.dtype), group).to(x.dtype)
         total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
         direct.all_reduce(total, group)
