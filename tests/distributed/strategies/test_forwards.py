@@ -15,6 +15,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tp_transformers
@@ -222,6 +223,39 @@ def test_blocks_are_nested_and_computed_again(pool: Pool, cases: Any) -> None:
     for worst, is_clean in pool.run(2, compute_again, cases(8, 2).folder):
         assert worst < GRADIENT_TOLERANCE
         assert is_clean
+
+
+def make_norms_again(folder: str) -> dict[str, float]:
+    """Gradients where norms, which a backward computes again, had inputs, outputs or parameters of a hook or a call."""
+    ours, theirs = load_both(folder, tp_sequence_parallel=True)
+    found = {}
+
+    def compared(name: str, change: Any) -> None:
+        handles = [change(model.model.layers[0]) for model in (ours, theirs)]
+        found[name] = differences(ours, theirs, TOKENS)
+        for handle in handles:
+            handle.remove()
+
+    def shift(module: nn.Module, args: Any) -> Any:
+        return (args[0] + 1,)
+
+    def in_place(module: nn.Module, args: Any) -> None:
+        args[0].add_(1)
+
+    compared("input", lambda layer: layer.post_attention_layernorm.register_forward_pre_hook(shift))
+    compared("output", lambda layer: layer.mlp.register_forward_pre_hook(in_place))
+    for model in (ours, theirs):
+        model.zero_grad()
+        norms = {name: 2 * param for name, param in model.named_parameters() if "layernorm" in name}
+        functional_call(model, norms, (TOKENS,), {"labels": TOKENS}).loss.backward()
+    grads = ({name: param.grad for name, param in model.named_parameters()} for model in (ours, theirs))
+    found["parameters"] = max(gradient_errors(ours, *grads).values())
+    return found
+
+
+def test_norms_are_made_again_of_what_they_were_made_of(pool: Pool, cases: Any) -> None:
+    for found in pool.run(2, make_norms_again, cases(8, 2).folder):
+        assert max(found.values()) < GRADIENT_TOLERANCE, found
 
 
 def keep_some(folder: str, namespace: str, kept: list[str]) -> float:

@@ -6,7 +6,7 @@ This rank's part of it is not kept either, where a norm made it: that is applied
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,20 @@ from ...ranks.collectives import Group, all_gather_uneven
 View = tuple[torch.Size, tuple[int, ...], int]
 """(shape, strides, offset) of a view of a gathered tensor."""
 
+
+class _Made(NamedTuple):
+    """How an output was made."""
+
+    module: nn.Module
+    x: Tensor
+    version: int
+    """That of `x`."""
+    parameters: dict[str, Any]
+    """Those of the module then, which `torch.func.functional_call` puts there for one forward."""
+    made: int
+    """The version of the output."""
+
+
 _active_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
@@ -26,7 +40,7 @@ def remember(output: Tensor, module: nn.Module, x: Tensor) -> None:
     """Note that `output` is what `module` made of `x`, if that is a norm, which would make the same again."""
     is_repeatable = is_norm(module) and not torch.is_autocast_enabled(x.device.type)
     if is_repeatable and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        untyped(output)._tp_made = (module, x.detach(), x._version)
+        untyped(output)._tp_made = _Made(module, x.detach(), x._version, dict(module._parameters), output._version)
 
 
 def saving_part(
@@ -54,7 +68,8 @@ class _Regathered:
 
     def __init__(self, part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> None:
         self._widths, self._group, self._dim = widths, group, dim
-        self._made: tuple[nn.Module, Tensor, int] | None = getattr(part, "_tp_made", None)
+        made: _Made | None = getattr(part, "_tp_made", None)
+        self._made = made if made is not None and made.made == part._version else None
         self._part = part.detach() if self._made is None else None
         self._address = whole.untyped_storage().data_ptr()
         self._whole: Tensor | None = None
@@ -84,9 +99,13 @@ class _Regathered:
         if self._part is not None:
             return self._part
         assert self._made is not None
-        module, x, version = self._made
-        if x._version != version:
+        made, now = self._made, dict(self._made.module._parameters)
+        if made.x._version != made.version:
             raise RuntimeError("the input of a norm was modified by an inplace operation, and is needed in a backward")
-        with torch.no_grad():
-            part: Tensor = module(x)
+        made.module._parameters.update(made.parameters)
+        try:
+            with torch.no_grad():
+                part: Tensor = made.module.forward(made.x)  # without hooks, of which `x` has come already
+        finally:
+            made.module._parameters.update(now)
         return part
