@@ -62,9 +62,12 @@ class IsolatedParallel(TensorParallelLayer):
         self.experts = next((layout.split for layout in layouts if layout is not None and layout.dim == 0), None)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """The number of experts that this rank computes; eager experts where grouped matmuls would have no width."""
+        """The number of experts that this rank computes; batched matmuls where grouped ones would have no width.
+
+        Eager experts would ask which of them have tokens, which waits for the device and breaks a compiled graph.
+        """
         if self.is_empty and hasattr(module, "config"):
-            return {"config": LocalConfig(module.config, _experts_implementation="eager")}
+            return {"config": LocalConfig(module.config, _experts_implementation="batched_mm")}
         if self.experts is None:
             return {}
         local = {"num_experts": self.experts.widths[rank], "_is_expert_parallel": True}
