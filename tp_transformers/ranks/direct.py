@@ -60,7 +60,9 @@ def all_reduced(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """The `x: (n, ...)` of all ranks, (ranks * n, ...)."""
+    """The `x: (n, ...)` of all ranks, (ranks * n, ...); `x` itself where there is one."""
+    if group.size() == 1:
+        return x
     if torch.compiler.is_dynamo_compiling():
         gathered: Tensor = _traced_all_gather(x, 0, group)
         return gathered
@@ -73,7 +75,9 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """This rank's rows, (n, ...), of the sum of all ranks' `x: (ranks * n, ...)`."""
+    """This rank's rows, (n, ...), of the sum of all ranks' `x: (ranks * n, ...)`; `x` itself where there is one."""
+    if group.size() == 1:
+        return x
     if torch.compiler.is_dynamo_compiling():
         scattered: Tensor = _traced_reduce_scatter(x, "sum", 0, group)
         return scattered

@@ -51,4 +51,5 @@ def test_the_first_rank_of_every_node(nodes: str, first: list[int], monkeypatch:
 def test_one_rank_calls_no_backend() -> None:
     group, x = mock.Mock(size=mock.Mock(return_value=1)), torch.ones(3)
     direct.all_reduce(x, group)
-    assert (x.tolist(), group.mock_calls) == ([1, 1, 1], [mock.call.size()])
+    assert direct.all_gather(x, group) is direct.reduce_scatter(x, group) is x
+    assert (x.tolist(), group.mock_calls) == ([1, 1, 1], [mock.call.size()] * 3)
