@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,14 +38,16 @@ def cached(folder: Path, *, etag: str = ETAG, commit: str = COMMIT) -> LocalFile
 def check(monkeypatch: pytest.MonkeyPatch, own: Source, other: Source) -> int:
     """What the rank with `own` finds, beside one with `other`."""
     told: list[Any] = []
-    monkeypatch.setattr(TensorParallelGroup, "gather", lambda self, value: told.append(value) or [value, value])
+
+    def first(self: TensorParallelGroup, function: Callable[[], Any]) -> list[Any]:
+        told.append(function())
+        return [told[-1]] * 2
+
+    monkeypatch.setattr(TensorParallelGroup, "everywhere", first)
     group = TensorParallelGroup(None, 0, 2, torch.device("cpu"))
     given = [SimpleNamespace(opened=[source], signature=["model.safetensors"]) for source in (other, own)]
     check_same_files(group, given[0])  # type: ignore[arg-type]
-    theirs = next(value for value in told if isinstance(value, tuple))
-    monkeypatch.setattr(
-        TensorParallelGroup, "gather", lambda self, value: [value, theirs if isinstance(value, tuple) else value]
-    )
+    monkeypatch.setattr(TensorParallelGroup, "everywhere", lambda _, function: [function(), told[0]])
     return check_same_files(group, given[1])  # type: ignore[arg-type]
 
 

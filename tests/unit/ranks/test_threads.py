@@ -72,7 +72,7 @@ def group(device: Device, monkeypatch: pytest.MonkeyPatch) -> TensorParallelGrou
         device.called("gather")
         return [value, value]
 
-    monkeypatch.setattr(TensorParallelGroup, "gather", gather)
+    monkeypatch.setattr(TensorParallelGroup, "_gather", gather)
     return TensorParallelGroup(None, 0, 2, GPU)
 
 
