@@ -22,7 +22,7 @@ test: lint
 test-all: lint
 	MATRIX=1 $(PY) -m pytest -n 2 --dist loadfile
 
-# Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors: about 20 minutes.
+# Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors: about ten minutes.
 matrix: $(VENV)/ready
 	MATRIX=1 $(PY) -m pytest -n 2 tests/distributed/test_architectures.py
 

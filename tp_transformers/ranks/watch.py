@@ -279,5 +279,5 @@ def _follows(error: BaseException) -> bool:
     if is_agreed(error):
         return error.__cause__ is not None and _follows(error.__cause__)
     return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or "gloo" in error_text(error) or "NCCL" in error_text(error)
+        isinstance(error, dist.DistError) or any(each in error_text(error) for each in ("gloo", "NCCL"))
     )

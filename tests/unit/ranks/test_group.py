@@ -25,10 +25,6 @@ class OnNodes(TensorParallelGroup):
         assert function() == self.nodes[self.rank]
         return self.nodes
 
-    def gather(self, value: Any) -> list[Any]:
-        """The others are like this rank."""
-        return [value] * self.size
-
     def together(self, function: Any) -> Any:
         """Run by this rank alone."""
         return function()

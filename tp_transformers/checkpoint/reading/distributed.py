@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, error_text
 from ...ranks.group import agreed
 
 _NAMES = {
@@ -83,7 +83,7 @@ class _Reader(FileSystemReader):
             found = _Unpickler(io.BytesIO(content)).load()
             files = [PurePath(info.relative_path) for info in found.storage_data.values()]
         except Exception as error:  # a damaged pickle raises anything
-            return self._fault(f"metadata that cannot be read ({type(error).__name__}: {error})")
+            return self._fault(f"metadata that cannot be read ({error_text(error)})")
         outside = next((file for file in files if file.is_absolute() or ".." in file.parts), None)
         if outside is not None:
             return self._fault(f"metadata that names {outside}, outside the folder")

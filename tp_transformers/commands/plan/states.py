@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ...anatomy.names import layer_number
-from ...errors import shorten
+from ...errors import error_text, shorten
 from ...plans.mixers import MixerHeads
 
 TOKENS = 8
@@ -52,7 +52,7 @@ def mixer_states(
         try:
             kept = _kept(model, name, batch)
         except Exception as error:  # its forward wants other arguments
-            yield States(name, None, shorten(f"{type(error).__name__}: {error}".partition("\n")[0], 200))
+            yield States(name, None, shorten(error_text(error).partition("\n")[0], 200))
             continue
         if kept:
             yield States(name, _sum_by_rank(kept, cut, size))

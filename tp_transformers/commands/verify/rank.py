@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ...errors import error_text
 from ...infer.small import model as probe
 from ...loading.hook import enable
 from ...ranks.group import TP_AXIS
@@ -62,7 +63,7 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
             seen.errors = gradient_errors(whole, expected)
             seen.gradients = {name: whole[name] for name in whole if seen.errors[name] > GRADIENT_TOLERANCE}
     except Exception as error:
-        fail(f"{type(error).__name__}: {error}")
+        fail(error_text(error))
     late.cancel()
     report()
     dist.destroy_process_group()

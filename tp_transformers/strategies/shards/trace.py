@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ...errors import error_text
 from ...ranks.group import TP_AXIS
 from ...slices.layout import Layout, Range, Split
 from ...slices.stored import Stored
@@ -30,7 +31,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
         try:
             part = partition(outline, empty, param_type, empty.dtype, True, rank, outline_mesh(rank, size))
         except Exception as error:
-            raise ValueError(f"its partition_tensor fails without data: {type(error).__name__}: {error}") from error
+            raise ValueError(f"its partition_tensor fails without data: {error_text(error)}") from error
         part = part._local_tensor if isinstance(part, DTensor) else part
         if not isinstance(part, _Outline):
             raise ValueError(

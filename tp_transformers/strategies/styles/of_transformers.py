@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ...errors import error_text
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
 from ..attach import wrap_forward
@@ -52,7 +53,7 @@ class TransformersStyleParallel(StyleParallel):
         try:
             bound.placements, bound.refusal = _placed(self.style, module, size, bound.name), ""
         except Exception as error:
-            bound.placements, bound.refusal = {}, f"{self.shown} does not fit it: {type(error).__name__}: {error}"
+            bound.placements, bound.refusal = {}, f"{self.shown} does not fit it: {error_text(error)}"
         return bound
 
     def check(self, module: nn.Module) -> None:
