@@ -2,7 +2,8 @@
 
 Every rank holds the same random model three times: cut by a plan here, cut by transformers, and whole. Outputs are
 compared first; a side whose logits are wrong, or that cannot be loaded, is not timed. Then the sides take turns, so
-that a drift of the machine favours none, and the slowest rank counts.
+that a drift of the machine favours none, and the slowest rank counts. The whole model computes on all ranks at once,
+each with its cores, and on the first rank with all cores, while the others sleep.
 
 With `--fake`, collectives return at once (torch's fake backend), and the reference is a plain model of the shapes that
 a rank has: the ratio is the cost of everything beside arithmetic. `--device cuda` computes on GPUs; with `--fake`, one
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from . import machine, processes
-from .forward import MODELS, SCENARIOS, SIDES, Job
+from .forward import MODELS, SCENARIOS, SIDES, WIDTHS, Job
 from .report import shown_machine, shown_spread, slowest, spread
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,6 +38,7 @@ def main() -> int:
         "machine": machine.facts(),
         "device": arguments.device,
         "fake": arguments.fake,
+        "widths": arguments.widths,
         "rounds": arguments.rounds,
         "models": {},
     }
@@ -53,7 +55,9 @@ def main() -> int:
     text = table(result)
     print(f"\n{text}")
     arguments.results.mkdir(parents=True, exist_ok=True)
-    path = arguments.results / "-".join(["forward", arguments.device, *["fake"] * arguments.fake])
+    kinds = [*["fake"] * arguments.fake, *["compiled"] * arguments.compiled]
+    kinds += [arguments.widths] if arguments.widths != ("tiny" if arguments.fake else "real") else []
+    path = arguments.results / "-".join(["forward", arguments.device, *kinds])
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     drawn = _draw(result, path.with_suffix(".png"))
@@ -74,6 +78,8 @@ def _run(arguments: argparse.Namespace, model: str, size: int) -> list[dict[str,
             rounds=arguments.rounds,
             scenarios=arguments.scenarios,
             compiled=arguments.compiled,
+            widths=arguments.widths,
+            cores=machine.facts()["cores"],
         )
         ranks = range(1 if arguments.fake else size)
         # Waiting threads take time of the process, which is what counts where collectives are faked.
@@ -117,17 +123,18 @@ def _lines(model: str, size: int, found: dict[str, Any]) -> list[str]:
 def table(result: dict[str, Any]) -> str:
     """A Markdown table of all models, numbers of ranks and scenarios, with what it was measured on below."""
     lines = [
-        "| model | ranks | scenario | here | transformers by here | one process by here | all-reduces, others (here) |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| model | ranks | scenario | here | transformers by here | one process, all cores | one process a rank | "
+        "all-reduces, others (here) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for model, sizes in result["models"].items():
         for size, found in sizes.items():
             for name, scenario in found["scenarios"].items():
                 counts = scenario["collectives"].get("ours", {})
                 told = f"{counts.get('all_reduce', 0)}, {sum(counts.values()) - counts.get('all_reduce', 0)}"
-                ratios = [_ratio(scenario["ratios"].get(side)) for side in ("native", "plain")]
+                ratios = " | ".join(_ratio(scenario["ratios"].get(side)) for side in ("native", "alone", "plain"))
                 ours = scenario["seconds"]["ours"]["median"] * 1e3
-                lines.append(f"| {model} | {size} | {name} | {ours:.1f} ms | {ratios[0]} | {ratios[1]} | {told} |")
+                lines.append(f"| {model} | {size} | {name} | {ours:.1f} ms | {ratios} | {told} |")
     about = result["machine"]
     refused = sorted(
         f"{model}, {size} ranks: {side} is not timed: {why}"
@@ -139,6 +146,7 @@ def table(result: dict[str, Any]) -> str:
         "ratio: seconds by ours, median (min to max) of rounds; above 1, this is faster"
         + (". Collectives return at once; one process is a plain model of the local shapes" if result["fake"] else ""),
         f"{result['rounds']} rounds, the sides in turn, the slowest rank; {about['date']}",
+        f"{result['widths']} widths: {', '.join(f'{name} {n}' for name, n in WIDTHS[result['widths']].items())}; fp32",
         shown_machine(about),
         f"`{result['command']}`",
         *refused,
@@ -185,7 +193,7 @@ def _draw(result: dict[str, Any], path: Path) -> bool:
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("ms")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
     figure.supxlabel(f"{about}, {result['machine']['cpu']}, {result['machine']['cores']} cores", fontsize=8)
     figure.savefig(path, dpi=150)
     return True
@@ -198,6 +206,7 @@ def _parse() -> argparse.Namespace:
     add("--ranks", default="1,2", help="numbers of ranks (default: 1,2)")
     add("--scenarios", default=",".join(SCENARIOS), help=f"of {','.join(SCENARIOS)} (default: all)")
     add("--rounds", type=int, default=9, help="how often every side computes (default: 9)")
+    add("--widths", choices=WIDTHS, help="of the models (default: real; tiny where collectives are faked)")
     add("--compiled", action="store_true", help="forwards through torch.compile")
     add("--fake", action="store_true", help="collectives return at once: the cost beside arithmetic")
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -209,6 +218,7 @@ def _parse() -> argparse.Namespace:
         if unknown := set(names) - set(known):
             parser.error(f"--{option}: got {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")
         setattr(arguments, option, names)
+    arguments.widths = arguments.widths or ("tiny" if arguments.fake else "real")
     arguments.ranks = [int(size) for size in arguments.ranks.split(",") if size.isdigit()]
     if not arguments.ranks or min(arguments.ranks) < 1 or arguments.rounds < 1:
         parser.error("--ranks and --rounds: expected numbers of 1 or more")

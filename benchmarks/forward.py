@@ -22,36 +22,25 @@ import tp_transformers
 SIDES = {
     "ours": ("tp_transformers", "#2f6fb7"),
     "native": ("transformers", "#8a929b"),
-    "plain": ("one process", "#d08a2e"),
+    "plain": ("one process a rank", "#d08a2e"),
+    "alone": ("one process, all cores", "#b5493a"),
 }
-"""Sides, each with its name and colour in the picture."""
-SHAPE = {
-    "vocab_size": 8000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
+"""Sides, each with its name and colour in the picture. The last computes on the first rank, while the others sleep."""
+SHARED = {"vocab_size": 8000, "max_position_embeddings": 2048, "pad_token_id": 0}
+WIDTHS: dict[str, dict[str, int]] = {
+    "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},
+    "real": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 32},
+    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 32, "num_attention_heads": 4},
 }
+"""Widths of the models, each with half as many KV heads; tiny ones take no time for arithmetic."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 704},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "phi3": {},
     "qwen3": {"head_dim": 64},
     "olmo2": {},
 }
-"""Model types, each with what its config has beside SHAPE."""
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 64,
-}
-"""Widths for faked collectives: so small that arithmetic takes no time."""
+"""Model types, each with what its config has beside its widths; experts are a quarter as wide as an MLP."""
 CUT = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 PROMPT, WRITTEN = 512, 32
 TOLERANCE = 1e-3
@@ -73,14 +62,19 @@ class Job:
     rounds: int
     scenarios: list[str]
     compiled: bool
+    widths: str
+    cores: int
+    """Those of the machine, for one process by itself."""
     result: str = ""
 
 
 class Timed:
     """One side: a model, and all that is timed of it."""
 
-    def __init__(self, model: Any, job: Job) -> None:
-        self.model, self.job = model.eval(), job
+    def __init__(self, model: Any, job: Job, *, is_alone: bool = False) -> None:
+        """`is_alone`: the first rank computes with all cores, while the others sleep."""
+        self.model, self.job, self.is_alone = model.eval(), job, is_alone
+        self.rests = is_alone and job.rank > 0
         self.device = next(model.parameters()).device
         self.call = torch.compile(model) if job.compiled else model
         self._caches: dict[str, Any] = {}
@@ -121,19 +115,28 @@ class Timed:
 
     def start(self) -> None:
         """Begin to count time, once the ranks and the device are ready."""
-        if self.job.store and self.job.size > 1:
+        if self.job.store and self.job.size > 1 and not self.is_alone:
             dist.barrier()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.began = (time.perf_counter, time.process_time)[not self.job.store]()
 
     def seconds(self, what: Callable[[Timed], None]) -> float:
-        """Seconds of one run; with faked collectives, of this process alone."""
+        """Seconds of one run; with faked collectives, of this process alone. 0 on a rank that rests."""
+        if self.is_alone:
+            dist.barrier()
+        if self.rests:
+            return 0.0  # it sleeps in the next barrier
+        threads = torch.get_num_threads()
+        if self.is_alone:
+            torch.set_num_threads(self.job.cores)
         self.start()
         what(self)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return float((time.perf_counter, time.process_time)[not self.job.store]() - self.began)
+        taken = (time.perf_counter, time.process_time)[not self.job.store]() - self.began
+        torch.set_num_threads(threads)
+        return float(taken)
 
 
 SCENARIOS: dict[str, Callable[[Timed], None]] = {
@@ -198,6 +201,8 @@ def main() -> None:
     for name in job.scenarios:
         what = SCENARIOS[name]
         for side, timed in sides.items():
+            if timed.rests:
+                continue
             what(timed)  # compiles, and fills caches
             with Collectives() as seen:
                 what(timed)
@@ -219,7 +224,7 @@ def main() -> None:
 
 def _sides(job: Job, result: dict[str, Any]) -> dict[str, Timed]:
     """The models whose logits are right, by side."""
-    config = CONFIG_MAPPING[job.model](**{**SHAPE, **MODELS[job.model], **({} if job.store else TINY)})
+    config = _config(job)
     torch.manual_seed(0)
     if job.store:
         dist.init_process_group(
@@ -239,7 +244,7 @@ def _sides(job: Job, result: dict[str, Any]) -> dict[str, Timed]:
         dist.barrier()
     mesh = init_device_mesh(job.device, (job.size,), mesh_dim_names=("tp",))
     sides = {}
-    for side in SIDES:
+    for side in ("ours", "native", "plain"):
         try:
             sides[side] = Timed(_load(side, folder, mesh, job), job)
         except Exception as error:
@@ -258,7 +263,16 @@ def _sides(job: Job, result: dict[str, Any]) -> dict[str, Timed]:
             if why:
                 result["refused"][side] = why
                 del sides[side]
+    sides["alone"] = Timed(sides["plain"].model, job, is_alone=True)
     return sides
+
+
+def _config(job: Job) -> Any:
+    shape = {**SHARED, **WIDTHS[job.widths]}
+    shape["num_key_value_heads"] = shape["num_attention_heads"] // 2
+    if job.model == "mixtral":
+        shape["intermediate_size"] //= 4
+    return CONFIG_MAPPING[job.model](**{**shape, **MODELS[job.model]})
 
 
 def _load(side: str, folder: Path, mesh: Any, job: Job) -> Any:

@@ -26,6 +26,8 @@ from . import direct
 Group = dist.ProcessGroup
 Cut = tuple[int, tuple[int, ...]]
 """(dim, length of every rank's slice along it)."""
+Counts = Sequence[int]
+"""A number of rows for every rank."""
 Place = tuple[int, int, int]
 """(start in this rank's shard, start in the buffer that all ranks sum, length)."""
 
@@ -123,6 +125,29 @@ def copy_shared(
     return _apply(_CopyShared, x, places, length, dim, group, reduce_dtype)
 
 
+def exchange_counts(counts: Tensor, group: Group) -> Tensor:
+    """The number that every rank has for this one; `counts[rank]` is that which this one has for `rank`: (size,)."""
+    ones = [1] * group.size()
+    return direct.all_to_all(counts, ones, ones, group)
+
+
+def exchange_rows(tensors: Sequence[Tensor], sent: Counts, received: Counts, group: Group) -> tuple[Tensor, ...]:
+    """Send rows of each of `tensors` to every rank, in one all-to-all; backward is the reverse all-to-all.
+
+    Args:
+        tensors: (sum of `sent`, any width) each, of any dtypes, by the rank that rows are for. Integers have no
+            gradient.
+        sent: rows for every rank, this one included; any may be 0.
+        received: rows from every rank.
+        group: the ranks, all of which have to call it, also those without any rows.
+
+    Returns:
+        A tensor for each: (sum of `received`, its width), by the rank that rows come from.
+    """
+    found: tuple[Tensor, ...] = apply_directly(_ExchangeRows)(tuple(sent), tuple(received), group, *tensors)
+    return found
+
+
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """Identity; backward multiplies the gradient by `factor`."""
     return _apply(_Scale, x, 1.0, factor) if torch.is_grad_enabled() and x.requires_grad else x
@@ -163,6 +188,7 @@ def apply_directly(function: type[torch.autograd.Function]) -> Any:
     """`function.apply` without its support of torch.func, which takes a third of the time."""
     if torch.compiler.is_dynamo_compiling():
         return function.apply
+    direct.refuse_transforms()
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
@@ -246,13 +272,34 @@ class _Exchange(torch.autograd.Function):
             shape[dim], shape[other] = width, parts[rank]
         sizes = [torch.Size(shape).numel() for shape in shapes]
         pieces = [piece.reshape(-1) for piece in x.split(list(parts), other)]
-        received = x.new_empty(sum(sizes))
-        dist.all_to_all_single(received, torch.cat(pieces), sizes, [piece.numel() for piece in pieces], group=group)
+        received = direct.all_to_all(torch.cat(pieces), [piece.numel() for piece in pieces], sizes, group)
         return torch.cat([piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)], dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return _apply(_Exchange, grads[0], ctx.into, ctx.cut, ctx.group), None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Counts, received: Counts, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.settings = (received, sent, group)
+        ctx.have_gradients = [tensor.is_floating_point() for tensor in tensors]
+        # As bytes, so that values of several dtypes travel together.
+        rows = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+        packed = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        arrived = direct.all_to_all(packed, sent, received, group)
+        parts = arrived.split([row.shape[1] for row in rows], 1)
+        found = [part.contiguous().view(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+        ctx.mark_non_differentiable(*[each for each in found if not each.is_floating_point()])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sent, received, group = ctx.settings
+        given = [grad for grad, has in zip(grads, ctx.have_gradients, strict=True) if has]
+        found = iter(exchange_rows(given, sent, received, group))
+        return (None, None, None, *(next(found) if has else None for has in ctx.have_gradients))
 
 
 class _CopyShared(torch.autograd.Function):

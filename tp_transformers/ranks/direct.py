@@ -4,25 +4,35 @@ The way from `torch.distributed.all_reduce` to the backend passes the dispatcher
 than all else that a layer has beside its arithmetic. So the backend is called itself, as the dispatcher's kernel does.
 Where a dispatch mode listens (`CommDebugMode`, `FakeTensorMode`), torch.distributed is called. torch.compile sees
 functional collectives, which it reorders, and fuses with the matrix products around them.
+
+CPU tensors of ranks that share memory go through it, under torch.compile by operators of our own. Where a dispatch mode
+listens on some ranks alone, these tell the others in the memory, and all call torch.distributed.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceOptions,
     ReduceScatterOptions,
+    _resolve_process_group,
 )
 
 from ..errors import UnsupportedError
+from ..marks import untyped
+from .shared_memory.joining import NAMES, memory_of
+from .shared_memory.transport import MAX as MAX
+from .shared_memory.transport import SUM as SUM
+from .shared_memory.transport import Transport
 
 Group = dist.ProcessGroup
 
@@ -31,6 +41,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _traced_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _traced_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+_is_transformed = torch._C._are_functorch_transforms_active
 
 is_watched = torch._C._len_torch_dispatch_stack
 """True if a dispatch mode sees every operator."""
@@ -43,18 +55,57 @@ _backends: dict[tuple[int, torch.device], Any] = {}
 """The backends of groups, by their `id` and the device of a tensor."""
 
 
-def all_reduce(x: Tensor, group: Group) -> None:
-    """Sum `x` over the ranks, in place; nothing where there is one."""
-    if group.size() == 1:
+def refuse_transforms() -> None:
+    """Raise UnsupportedError inside of `torch.func.vmap`, `grad`, ..., and of forward-mode differentiation."""
+    if _is_transformed():
+        raise UnsupportedError(
+            "torch.func of a tensor-parallel model",
+            got="a forward inside of vmap, grad, jvp or another transform",
+            expected="a forward outside of them: collectives cannot be transformed",
+            fix="Use loss.backward() or torch.autograd.grad; for one gradient a sample, one sample after another.",
+        )
+    if forward_ad._current_level >= 0:
+        raise UnsupportedError(
+            "torch.autograd.forward_ad in a tensor-parallel model",
+            got="tangents, which collectives would leave out",
+            expected="gradients",
+            fix="Use torch.autograd.grad, twice for a product with the Jacobian.",
+        )
+
+
+def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = SUM) -> None:
+    """Sum `x` over the ranks in place, or take its maximum; nothing where there is one, or no group."""
+    if group is None or group.size() == 1:
         return
-    if torch.compiler.is_dynamo_compiling() or (backend := _backend(group, x)) is None:
-        dist.all_reduce(x, group=group)
+    if torch.compiler.is_dynamo_compiling():
+        if _has_operators(x, group):
+            x.copy_(_op_all_reduce(x, op == MAX, group.group_name))
+        else:
+            dist.all_reduce(x, op, group=group)
+        return
+    memory = _memory(group, x)
+    if memory is not None and memory.all_reduce(x, op, by_backend=is_watched() > 0):
+        return
+    if op != SUM or (backend := _backend(group, x)) is None:
+        dist.all_reduce(x, op, group=group)
     elif (work := backend.allreduce([x], _SUM)) is not None:
         work.wait()
 
 
+def start_all_reduce(x: Tensor, group: Group) -> dist.Work | None:
+    """Begin to sum `x` over the ranks in place; None where that is done, since memory has nothing to do meanwhile."""
+    if memory_of(group) is None:
+        work: dist.Work | None = dist.all_reduce(x, group=group, async_op=True)
+        return work
+    all_reduce(x, group)
+    return None
+
+
 def all_reduced(x: Tensor, group: Group) -> Tensor:
     """The sum of `x` over the ranks, as a functional collective: a dispatch mode may keep any tensor that it sees."""
+    memory = _memory(group, x)
+    if memory is not None and memory.all_reduce(copy := x.clone(), by_backend=True):
+        return copy
     total: Tensor = functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name))
     return total
 
@@ -64,9 +115,14 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     if group.size() == 1:
         return x
     if torch.compiler.is_dynamo_compiling():
+        if _has_operators(x, group):
+            return _op_all_gather(x, group.size(), group.group_name)
         gathered: Tensor = _traced_all_gather(x, 0, group)
         return gathered
     x, whole = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    memory = _memory(group, x)
+    if memory is not None and memory.all_gather(x, whole.chunk(group.size()), by_backend=is_watched() > 0):
+        return whole
     if (backend := _backend(group, x)) is None:
         _all_gather(whole, x, group=group)
     elif (work := backend._allgather_base(whole, x, _PARTS)) is not None:
@@ -79,9 +135,14 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if group.size() == 1:
         return x
     if torch.compiler.is_dynamo_compiling():
+        if _has_operators(x, group):
+            return _op_reduce_scatter(x, group.size(), group.group_name)
         scattered: Tensor = _traced_reduce_scatter(x, "sum", 0, group)
         return scattered
     x, own = x.contiguous(), x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    memory = _memory(group, x)
+    if memory is not None and memory.reduce_scatter(x, own, by_backend=is_watched() > 0):
+        return own
     if (backend := _backend(group, x)) is None:
         _reduce_scatter(own, x, group=group)
     elif (work := backend._reduce_scatter_base(own, x, _SCATTER)) is not None:
@@ -89,15 +150,46 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return own
 
 
+def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """Send `sent[rank]` rows of `x: (sum of sent, ...)` to every rank, and receive `received[rank]` rows, in order."""
+    if torch.compiler.is_dynamo_compiling() and _has_operators(x, group):
+        return _op_all_to_all(x, list(sent), list(received), group.group_name)
+    x, arrived = x.contiguous(), x.new_empty((sum(received), *x.shape[1:]))
+    memory = None if torch.compiler.is_dynamo_compiling() else _memory(group, x)
+    if memory is None or not memory.all_to_all(arrived, x, received, sent, by_backend=is_watched() > 0):
+        dist.all_to_all_single(arrived, x, list(received), list(sent), group=group)
+    return arrived
+
+
+def broadcast(x: Tensor, group: Group | None, source: int) -> None:
+    """Give `x`, in place, the values of rank `source` of the group; nothing where there is one, or no group."""
+    if group is None or group.size() == 1:
+        return
+    memory = _memory(group, x)
+    if memory is None or not memory.broadcast(x, source, by_backend=is_watched() > 0):
+        dist.broadcast(x, group=group, group_src=source)
+
+
+def begun(group: Group, device: torch.device) -> int:
+    """How many collectives this rank has begun."""
+    memory = memory_of(group)
+    own = group._get_backend(device)._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return int(own) + (memory.collectives if memory is not None else 0)
+
+
+def _memory(group: Group, x: Tensor) -> Transport | None:
+    """The memory through which `x` travels; None where it takes the way of torch.distributed."""
+    if not x.is_cpu or type(x) not in (Tensor, nn.Parameter) or x.is_complex():
+        return None
+    memory = memory_of(group)
+    if memory is not None:
+        refuse_transforms()
+    return memory
+
+
 def _backend(group: Group, x: Tensor) -> Any:
     """The backend of the group for tensors such as `x`; None where the operator has to be called."""
-    if forward_ad._current_level >= 0:
-        raise UnsupportedError(
-            "torch.autograd.forward_ad in a tensor-parallel model",
-            got="tangents, which collectives would leave out",
-            expected="gradients",
-            fix="Use torch.autograd.grad, twice for a product with the Jacobian.",
-        )
+    refuse_transforms()
     if is_watched() or type(x) is not Tensor or x.is_complex():
         return None
     return _backends.get((id(group), x.device)) or _find(group, x)
@@ -109,3 +201,55 @@ def _find(group: Group, x: Tensor) -> Any:
     found = _backends[id(group), x.device] = group._get_backend(x.device)
     weakref.finalize(group, _backends.clear).atexit = False
     return found
+
+
+# The same as operators, which torch.compile keeps in its graphs as they are. They make new tensors, so that a graph may
+# keep their inputs, and find the process group by its name when they run: after `renew_process_group`, the new one.
+
+_LIBRARY = torch.library.Library("tp_transformers", "DEF")
+
+
+def _has_operators(x: Tensor, group: Group) -> bool:
+    """True if a collective of such a tensor is one of the operators below in the graph that is traced."""
+    return x.device.type == "cpu" and group.group_name in NAMES
+
+
+def _operator(schema: str, function: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    name = _LIBRARY.define(schema)
+    _LIBRARY.impl(name, function, "CPU")
+    torch.library.register_fake(f"tp_transformers::{name}", shape, lib=_LIBRARY)
+    found: Callable[..., Tensor] = getattr(torch.ops.tp_transformers, name).default
+    return found
+
+
+def _group(name: str) -> Group:
+    found: Group = untyped(_resolve_process_group)(name)
+    return found
+
+
+def _summed(x: Tensor, maximum: bool, group: str) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(total, _group(group), MAX if maximum else SUM)
+    return total
+
+
+_op_all_reduce = _operator(
+    "all_reduce(Tensor x, bool maximum, str group) -> Tensor",
+    _summed,
+    lambda x, maximum, group: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+_op_all_gather = _operator(
+    "all_gather(Tensor x, int size, str group) -> Tensor",
+    lambda x, size, group: all_gather(x, _group(group)),
+    lambda x, size, group: x.new_empty((size * x.shape[0], *x.shape[1:])),
+)
+_op_reduce_scatter = _operator(
+    "reduce_scatter(Tensor x, int size, str group) -> Tensor",
+    lambda x, size, group: reduce_scatter(x, _group(group)),
+    lambda x, size, group: x.new_empty((x.shape[0] // size, *x.shape[1:])),
+)
+_op_all_to_all = _operator(
+    "all_to_all(Tensor x, SymInt[] sent, SymInt[] received, str group) -> Tensor",
+    lambda x, sent, received, group: all_to_all(x, sent, received, _group(group)),
+    lambda x, sent, received, group: x.new_empty((sum(received), *x.shape[1:])),
+)

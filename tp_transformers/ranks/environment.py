@@ -98,8 +98,13 @@ def local_size() -> int | None:
 
 def node_name() -> str:
     """A name that processes have in common where they share a machine and a host name, as containers may not."""
+    return f"{socket.gethostname()} {machine_name()}"
+
+
+def machine_name() -> str:
+    """A name that processes have in common where one kernel runs them; "" where the system has none."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return boot.read_text().strip() if boot.exists() else ""
 
 
 def local_device(device_type: str) -> torch.device:

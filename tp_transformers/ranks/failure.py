@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import RemoteRankError
+import torch.distributed as dist
+
+from ..errors import RemoteRankError, error_text
 from ..marks import Mark
+from .group import is_agreed
 
 GRACE = 3.0
 """Seconds that the ranks have to fail alike, once one has failed."""
@@ -40,6 +43,8 @@ class Failure:
     """Its traceback."""
     is_lost: bool = False
     """True if the rank gives no sign of life."""
+    is_of_all: bool = False
+    """True if no rank failed, but they wait in different calls: all ranks raise it, this one too."""
 
     def to_error(self) -> RemoteRankError:
         """What all other ranks raise, with the same message."""
@@ -63,6 +68,15 @@ def lost(rank: int, seconds: float) -> Failure:
     return Failure(rank, text, is_lost=True)
 
 
+def left(rank: int) -> Failure:
+    """The failure of a rank that has ended as it should, while others wait for it."""
+    text = (
+        "has ended, or no longer holds the model, while others wait for it in a call that it has not made: "
+        "all ranks of a model have to make the same calls"
+    )
+    return Failure(rank, text, is_lost=True)
+
+
 def is_alike(reports: Mapping[int, Report], size: int) -> bool:
     """True if all `size` ranks failed after as many collectives, so that none waits for another."""
     return len(reports) == size and len({report.collectives for report in reports.values()}) == 1
@@ -75,7 +89,7 @@ def judge(
 
     Args:
         reports: what each rank that failed says, by its place in the group; at least one.
-        before: each rank's signs of life when the first report was seen, a number that grows.
+        before: each rank's signs of life when the first report was seen, a number that grows; below 0 once it left.
         now: the same `seconds` later.
         seconds: those that have passed.
         ranks: of the group, as they are numbered among all that were started.
@@ -86,9 +100,18 @@ def judge(
     silent = [rank for rank, beat in enumerate(now) if beat == before[rank] and rank not in reports]
     if reports[first].follows:
         if silent and seconds >= GRACE:
-            return lost(ranks[silent[0]], seconds)
+            return left(ranks[silent[0]]) if now[silent[0]] < 0 else lost(ranks[silent[0]], seconds)
         if seconds < 1.5 * GRACE:
             return None
     elif silent and seconds < 2 * GRACE:  # a busy machine may not have run them; they may fail, too
         return None
     return Failure(ranks[first], f"failed with {reports[first].error}", reports[first].trace)
+
+
+def follows(error: BaseException) -> bool:
+    """True if `error` is of a collective, or of a vote, in which another rank was missing."""
+    if is_agreed(error):
+        return error.__cause__ is not None and follows(error.__cause__)
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistError) or any(each in error_text(error) for each in ("gloo", "NCCL"))
+    )

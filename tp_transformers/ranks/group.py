@@ -13,20 +13,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import get_backend_config
 
 from ..errors import MeshError, RemoteRankError, TensorParallelError, error_text
 from ..marks import Mark
 from .environment import local_size, node_name
+from .messages import exchange
+from .shared_memory.joining import memory_of
 
 TP_AXIS = "tp"
 """Name of the DeviceMesh axis over which tensors are split."""
 
-HEARTBEAT = 10.0
+HEARTBEAT = 5.0
 """Seconds after which ranks that wait for one another's jobs meet; far below the timeout of a collective."""
-
-LETTER = 504
-"""Bytes of a pickled value that ranks gather in one collective; longer values take a second one."""
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -103,9 +101,11 @@ class TensorParallelGroup:
         """The `value` of every rank, in one collective."""
         if self.size == 1 or self.process_group is None:
             return [value]
-        message = pickle.dumps(value)
+        message, memory = pickle.dumps(value), memory_of(self.process_group)
         try:
-            messages = _exchange(message, self.process_group, self.device)
+            messages = memory.messages(message) if memory is not None else None
+            if messages is None:
+                messages = exchange(message, self.process_group, self.device)
         except RuntimeError as error:
             lost = RemoteRankError(f"another rank ended, or cannot be reached: {error}")
             raise agreed(lost) from error  # there is nobody left to vote with
@@ -236,27 +236,6 @@ def reported(failure: BaseException | None) -> Report | None:
     if isinstance(failure, TensorParallelError):
         return type(failure), str(failure)
     return RemoteRankError, error_text(failure)
-
-
-def _exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """The message of every rank of `group`.
-
-    `dist.all_gather_object` first gathers the lengths; here they come with the first LETTER bytes, which hold most
-    messages.
-    """
-    on = torch.device("cpu") if "cpu:" in get_backend_config(group) else device
-
-    def gather(part: bytes, nbytes: int) -> list[bytes]:
-        own = torch.frombuffer(bytearray(part.ljust(nbytes, b"\0")), dtype=torch.uint8).to(on)
-        parts = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(parts, own, group=group)
-        return [each.cpu().numpy().tobytes() for each in parts]
-
-    letters = gather(len(message).to_bytes(8, "little") + message[:LETTER], 8 + LETTER)
-    lengths = [int.from_bytes(letter[:8], "little") for letter in letters]
-    longer = max(lengths) - LETTER
-    rests = gather(message[LETTER:], longer) if longer > 0 else [b""] * len(letters)
-    return [(letter[8:] + rest)[:n] for letter, rest, n in zip(letters, rests, lengths, strict=True)]
 
 
 def bind_thread(device: torch.device) -> None:

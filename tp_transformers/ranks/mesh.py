@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import Store
 from ..errors import MeshError
 from .environment import launcher, local_device, rendezvous
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
+from .shared_memory.joining import share
 
 
 def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
@@ -34,6 +35,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
         return TensorParallelGroup(None, 0, 1, local_device(_default_device_type()))
     device = local_device(device_mesh.device_type)
     bind_thread(device)
+    share(device_mesh.get_group())
     mesh = device_mesh if given is None else given
     return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, mesh=mesh)
 
@@ -49,6 +51,8 @@ def restart(group: TensorParallelGroup, store: Store) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
     assert group.device_mesh is not None
     registry = getattr(group.device_mesh._get_root_mesh(), "_pg_registry", None)
+    assert group.process_group is not None
+    share(group.process_group)
     if registry is not None and group.process_group is not None:  # of compiled forwards
         registry[group.process_group.group_name] = group.process_group
 

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, _get_default_store
+
+from ..marks import untyped
 
 Ends = tuple[Any, Any]
 """(own address, the other end's) of a connection."""
@@ -23,6 +25,15 @@ def innermost(store: Store) -> Store:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
+
+
+def store_of_ranks() -> Store | None:
+    """A connection of its own to the store at which the ranks met; None where that is a user's own, in Python."""
+    try:
+        found: Store = untyped(innermost(_get_default_store())).clone()
+    except RuntimeError:
+        return None
+    return found
 
 
 def connections(store: Store) -> dict[int, Ends]:

@@ -13,22 +13,25 @@ from __future__ import annotations
 import json
 import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from time import monotonic
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import RemoteRankError, error_text
 from ..logs import get_logger
 from ..marks import untyped
-from .failure import FAILURE, GRACE, Failure, Report, is_alike, judge, lost
+from . import direct
+from .failure import FAILURE, GRACE, Failure, Report, follows, is_alike, judge, left, lost
 from .group import TensorParallelGroup, bind_thread, is_agreed
 from .poller import BEAT, POLLER
-from .sockets import between, connections, innermost, shut
+from .shared_memory.joining import memory_of
+from .sockets import between, connections, shut, store_of_ranks
+from .waits import Waits, beat_of
 
 logger = get_logger(__name__)
 
@@ -54,14 +57,16 @@ class Watch:
     number: int
     """The same on all ranks, and another one for each watch and each process group."""
 
-    def __init__(self, group: TensorParallelGroup, limit: float = LIMIT, beyond: Watch | None = None) -> None:
+    def __init__(self, group: TensorParallelGroup, limit: float = LIMIT, *, is_of_copies: bool = False) -> None:
         """Begin to watch; all ranks of `group`, of two or more, have to call it.
 
         Args:
             limit: seconds until a silent rank counts as lost.
-            beyond: another watch of this process, of other ranks, that surrounds every call of this one.
+            is_of_copies: whether the ranks hold the same part of several copies of a model, which are not in step.
         """
-        self.group, self.limit, self.beyond = group, limit, beyond
+        self.group, self.limit, self.is_of_copies = group, limit, is_of_copies
+        self.beyond: Watch | None = None
+        """The watch of this process over the copies, which surrounds every call of this one."""
         self.owes_backward = False
         """True from a forward that autograd recorded until a backward has ended."""
         self._depth, self._entered, self._entered_at = 0, 0, 0.0
@@ -83,6 +88,7 @@ class Watch:
         self._round, self._settled = 0, threading.Event()
         self._heard, self._heard_at, self._polled_at = 0, monotonic(), monotonic()
         self._unreachable_at: float | None = None
+        self._waits = Waits(self.group, self._store)
         self.failure = None  # from here on it is polled
         POLLER.add(self, partial(_leave, self._store, rank))
 
@@ -131,25 +137,26 @@ class Watch:
 
         Raises RemoteRankError from `error` where another rank failed first.
         """
-        if is_agreed(error) and not _follows(error):
+        if is_agreed(error) and not follows(error):
             return
         if self.failure is None:
             self._settled.clear()
             self._error = error
             POLLER.soon()
             self._settled.wait(max(self.limit, 3 * GRACE))
-        if self._unreachable_at is not None and not _follows(error):
+        if self._unreachable_at is not None and not follows(error):
             return  # nobody can be told
         if self.failure is not None:
-            if self.failure.rank != self.group.global_ranks[self.group.rank]:
+            if self.failure.is_of_all or self.failure.rank != self.group.global_ranks[self.group.rank]:
                 raise self.failure.to_error() from error
             if FAILURE.find(error) is None:
                 FAILURE.put(error, self.failure)
-                error.add_note("All ranks have been told; their process group has ended.")
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note("All ranks have been told; their process group has ended.")
 
     def _collectives(self) -> int:
         """How many collectives this rank has begun."""
-        return int(self.process_group._get_backend(self.group.device)._get_sequence_number_for_group())
+        return direct.begun(self.process_group, self.group.device)
 
     # In the thread that polls.
 
@@ -177,7 +184,7 @@ class Watch:
         self._polled_at = now
 
     def _ask(self, now: float) -> None:
-        self._store.add(_beat(self.group.rank), 1)
+        self._store.add(beat_of(self.group.rank), 1)
         if self._error is not None:
             self._publish(self._error)
             self._error = None
@@ -185,6 +192,10 @@ class Watch:
             self._settle(now)
         else:
             self._hear(now)
+            first = next(iter(watches(self.process_group)), None)  # of several models of these ranks, one tells
+            stuck = self._waits.look(now, self._collectives()) if first is self and not self.is_of_copies else None
+            if stuck is not None:
+                self._end(stuck)
 
     def _publish(self, error: Exception) -> None:
         known = FAILURE.find(error)
@@ -195,7 +206,7 @@ class Watch:
             collectives=self._collectives() - self._entered,
             error=error_text(error),
             trace="".join(traceback.format_exception(error))[-TRACE:],
-            follows=_follows(error),
+            follows=follows(error),
         )
         self._store.set(f"report {self._round} {self.group.rank}", json.dumps(asdict(report)))
         self._store.add(f"reports {self._round}", 1)
@@ -220,20 +231,25 @@ class Watch:
         """Give the verdict, unless another rank has; None where all failed alike."""
         self._store.compare_set(f"verdict {self._round}", "", json.dumps(failure and asdict(failure)))
 
+    def _end(self, failure: Failure) -> None:
+        """Give a verdict that no report asks for."""
+        self._rule(failure)
+        self._store.add(f"reports {self._round}", 1)
+
     def _hear(self, now: float) -> None:
         """Hear the next rank; tell all if it has been silent for too long."""
         other = (self.group.rank + 1) % self.group.size
-        beat = self._store.add(_beat(other), 0)
+        beat = self._store.add(beat_of(other), 0)
         if beat != self._heard or now - self._polled_at > 4 * BEAT:  # this process may have been stopped itself
             self._heard, self._heard_at = beat, now
         has_left = beat < 0  # others may finish later: it is missed where one waits for it
         since = max(self._heard_at, self._entered_at) if has_left else self._heard_at
         if now - since > self.limit and (self._depth or not has_left):
-            self._rule(lost(self.group.global_ranks[other], now - since))
-            self._store.add(f"reports {self._round}", 1)
+            rank = self.group.global_ranks[other]
+            self._end(left(rank) if has_left else lost(rank, now - since))
 
     def _beats(self) -> list[int]:
-        return [self._store.add(_beat(rank), 0) for rank in range(self.group.size)]
+        return [self._store.add(beat_of(rank), 0) for rank in range(self.group.size)]
 
     def _reports(self) -> dict[int, Report]:
         keys = {rank: f"report {self._round} {rank}" for rank in range(self.group.size)}
@@ -246,38 +262,40 @@ class Watch:
         self._round, self._began = self._round + 1, None
         if failure is not None:
             bind_thread(self.group.device)
-            for other in POLLER.all():
-                if isinstance(other, Watch) and other.process_group == self.process_group:
-                    other.failure = failure
-                    other._settled.set()
+            for other in watches(self.process_group):
+                other.failure = failure
+                other._settled.set()
+            memory = memory_of(self.process_group)
+            if memory is not None:
+                memory.end("the ranks' process group has ended")
             shut(self._links)
             with suppress(RuntimeError):
                 self.process_group.abort()
         self._settled.set()
 
 
-def store_of_ranks() -> Store | None:
-    """A connection of its own to the store at which the ranks met; None where that is a user's own, in Python."""
+def watches(process_group: Any) -> list[Watch]:
+    """The watches of this process over the ranks of `process_group`."""
+    return [each for each in POLLER.all() if isinstance(each, Watch) and each.process_group == process_group]
+
+
+def watched(found: Iterable[Watch]) -> ExitStack:
+    """The watches, entered."""
+    with ExitStack() as stack:  # which leaves the first again, if the second raises
+        for each in found:
+            stack.enter_context(each)
+        return stack.pop_all()
+
+
+def watched_ranks(group: TensorParallelGroup) -> ExitStack:
+    """The watches of the models of these ranks, entered; none without a process group, or where it was destroyed."""
     try:
-        found: Store = untyped(innermost(_get_default_store())).clone()
+        process_group = group.process_group
     except RuntimeError:
-        return None
-    return found
-
-
-def _beat(rank: int) -> str:
-    return f"beat {rank}"
+        return ExitStack()
+    return watched(watches(process_group))
 
 
 def _leave(store: Store, rank: int) -> None:
     with suppress(RuntimeError):  # the store may have ended with the rank that keeps it
-        store.add(_beat(rank), LEFT)
-
-
-def _follows(error: BaseException) -> bool:
-    """True if `error` is of a collective, or of a vote, in which another rank was missing."""
-    if is_agreed(error):
-        return error.__cause__ is not None and _follows(error.__cause__)
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or any(each in error_text(error) for each in ("gloo", "NCCL"))
-    )
+        store.add(beat_of(rank), LEFT)

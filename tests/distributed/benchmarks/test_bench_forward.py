@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.forward import SHAPE, TINY
+from benchmarks.forward import WIDTHS
 from benchmarks.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-@pytest.mark.parametrize("options", [(), ("--fake",)], ids=["two ranks", "faked"])
+@pytest.mark.parametrize("options", [("--widths", "small"), ("--fake",)], ids=["two ranks", "faked"])
 def test_a_run_writes_its_numbers(options: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.bench_forward", "--rounds", "2", "--ranks", "2", "--timeout", "300"]
     command += ["--scenarios", "prefill,training step", "--results", str(tmp_path), *options]
@@ -24,13 +24,14 @@ def test_a_run_writes_its_numbers(options: tuple[str, ...], tmp_path: Path) -> N
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())["models"]["llama"]["2"]
     assert found["refused"] == {}
-    assert found["errors"].keys() == (set() if options else {"ours", "native", "plain"})
-    layers = (TINY if options else SHAPE)["num_hidden_layers"]
+    assert found["errors"].keys() == (set() if "--fake" in options else {"ours", "native", "plain"})
+    layers = WIDTHS["tiny" if "--fake" in options else "small"]["num_hidden_layers"]
     counted = {name: scenario["collectives"]["ours"]["all_reduce"] for name, scenario in found["scenarios"].items()}
     assert counted["prefill"] == 2 * layers + 1, "attention and MLP of every layer, and the embedding"
     assert counted["training step"] >= 2 * counted["prefill"] - 1, "the backward has as many, but for the embedding"
     for scenario in found["scenarios"].values():
-        assert scenario["seconds"].keys() == {"ours", "native", "plain"}
+        sides = {"ours", "native", "plain"} | (set() if "--fake" in options else {"alone"})
+        assert scenario["seconds"].keys() == sides
         for side, ratio in scenario["ratios"].items():
             others, ours = (scenario["seconds"][each]["values"] for each in (side, "ours"))
             assert ratio["values"] == [other / own for other, own in zip(others, ours, strict=True)]

@@ -101,6 +101,37 @@ def test_a_rank_that_is_killed_is_named_where_no_launcher_ends_the_others(cases:
     assert codes == [1, 1, -9]
 
 
+DURING_A_LOAD = """
+import os, signal, sys
+import tp_transformers
+from transformers import AutoModelForCausalLM
+from tp_transformers.loading import load as module
+
+tp_transformers.enable()
+rank, read = int(os.environ["RANK"]), module.fill
+if rank == int(sys.argv[2]):
+    module.fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+except tp_transformers.RemoteRankError as error:
+    print(error)
+    sys.stdout.flush()
+    if rank != int(sys.argv[2]) + 1:  # one that stays, so that no connection of the others ends with it
+        raise
+    import time
+    time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_rank_that_is_killed_during_a_load_is_named(cases: Any, tmp_path: Path, bad: int) -> None:
+    (tmp_path / "script.py").write_text(DURING_A_LOAD)
+    printed, codes = without_launcher(3, str(tmp_path / "script.py"), cases(9, 3).folder, str(bad))
+    for rank in {0, 1, 2} - {bad}:
+        assert re.match(rf"rank {bad} (gave no sign of life|or the launcher has ended)", printed[rank])
+    assert codes[bad] == -9
+
+
 AFTER_THE_OTHERS = """
 import sys, time
 import tp_transformers

@@ -1,0 +1,60 @@
+"""Models whose ranks communicate through shared memory."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.support.models import PROMPTS, load
+from tests.support.pool import Pool
+from tp_transformers import check_replicas
+from tp_transformers.ranks.shared_memory.joining import memory_of
+
+pytestmark = pytest.mark.distributed
+
+
+def watched_on(folder: str, ranks: list[int]) -> tuple[Tensor, int, int]:
+    """Run on every rank: logits where a dispatch mode listens on some ranks, its count, and that of the memory."""
+    model = load(folder)
+    mode = CommDebugMode() if model.tp_group.rank in ranks else nullcontext()
+    memory = memory_of(model.tp_group.process_group)
+    before = memory.collectives
+    with mode, torch.no_grad():
+        logits = model(PROMPTS).logits
+    return logits, mode.get_total_counts() if isinstance(mode, CommDebugMode) else 0, memory.collectives - before
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1], []])
+def test_a_mode_that_listens_on_some_ranks_sees_collectives(pool: Pool, cases: Any, ranks: list[int]) -> None:
+    folder = cases(9, 3).folder
+    found = pool.run(2, watched_on, folder, ranks)
+    plain = pool.run(2, watched_on, folder, [])
+    for rank, (logits, counted, begun) in enumerate(found):
+        assert torch.equal(logits, plain[rank][0])
+        assert begun == plain[rank][2] > 0
+        assert (counted > 0) == (rank in ranks)
+
+
+def after_a_hundred_steps(folder: str) -> dict[str, float]:
+    """Run on every rank: differences between values that ranks hold alike, after a hundred steps of AdamW."""
+    model = load(folder)
+    assert memory_of(model.tp_group.process_group) is not None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(100):
+        model(PROMPTS, labels=PROMPTS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return check_replicas(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "size"), [((9, 3), 2), ((8, 1), 3), ((8, 2), 4)])
+def test_ranks_have_the_same_bits_after_a_hundred_steps(
+    pool: Pool, cases: Any, heads: tuple[int, int], size: int
+) -> None:
+    assert pool.run(size, after_a_hundred_steps, cases(*heads).folder) == [{}] * size

@@ -1,0 +1,125 @@
+"""Calls that one rank makes alone: it says which rank has not made them, and where that is, instead of hanging."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tests.support.models import PROMPTS, load, relative
+from tests.support.tiers import wide
+from tp_transformers import RemoteRankError, clip_grad_norm_, full_tensor, renew_process_group, save_sharded
+from tp_transformers.ranks import waits
+
+pytestmark = pytest.mark.distributed
+
+PATIENCE = 1.0
+"""Seconds in place of those that a rank usually waits before it tells."""
+
+CALLS: dict[str, Callable[[Any, str], Any]] = {
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "generate": lambda model, _: model.generate(PROMPTS, max_new_tokens=2, do_sample=False),
+    "save_sharded": save_sharded,
+    "forward": lambda model, _: model(PROMPTS),
+    "full_tensor": lambda model, _: full_tensor(model.model.layers[0].mlp.up_proj.weight),
+    "clip_grad_norm_": lambda model, _: clip_grad_norm_(model, 1.0),
+    "load_state_dict": lambda model, _: model.load_state_dict(model.state_dict()),
+    "push_to_hub": lambda model, _: model.push_to_hub("org/model"),
+}
+
+
+class Told(logging.Handler):
+    """Keeps what this rank is told, and lets the others go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        _get_default_store().set("told", "")
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    handler, logger = Told(), logging.getLogger(waits.__name__)
+    logger.addHandler(handler)
+    try:
+        with mock.patch.object(waits, "PATIENCE", PATIENCE):
+            yield handler.messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def late(folder: str, target: str, name: str) -> tuple[list[str], Any]:
+    """Run on every rank: rank 1 is busy with something else until rank 0 says that it waits."""
+    model = load(folder)
+    model(PROMPTS, labels=PROMPTS).loss.backward()
+    if name == "push_to_hub":  # there is no Hub, and rank 0 alone would upload
+        model.save_pretrained = mock.Mock(side_effect=lambda folder, **_: model.tp_group.gather(0))
+    with told() as messages:
+        if model.tp_group.rank:
+            _get_default_store().wait(["told"])
+        with mock.patch("transformers.utils.PushToHubMixin.push_to_hub"):
+            CALLS[name](model, target)
+    return messages, model(PROMPTS).logits.detach()
+
+
+@pytest.mark.parametrize("name", wide(list(CALLS), 3))
+def test_a_rank_that_waits_says_for_whom(pool: Any, cases: Any, tmp_path: Path, name: str) -> None:
+    (messages, logits), (nothing, others) = pool.run(2, late, cases(9, 3).folder, str(tmp_path), name)
+    assert nothing == []
+    assert f"{name} (test_waits.py:" in messages[0]
+    assert "has waited 1 s for rank 1, which has not called it: rank 1 is alive, at test_waits.py:" in messages[0]
+    assert "_get_default_store().wait" in messages[0]
+    assert torch.equal(logits, others)
+
+
+def elsewhere(folder: str, target: str, name: str, other: str) -> tuple[str, float]:
+    """Run on every rank: what each raises where rank 0 makes a call alone, and how far off its logits then are."""
+    model = load(folder)
+    expected = model(PROMPTS).logits.detach()
+    with told() as messages:
+        try:
+            if model.tp_group.rank == 0:
+                CALLS[name](model, target)
+            elif other == "barrier":
+                dist.barrier()
+            else:
+                CALLS[other](model, target)
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+    assert messages == []
+    with pytest.raises(RemoteRankError, match="has not called"):
+        model(PROMPTS)
+    renew_process_group(model)
+    return raised, relative(model(PROMPTS).logits.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    wide(
+        [
+            ("save_pretrained", "barrier"),
+            ("generate", "save_pretrained"),
+            ("generate", "barrier"),
+            ("forward", "save_sharded"),
+        ],
+        2,
+    ),
+)
+def test_ranks_that_wait_in_different_calls_raise(pool: Any, cases: Any, tmp_path: Path, name: str, other: str) -> None:
+    found = pool.run(2, elsewhere, cases(9, 3).folder, str(tmp_path), name, other, timeout=60)
+    (first, second), differences = zip(*found, strict=True)
+    assert first.startswith("RemoteRankError: rank ")
+    assert f"has not called {name}" in first or f"has not called {other}" in first
+    assert other == "barrier" or first == second
+    assert differences == (0.0, 0.0)

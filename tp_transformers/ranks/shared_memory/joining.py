@@ -1,0 +1,130 @@
+"""Which process groups communicate through shared memory: those of which all ranks read one another's tokens in it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import get_backend_config
+
+from ...logs import get_logger
+from ..environment import machine_name
+from ..messages import exchange
+from .machines import SeveralMachines
+from .segment import TOKEN, WORDS, Segment, is_supported
+from .transport import SharedMemory, Transport
+
+logger = get_logger(__name__)
+
+VARIABLE = "TP_TRANSFORMERS_SHARED_MEMORY"
+"""Environment variable that leaves all communication to the process group, where it is 0."""
+
+_found: dict[int, Transport | None] = {}
+"""The memory of process groups by their `id`, which they have to be asked for once; None where there is none."""
+NAMES: set[str] = set()
+"""The names of process groups with memory, as torch.compile traces them."""
+
+
+def share(group: dist.ProcessGroup) -> None:
+    """Let the ranks of `group` communicate through memory if they can; all of them have to call it.
+
+    Where they cannot, it says why, once, at INFO. Nothing is done for a group that has been asked before.
+    """
+    if id(group) in _found or group.size() == 1 or "cpu:gloo" not in get_backend_config(group):
+        return
+    memory, why = _join(group)
+    name = group.group_name
+    NAMES.discard(name)  # of a group that has been destroyed
+    _found[id(group)] = memory
+    weakref.finalize(group, _found.pop, id(group), None).atexit = False
+    if memory is None:
+        logger.info("ranks communicate by gloo, not through shared memory: %s", why)
+        return
+    NAMES.add(name)
+
+
+def memory_of(group: dist.ProcessGroup) -> Transport | None:
+    """The memory through which the ranks of `group` communicate."""
+    return _found.get(id(group))
+
+
+def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
+    """The memory of this rank, or None on all ranks and the reason."""
+    rank = group.rank()
+    machines: dict[str, list[int]] = {}
+    for each, (machine, why) in enumerate(_exchange((machine_name(), _obstacle()), group)):
+        if why:
+            return None, f"{why} (rank {each})"
+        machines.setdefault(machine, []).append(each)
+    own = next(ranks for ranks in machines.values() if rank in ranks)
+    if len(machines) == group.size():
+        return None, "each rank is on a machine of its own"
+    segment, why = _map(group, own)
+    if why:
+        return None, why
+    timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
+    memory = SharedMemory(segment, timeout.total_seconds()) if segment is not None else None
+    if len(machines) == 1:
+        return memory, ""
+    firsts = [dist.get_global_rank(group, ranks[0]) for ranks in machines.values()]
+    return SeveralMachines(memory, _group_of(firsts, timeout) if rank == own[0] else None), ""
+
+
+def _obstacle() -> str:
+    """Why this rank shares no memory, whoever the others are; "" where it may."""
+    if os.environ.get(VARIABLE) == "0":
+        return f"{VARIABLE}=0"
+    return "" if is_supported() else "it needs Linux on x86-64"
+
+
+def _map(group: dist.ProcessGroup, ranks: list[int]) -> tuple[Segment | None, str]:
+    """The segment of the `ranks` of this machine, None for one alone, and what stands in the way on any machine.
+
+    A host name or a boot id is no proof that ranks see the same memory, as containers may have them in common. Here
+    each rank leaves a token in the memory, and reads those of the others.
+    """
+    segment: Segment | None = None
+    path: Path | None = None
+    rank, why, token = group.rank(), "", secrets.randbits(62)
+    place, size = ranks.index(rank), len(ranks)
+    if rank == ranks[0] and size > 1:
+        try:
+            segment, path = Segment.create(size)
+        except (OSError, ValueError) as error:
+            why = f"rank {rank} can reserve no memory: {error}"
+    try:
+        answers = _exchange((path, why), group)
+        why = next((why for _, why in answers if why), "")
+        if not why and size > 1:
+            try:
+                segment = segment or Segment(answers[ranks[0]][0], place, size)
+                segment.words[place * WORDS + TOKEN] = token
+            except (OSError, ValueError) as error:
+                why = f"rank {rank} cannot map the memory of rank {ranks[0]}: {error}"
+        tokens = _exchange((token, why), group)
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    why = next((why for _, why in tokens if why), "")
+    if segment is not None and not why:
+        read = [segment.words[each * WORDS + TOKEN] for each in range(size)]
+        if read != [tokens[each][0] for each in ranks]:
+            why = f"rank {rank} reads other memory than ranks {ranks}"
+    return segment, next((why for why in _exchange(why, group) if why), "")
+
+
+def _group_of(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
+    """A new process group, which these ranks alone make."""
+    made: dist.ProcessGroup = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)  # type: ignore[assignment]
+    return made
+
+
+def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    return [pickle.loads(each) for each in exchange(pickle.dumps(value), group, torch.device("cpu"))]

@@ -1,0 +1,353 @@
+"""Collectives of CPU tensors through memory that all ranks map.
+
+    rank 0   x0 ─> slot ─┐  count            x0 + x1
+                         ├─ all have come ─>
+    rank 1   x1 ─> slot ─┘  count            x0 + x1
+
+A rank copies its tensor into its slot, counts up, waits for the counters of the others, and reads their slots: one
+step. A sum of a large tensor takes two, so that each rank adds up only its part of it: a reduce-scatter, then an
+all-gather (Thakur, Rabenseifner and Gropp 2005). Every sum is taken in the order of the ranks, so all ranks have the
+same bits, whenever each has come. 16-bit floats are summed in float32, and rounded once.
+
+Each rank has two slots, which take turns. When a rank has come to a collective, it has read all that it needed of the
+one before; so a slot is free once all have come to the one after.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .segment import KIND, LENGTH, SLOT, WORDS, Segment
+
+ONE_STEP = 1 << 18
+"""Bytes up to which a sum takes one step on more than two ranks."""
+
+MANY_LOOKS, FEW_LOOKS = 2000, 100
+"""Looks at a counter before a rank sleeps: about 100 us, and 5 us where ranks share cores, which others need then."""
+NAP = 0.05
+"""Seconds after which a rank that sleeps looks whether something has ended; again after as many."""
+
+MAX = dist.ReduceOp.MAX
+SUM = dist.ReduceOp.SUM
+
+_ALL_REDUCE, _MAXIMUM, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _BROADCAST, _MESSAGES = range(7)
+_BY_BACKEND = 1 << 62
+"""In the word of a collective: this rank calls the backend."""
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+class Transport:
+    """How ranks of a process group communicate beside its backend.
+
+    Each collective returns False, the same on all ranks, where they have to call the backend instead. With `by_backend`
+    a rank says that it will; then all do.
+    """
+
+    collectives: int
+    """How many this rank has begun."""
+
+    def end(self, why: str) -> None:
+        """Let collectives that wait, and all later ones, raise; from any thread."""
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
+        """Sum `x`, of any shape and dtype, over the ranks in place, or take the maximum."""
+        return False
+
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor], *, by_backend: bool = False) -> bool:
+        """Write the `x` of every rank, all of one shape, to its tensor of `outs`; all are contiguous."""
+        return False
+
+    def reduce_scatter(self, x: Tensor, own: Tensor, *, by_backend: bool = False) -> bool:
+        """Write to `own: (n, ...)` this rank's rows of the sum of all ranks' `x: (size * n, ...)`; both contiguous."""
+        return False
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, rows: Sequence[int], counts: Sequence[int], *, by_backend: bool = False
+    ) -> bool:
+        """Send `counts[rank]` rows of `sent` to every rank, and receive `rows[rank]` rows of each; both contiguous."""
+        return False
+
+    def broadcast(self, x: Tensor, source: int, *, by_backend: bool = False) -> bool:
+        """Give `x`, in place, the values of rank `source`."""
+        return False
+
+    def messages(self, message: bytes) -> list[bytes] | None:
+        """The message of every rank, of any length each; None where they have to call the backend instead."""
+        return None
+
+
+class SharedMemory(Transport):
+    """One process group's transport between ranks of one machine, seen from one of them."""
+
+    def __init__(self, segment: Segment, timeout: float) -> None:
+        """Nobody else uses the segment. `timeout`: seconds that a rank waits for another one."""
+        self._segment, self._words = segment, segment.words
+        self.rank, self.size, self.timeout = segment.rank, segment.size, timeout
+        self._own = self.rank * WORDS
+        self._others = [rank * WORDS for rank in range(self.size) if rank != self.rank]
+        self._looks = MANY_LOOKS if self.size <= len(os.sched_getaffinity(0)) else FEW_LOOKS
+        self._count = self._turn = 0
+        self._slots: dict[tuple[torch.Size, torch.dtype], tuple[list[list[Tensor]], int]] = {}
+        self._lock = threading.Lock()
+        self._ended = ""
+        self.collectives = 0
+        _ALL.add(self)
+
+    def end(self, why: str) -> None:
+        """See `Transport`."""
+        self._ended = why
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
+        """See `Transport`."""
+        kind, nbytes = _MAXIMUM if op == MAX else _ALL_REDUCE, x.nbytes
+        if nbytes <= (SLOT if self.size == 2 else ONE_STEP):
+            with self._lock:
+                slots = self._write(x, kind, by_backend)
+                if slots is None:
+                    return False
+                _combine(slots, op, x)
+            return True
+        flat = x.reshape(-1)
+        with self._lock:
+            for piece in flat.split(SLOT // x.itemsize):
+                slots = self._write(piece, kind, by_backend)
+                if slots is None:
+                    return False
+                parts, results = [slot.tensor_split(self.size) for slot in slots], piece.tensor_split(self.size)
+                own = results[self.rank]
+                _combine([part[self.rank] for part in parts], op, own)
+                parts[self.rank][self.rank].copy_(own)
+                self._step()
+                for rank, result in enumerate(results):
+                    if rank != self.rank:
+                        result.copy_(parts[rank][rank])
+        if not x.is_contiguous():
+            x.copy_(flat.view_as(x))
+        return True
+
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor], *, by_backend: bool = False) -> bool:
+        """See `Transport`."""
+        with self._lock:
+            for piece, *pieces in _pieces(SLOT, x, *outs):
+                slots = self._write(piece, _ALL_GATHER, by_backend)
+                if slots is None:
+                    return False
+                for out, slot in zip(pieces, slots, strict=True):
+                    out.copy_(slot)
+        return True
+
+    def reduce_scatter(self, x: Tensor, own: Tensor, *, by_backend: bool = False) -> bool:
+        """See `Transport`."""
+        rows, out = x.view(self.size, -1), own.view(-1)
+        with self._lock:
+            for piece, summed in zip(
+                rows.split(_length(SLOT // self.size, x), 1), out.split(_length(SLOT // self.size, x)), strict=True
+            ):
+                slots = self._write(piece, _REDUCE_SCATTER, by_backend)
+                if slots is None:
+                    return False
+                _combine([slot[self.rank] for slot in slots], SUM, summed)
+        return True
+
+    def broadcast(self, x: Tensor, source: int, *, by_backend: bool = False) -> bool:
+        """See `Transport`."""
+        with self._lock:
+            for (piece,) in _pieces(SLOT, x):
+                slots = self._write(piece, _BROADCAST, by_backend, writes=self.rank == source)
+                if slots is None:
+                    return False
+                if self.rank != source:
+                    piece.copy_(slots[source])
+        return True
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, rows: Sequence[int], counts: Sequence[int], *, by_backend: bool = False
+    ) -> bool:
+        """See `Transport`."""
+        width = prod(sent.shape[1:]) * sent.itemsize
+        sent_bytes, received_bytes = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
+        room, segment = SLOT // self.size // 16 * 16, self._segment
+        starts, ends = _starts(counts, width), _starts(rows, width)
+        with self._lock:
+            longest, at = 1, 0
+            while at < longest:
+                self._begin(_ALL_TO_ALL, by_backend, length=max(counts, default=0) * width)
+                own = segment.tensor[segment.offset(self.rank, self._turn) :][:SLOT]
+                for rank in range(self.size):
+                    part = sent_bytes[starts[rank] : starts[rank + 1]][at : at + room]
+                    own[rank * room :][: len(part)] = part
+                self._publish()
+                if not self._wait(_ALL_TO_ALL):
+                    return False
+                longest = max(self._lengths())
+                for rank in range(self.size):
+                    part = received_bytes[ends[rank] : ends[rank + 1]][at : at + room]
+                    start = segment.offset(rank, self._turn) + self.rank * room
+                    part.copy_(segment.tensor[start : start + len(part)])
+                at += room
+        return True
+
+    def messages(self, message: bytes) -> list[bytes]:
+        """See `Transport`."""
+        segment, found = self._segment, [bytearray() for _ in range(self.size)]
+        with self._lock:
+            longest, at = 1, 0
+            while at < longest:
+                self._begin(_MESSAGES, False, length=len(message))
+                part, start = message[at : at + SLOT], segment.offset(self.rank, self._turn)
+                segment.bytes[start : start + len(part)] = part
+                self._publish()
+                self._wait(_MESSAGES)
+                lengths = self._lengths()
+                longest = max(lengths)
+                for rank, length in enumerate(lengths):
+                    start = segment.offset(rank, self._turn)
+                    found[rank] += segment.bytes[start : start + min(max(length - at, 0), SLOT)]
+                at += SLOT
+        return [bytes(each) for each in found]
+
+    # One step: begin, write, publish, wait.
+
+    def _write(self, x: Tensor, kind: int, by_backend: bool, *, writes: bool = True) -> list[Tensor] | None:
+        """All ranks' slots as tensors such as `x`, which have their values; None where the backend is called."""
+        key = x.shape, x.dtype
+        found = self._slots.get(key)
+        if found is None:
+            if len(self._slots) > 256:
+                self._slots.clear()
+            found = self._slots[key] = self._segment.slots(*key), x.nbytes << 16 | _DTYPES.index(x.dtype) << 8
+        slots, told = found
+        kind |= told
+        self._begin(kind, by_backend)
+        each = slots[self._turn]
+        if writes and not by_backend:
+            each[self.rank].copy_(x)
+        self._publish()
+        return each if self._wait(kind) else None
+
+    def _begin(self, kind: int, by_backend: bool, length: int = 0) -> None:
+        if self._ended:
+            raise self._error(self._ended)
+        self.collectives += 1
+        self._turn ^= 1
+        self._words[self._own + KIND + self._turn] = kind | (_BY_BACKEND if by_backend else 0)
+        self._words[self._own + LENGTH + self._turn] = length
+
+    def _publish(self) -> None:
+        self._count += 1
+        self._segment.publish(self._count)
+
+    def _step(self) -> None:
+        """The second step of a collective."""
+        self._publish()
+        words, count = self._words, self._count
+        for base in self._others:
+            if words[base] < count:
+                self._until(base, count)
+
+    def _wait(self, kind: int) -> bool:
+        """Wait until all ranks have come to the same collective; False where one of them calls the backend."""
+        words, count, turn = self._words, self._count, self._turn + KIND
+        is_by_backend = words[self._own + turn] != kind
+        for base in self._others:
+            if words[base] < count:
+                self._until(base, count)
+            told = words[base + turn]
+            if told != kind:
+                if told & ~_BY_BACKEND != kind:
+                    self._until(base, 1 << 62)  # it is in another collective: both wait until that is told, or ended
+                is_by_backend = True
+        return not is_by_backend
+
+    def _lengths(self) -> list[int]:
+        return [self._words[rank * WORDS + LENGTH + self._turn] for rank in range(self.size)]
+
+    def _until(self, base: int, count: int) -> None:
+        """Wait until the rank whose words begin at `base` has counted up to `count`.
+
+        Raises DistBackendError where the collectives have been ended, the rank's process has, or time is up; then, and
+        after an interrupt, no other one may follow, since the ranks could still read what it would write.
+        """
+        words, rank = self._words, base // WORDS
+        try:
+            for _ in range(self._looks):
+                if words[base] >= count:
+                    return
+            began, waited = time.monotonic(), 0.0
+            while words[base] < count:
+                if self._ended:
+                    raise self._error(self._ended)
+                if waited > self.timeout:
+                    raise self._error(f"waited {waited:.0f} s, the timeout of the group, for rank {rank} of it")
+                if waited > NAP and self._segment.has_ended(rank) and words[base] < count:
+                    raise self._error(f"rank {rank} of the group has ended")
+                self._segment.sleep(rank, count, NAP)
+                waited = time.monotonic() - began
+        except BaseException:
+            self._ended = self._ended or "an earlier one was broken off"
+            raise
+
+    def _error(self, text: str) -> dist.DistBackendError:
+        return dist.DistBackendError(f"a collective through shared memory: {text}")
+
+
+_ALL: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def _leave() -> None:
+    for each in _ALL:
+        each.end("this process is a fork of a rank")
+        each._lock = threading.Lock()  # another thread of the rank may have had it
+        each._segment.leave()
+
+
+os.register_at_fork(after_in_child=_leave)
+
+
+def _combine(slots: Sequence[Tensor], op: dist.ReduceOp.RedOpType, out: Tensor) -> None:
+    """Write the sum of the slots in their order, or their maximum, to `out`, which is none of them."""
+    first, second, *others = slots
+    if op == MAX:
+        torch.maximum(first, second, out=out)
+        for each in others:
+            torch.maximum(out, each, out=out)
+    elif out.dtype in _SHORT:
+        total = first.float()
+        for each in (second, *others):
+            total += each
+        out.copy_(total)
+    else:
+        torch.add(first, second, out=out)
+        for each in others:
+            out += each
+
+
+def _length(nbytes: int, x: Tensor) -> int:
+    """Elements of the dtype of `x` in so many bytes."""
+    return nbytes // x.itemsize
+
+
+def _pieces(nbytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors, or contiguous ones of the same shape in pieces of at most so many bytes."""
+    if tensors[0].nbytes <= nbytes:
+        yield tensors
+    else:
+        yield from zip(*(each.view(-1).split(_length(nbytes, each)) for each in tensors), strict=True)
+
+
+def _starts(counts: Sequence[int], width: int) -> list[int]:
+    """Byte offsets of parts with so many rows each, and their end."""
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count * width)
+    return starts

@@ -1,0 +1,113 @@
+"""Word of the ranks that have not made a call in which this one waits for them.
+
+Each rank says in the store where it is, once it has begun no collective between two polls. A rank that has waited in a
+collective for PATIENCE seconds logs which others are elsewhere, and where: they may come later. Where all ranks wait,
+in different calls, none of them ever will; that is an error on all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from ..logs import get_logger
+from .failure import Failure
+from .group import TensorParallelGroup
+from .place import Place, here
+from .poller import BEAT
+
+logger = get_logger(__name__)
+
+PATIENCE = 10.0
+"""Seconds in a collective after which a rank tells of those that are not in it; then after twice as many, and so on.
+Above the seconds after which ranks that wait for one another's jobs meet (`group.HEARTBEAT`)."""
+
+
+class Waits:
+    """What one rank says, and hears of the others, for one watch."""
+
+    def __init__(self, group: TensorParallelGroup, store: Store) -> None:
+        """Nothing is said before `look`; `store` is that of the watch."""
+        self.group, self._store = group, store
+        self._is_world = group.size == dist.get_world_size()
+        self._count, self._said = -1, ""
+        self._since = self._next = 0.0
+        self._heard: dict[int, tuple[str, float]] = {}
+        self._beats: dict[int, tuple[int, float]] = {}
+
+    def look(self, now: float, count: int) -> Failure | None:
+        """Say where this rank is, and tell whom it waits for; the failure where no rank can go on.
+
+        `count` is the number of collectives that this rank has begun.
+        """
+        has_moved, self._count = count != self._count, count
+        place = None if has_moved else here()
+        said = json.dumps(asdict(place)) if place is not None else ""
+        if said != self._said:
+            self._store.set(f"place {self.group.rank}", said)
+            self._said = said
+        if place is None or not place.waits or not place.call:
+            self._since, self._next = now, PATIENCE
+            self._heard.clear()
+            return None
+        others, since = self._others(now)
+        if now - self._since < PATIENCE:
+            return None
+        missing = {rank: other for rank, other in others.items() if other.call != place.call}
+        all_wait = len(others) == self.group.size - 1 and all(other.waits for other in others.values())
+        if missing and all_wait and self._is_world:  # else some may wait for ranks beyond the group, which come later
+            return self._stuck(place, missing) if now - since >= PATIENCE else None
+        if missing and now - self._since >= self._next:
+            self._next *= 2
+            _tell(place, missing, now - self._since, self.group.global_ranks)
+        return None
+
+    def _others(self, now: float) -> tuple[dict[int, Place], float]:
+        """Where the other ranks are, of those that live and have stopped, and when the last change was heard of."""
+        for rank in range(self.group.size):
+            key = f"place {rank}"
+            if rank != self.group.rank and self._store.check([key]):
+                said, beat = self._store.get(key).decode(), self._store.add(beat_of(rank), 0)
+                if said != self._heard.get(rank, ("", now))[0]:
+                    self._heard[rank] = said, now
+                if beat != self._beats.get(rank, (0, now))[0]:
+                    self._beats[rank] = beat, now
+        live = {rank for rank, (beat, at) in self._beats.items() if beat > 0 and now - at < 6 * BEAT}
+        stopped = {rank: Place(**json.loads(said)) for rank, (said, _) in self._heard.items() if said and rank in live}
+        return stopped, max((since for _, since in self._heard.values()), default=now)
+
+    def _stuck(self, place: Place, missing: Mapping[int, Place]) -> Failure:
+        rank, other = next(iter(missing.items()))
+        ranks = self.group.global_ranks
+        return Failure(
+            ranks[rank],
+            f"has not called {place.call}: it waits in {_named(other)}, while rank {ranks[self.group.rank]} waits in "
+            f"{_named(place)}. All ranks of a model have to make the same calls: call {place.call} on all of them",
+            is_of_all=True,
+        )
+
+
+def beat_of(rank: int) -> str:
+    """The key under which a rank leaves its signs of life in the store of a watch."""
+    return f"beat {rank}"
+
+
+def _named(place: Place) -> str:
+    return f"{place.call or 'a collective'} ({place.line})"
+
+
+def _tell(place: Place, missing: Mapping[int, Place], seconds: float, ranks: list[int]) -> None:
+    names = " and ".join(str(ranks[rank]) for rank in missing)
+    where = "; ".join(
+        f"rank {ranks[rank]} is alive, {f'in {_named(other)}' if other.call else f'at {other.line}'}"
+        for rank, other in missing.items()
+    )
+    logger.warning(
+        "%s (%s) has waited %.0f s for rank%s %s, which %s not called it: %s. All ranks of a model have to call it.",
+        *(place.call, place.line, seconds, "s" * (len(missing) > 1), names, "have" if len(missing) > 1 else "has"),
+        where,
+    )
