@@ -21,6 +21,7 @@ ORDER = (
     "logs",
     "text",
     "marks",
+    "copies",
     "patches",
     "transformers_api",
     "slices",

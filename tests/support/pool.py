@@ -158,8 +158,8 @@ def forget_meshes() -> None:
     """Empty torch's caches by mesh: each keeps process groups, whose threads wake 100 times a second."""
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
-    debug._clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
+    for module, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
+        getattr(module, name, bool)()  # torch 2.8 has neither
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed."):

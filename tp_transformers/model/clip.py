@@ -7,11 +7,11 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..patches import Patch, replace
+from ..ranks import direct
 from ..strategies import SHARD, local_tensor, settle_gradient, shard_of
 from ..strategies.shards.scaler import with_gradient
 
@@ -64,13 +64,11 @@ def clip_grad_norm_(
             counted[is_cut].extend(_counted(param, grads[-1], rank))
     # 2. Their norms, to the power in which norms add up.
     is_max = norm_type == float("inf")
-    reduction = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    reduction = direct.MAX if is_max else direct.SUM
     whole, cut = (_power(counted[is_cut], norm_type, device, dtype, foreach) for is_cut in (False, True))
-    if copies is not None:
-        dist.all_reduce(cut, reduction, group=copies)
+    direct.all_reduce(cut, copies, reduction)
     total = torch.maximum(whole, cut) if is_max else whole + cut
-    if process_group is not None:
-        dist.all_reduce(total, reduction, group=process_group)
+    direct.all_reduce(total, process_group, reduction)
     norm = total if is_max else total ** (1 / norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(

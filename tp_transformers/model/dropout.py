@@ -48,12 +48,16 @@ class OwnRandomness:
         """Seed of the own state. If the generator has another, the shared state is back already: torch.utils.checkpoint
         restores it when its recomputation ends before `module` does."""
         self.draws = False
+        self.settings: Settings = ((), ())
+        """Those of the module, found once: torch before 2.12 compiles no search for them."""
         self.hooked: WeakSet[nn.Module] = WeakSet()
         self.children: WeakSet[nn.Module] = WeakSet()
         """Children of the module by now; an earlier child may have become part of an adapter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnRandomness:
-        return type(self)(self.rank, self.device, self.group)
+        copied = type(self)(self.rank, self.device, self.group)
+        copied.settings = self.settings
+        return copied
 
     def attach(self, module: nn.Module) -> None:
         """Draw as this rank from the end of a column-parallel layer of `module` to the start of a row-parallel one.
@@ -61,12 +65,13 @@ class OwnRandomness:
         If there is none, or a forward raises, it is the end of `module` (recomputation stops by raising). For a
         part of a sequence, draw as this rank from the end of a block, which joins the parts, to the start of the next.
         """
+        self.settings = _settings(module)
         block_of(module).guards.append(self)
 
     def begin(self, module: nn.Module) -> None:
         """Before the module: find out whether it drops anything, and the layers that it is made of by now."""
         self.leave()
-        self.draws = module.training and _drops(module)
+        self.draws = module.training and _drops(module, self.settings)
         if not self.draws:
             return
         children = list(module.children())
@@ -136,7 +141,7 @@ class SharedRandomness:
     def begin(self, module: nn.Module, *_: Any) -> None:
         """Before the module: if it drops anything, take the first rank's next number for a seed (one all-gather)."""
         self.leave()
-        if module.training and any(map(_drops, module.modules())):
+        if module.training and any(_drops(each, _settings(each)) for each in module.modules()):
             device, process_group = self.group.device, self.group.process_group
             assert process_group is not None
             seeds = all_gather_number(_next_seed(device), process_group, device)
@@ -157,13 +162,25 @@ def _strategy(module: nn.Module) -> TensorParallelLayer | None:
     return module.__dict__.get("tp_strategy")
 
 
-def _drops(module: nn.Module) -> bool:
+Settings = tuple[tuple[str, ...], tuple[str, ...]]
+"""Names of the attributes of a module, and of its config, that may say how much it drops."""
+
+
+def _settings(module: nn.Module) -> Settings:
+    holders = (module, getattr(module, "config", None))
+    own, of_config = (tuple(name for name in getattr(each, "__dict__", ()) if "drop" in name) for each in holders)
+    return own, of_config
+
+
+def _drops(module: nn.Module, settings: Settings) -> bool:
     """True if a module drops anything itself: by a setting of its own or of its config, or with a dropout in it."""
-    settings = (vars(module), vars(getattr(module, "config", module)))
-    by_setting = any(
-        "drop" in name and isinstance(value := each[name], float) and value > 0 for each in settings for name in each
-    )
-    return by_setting or any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.children())
+    config = getattr(module, "config", None)
+    for holder, names in zip((module, config), settings, strict=True):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, float) and value > 0:
+                return True
+    return any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.children())
 
 
 def _next_seed(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
 from typing import Any
 
@@ -21,38 +21,47 @@ from torch.optim import Optimizer
 from ..errors import MeshError, RemoteRankError, UnsupportedError
 from ..marks import Mark
 from ..patches import Patch, replace
+from ..ranks.direct import refuse_transforms
 from ..ranks.failure import FAILURE
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..ranks.mesh import restart
 from ..ranks.poller import POLLER
-from ..ranks.watch import LIMIT, Watch, store_of_ranks
+from ..ranks.sockets import store_of_ranks
+from ..ranks.watch import LIMIT, Watch, watched, watches
 from ..strategies.shards.shard import SHARD
 
 WATCH: Mark[Watch] = Mark("tp_watch")
 """Hears of the failures of other ranks, on a model and on the models inside it."""
 
 
-def watch(model: nn.Module, limit: bool | float | None) -> None:
-    """Let all ranks of `model` hear when one of them fails; all have to call it.
+def begin_watch(group: TensorParallelGroup, limit: bool | float | None) -> Watch | None:
+    """Let all ranks of `group` hear when one of them fails; all have to call it. None where nothing is watched.
 
     `limit`: seconds until a silent rank counts as lost; None and True for `LIMIT`, False for no watch at all.
+    Raises MeshError where some ranks pass False and others do not.
     """
-    group = GROUP.of(model)
+    group.check_same({"tp_watch": limit is not False})
     if group.size == 1 or limit is False or store_of_ranks() is None:
-        return
+        return None
     watching = Watch(group, LIMIT if limit is None or limit is True else limit)
-    for module in model.modules():
-        if GROUP.find(module) is not None:
-            WATCH.put(module, watching)
     for patch in WATCHED_CALLS:
         patch.hold_for(watching)
+    return watching
+
+
+def keep_watch(model: nn.Module, watching: Watch | None) -> None:
+    """Watch the calls of `model` from now on."""
+    if watching is not None:
+        for module in model.modules():
+            if GROUP.find(module) is not None:
+                WATCH.put(module, watching)
 
 
 def watch_copies(model: nn.Module, copies: TensorParallelGroup) -> None:
     """Let the ranks that hold the same part of each copy of `model` hear of one another, too."""
     own = WATCH.find(model)
     if own is not None and copies.size > 1:
-        own.beyond = Watch(copies, own.limit)
+        own.beyond = Watch(copies, own.limit, is_of_copies=True)
 
 
 def fail_together(model: Any) -> AbstractContextManager[Any]:
@@ -73,6 +82,8 @@ class WatchedModel:
         call: Callable[..., Any] = super().__call__  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return call(*args, **kwargs)
+        if GROUP.of(self).size > 1:
+            refuse_transforms()
         watching = WATCH.find(self)
         if watching is None:
             return call(*args, **kwargs)
@@ -82,17 +93,8 @@ class WatchedModel:
         return output
 
 
-def _watched(groups: Callable[[Watch], bool]) -> ExitStack:
-    """The watches for which `groups` holds, entered."""
-    with ExitStack() as stack:  # which leaves the first again, if the second raises
-        for each in POLLER.all():
-            if isinstance(each, Watch) and groups(each):
-                stack.enter_context(each)
-        return stack.pop_all()
-
-
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _watched(lambda watching: watching.owes_backward):
+    with watched(each for each in POLLER.all() if isinstance(each, Watch) and each.owes_backward):
         result = original(*args, **kwargs)
     for each in POLLER.all():
         if isinstance(each, Watch):
@@ -105,17 +107,17 @@ def _watched_step(original: Callable[..., Any], step: Callable[..., Any]) -> Any
     hooked = original(step)
 
     @wraps(hooked)
-    def watched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         params = (param for group in optimizer.param_groups for param in group["params"])
         groups = {id(shard.group): shard.group for param in params if (shard := SHARD.find(param)) is not None}
         found = []
         for group in groups.values():
             with suppress(RuntimeError):  # the group has been destroyed
                 found.append(group.process_group)
-        with _watched(lambda watching: watching.process_group in found):
+        with watched(each for one in found for each in watches(one)):
             return hooked(optimizer, *args, **kwargs)
 
-    return watched
+    return step_of
 
 
 def _compiled(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,8 +129,11 @@ def _exit(original: Callable[..., Any], kind: Any, error: BaseException | None, 
     if isinstance(error, Exception) and FAILURE.find(error) is None:
         for each in POLLER.all():
             if isinstance(each, Watch):
-                with suppress(RemoteRankError):
+                try:
                     each.tell(error)
+                except RemoteRankError as remote:  # why the collective of a user's own was ended
+                    if hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(str(remote))
     original(kind, error, trace)
 
 

@@ -14,18 +14,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 
 from ..errors import MeshError
 from ..plans.bind import Resolution
-from ..ranks.group import TensorParallelGroup
-from ..ranks.random_state import random_state, set_random_state
+from ..ranks import direct
+from ..ranks.group import TensorParallelGroup, agreed
+from ..ranks.random_state import random_states, set_random_states
 from ..strategies import local_tensor, same_inputs
+from ..strategies.shards.replicas import sample, warn_of_drift
 from ..transformers_api import BaseStreamer
 from .failures import fail_together
 
@@ -33,6 +35,8 @@ _Model: Any = object
 """Base of the methods: a PreTrainedModel with GenerationMixin, in the class of a model."""
 OWN = ("streamer", "stopping_criteria")
 """Arguments of `generate` that some ranks may have and others not."""
+CHOOSING = ("logits_processor", "prefix_allowed_tokens_fn")
+"""Arguments of `generate` with code of a user's own that changes which tokens are taken."""
 
 _FAILED = 2
 """Vote of a rank that failed; 1 is stop, 0 is go on."""
@@ -51,7 +55,7 @@ class TensorParallelGeneration(_Model):
         and so may stopping criteria: where one of them says stop, or fails, all ranks do.
 
         Raises:
-            MeshError: if the ranks' inputs differ; the message names them.
+            MeshError: if the ranks' inputs differ, or tokens that a user's own code chose; the message names them.
             RemoteRankError: if a streamer or a stopping criterion of any rank failed.
         """
         with fail_together(self):
@@ -67,7 +71,7 @@ class TensorParallelGeneration(_Model):
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria = super()._get_stopping_criteria(*args, **kwargs)
         call = _call.get()
-        if call is None or not (call.shares_stop or any(isinstance(one, MaxTimeCriteria) for one in criteria)):
+        if call is None or not (call.shares_steps or any(isinstance(one, MaxTimeCriteria) for one in criteria)):
             return criteria
         return _SharedCriteria(criteria, self.tp_group, call)
 
@@ -92,8 +96,11 @@ class _Call:
 
     ranks: list[int]
     """World ranks that run it."""
-    shares_stop: bool = False
-    """True if a rank has code of its user's in the loop: the ranks then agree in every step to stop or go on."""
+    shares_steps: bool = False
+    """True if a rank has code of its user's in the loop: in every step the ranks then compare their tokens, and agree
+    to stop or go on."""
+    chooses: tuple[str, ...] = ()
+    """Names of the user's code that changes which tokens are taken."""
     failure: Exception | None = None
     """The error that this rank's streamer raised."""
 
@@ -109,13 +116,15 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     marks = {name: mark(value) for name, value in arguments.items() if name not in OWN and value is not None}
     marks["generation_config"] = mark(arguments.get("generation_config") or getattr(model, "generation_config", None))
     streams, stops = (arguments.get(name) is not None for name in OWN)
-    states = _random_states(model.device) if group.rank == 0 else None
-    ranks = group.gather((marks, streams, stops, states))
+    states = random_states(model.device) if group.rank == 0 else None
+    ranks = group.gather((marks, streams, stops, states, sample(model, group)))
+    warn_of_drift([rank[4] for rank in ranks], group.rank)
     _check_marks([rank[0] for rank in ranks])
     if states is None:
-        _set_random_states(model.device, ranks[0][3])
+        set_random_states(model.device, ranks[0][3])
     streams, stops = (any(rank[which] for rank in ranks) for which in (1, 2))
-    call = _Call(group.global_ranks, shares_stop=streams or stops)
+    chooses = _chooses(arguments)
+    call = _Call(group.global_ranks, shares_steps=bool(streams or stops or chooses), chooses=chooses)
     if streams:
         arguments["streamer"] = _GuardedStreamer(arguments.get("streamer"), call)
     token = _call.set(call)
@@ -128,9 +137,9 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
 
 
 class _SharedCriteria(StoppingCriteriaList):
-    """Stop a sequence where any rank would: clocks differ, and so may what users bring along.
+    """Stop a sequence where any rank would, and raise where ranks have taken different tokens.
 
-    One all-reduce of a byte a sequence in every step.
+    Clocks differ, and so may what users bring along. One all-reduce of three numbers a sequence in every step.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, group: TensorParallelGroup, call: _Call) -> None:
@@ -139,17 +148,52 @@ class _SharedCriteria(StoppingCriteriaList):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """(batch,) whether each sequence is done, the same on all ranks."""
-        votes = torch.full((len(input_ids),), _FAILED, dtype=torch.uint8, device=self.group.device)
+        votes = torch.full((3, len(input_ids)), _FAILED, dtype=torch.int64, device=self.group.device)
+        places = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
+        votes[1] = (input_ids * places).sum(-1)  # a mark of the tokens
+        votes[2] = -votes[1]
         failure = self.call.failure
         if failure is None:
             try:
-                votes.copy_(super().__call__(input_ids, scores, **kwargs))
+                votes[0].copy_(super().__call__(input_ids, scores, **kwargs))
             except Exception as error:
                 failure = error
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group.process_group)
-        if (votes == _FAILED).any():
+        direct.all_reduce(votes, self.group.process_group, direct.MAX)
+        if (votes[0] == _FAILED).any():
             _agree_on_failure(self.group, failure)
-        return votes.to(input_ids.device, torch.bool)
+        if (votes[1] != -votes[2]).any():
+            _refuse_different(self.group.gather(input_ids.tolist()), self.call)
+        return votes[0].to(input_ids.device, torch.bool)
+
+
+def _refuse_different(ranks: Sequence[list[list[int]]], call: _Call) -> None:
+    """Raise MeshError, the same on all ranks, at the first token (batch, length) that is not rank 0's."""
+    for rank, rows in enumerate(ranks):
+        for row, (first, own) in enumerate(zip(ranks[0], rows, strict=True)):
+            differing = (at for at, (one, other) in enumerate(zip_longest(first, own)) if one != other)
+            place = next(differing, None)
+            if place is None:
+                continue
+            one, other = ("none" if place >= len(tokens) else str(tokens[place]) for tokens in (first, own))
+            code = f"{' and '.join(call.chooses)} may draw" if call.chooses else "Your code in generate may have drawn"
+            raise agreed(
+                MeshError(
+                    "generate's tokens",
+                    got=f"{one} on rank 0 and {other} on rank {rank}, at position {place} of sequence {row}",
+                    expected="the same on all ranks of a model",
+                    fix=f"{code} random numbers that differ: ranks share the default generators of torch, numpy and "
+                    "random; seed a generator of your own alike on all of them.",
+                )
+            )
+
+
+def _chooses(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the code of a user's own that changes which tokens are taken."""
+    found = []
+    for name in CHOOSING:
+        value = arguments.get(name)
+        found += [type(each).__name__ for each in value] if isinstance(value, list) else [name] if value else []
+    return tuple(found)
 
 
 class _GuardedStreamer(BaseStreamer):
@@ -227,13 +271,3 @@ def _outline(value: Any) -> Any:
     if hasattr(value, "get_seq_length"):  # a cache, of this rank's heads
         return [type(value).__name__, _outline(value.get_seq_length())]
     return type(value).__name__
-
-
-def _random_states(device: torch.device) -> list[Tensor]:
-    """The states of the default generators of the CPU and of `device`."""
-    return [random_state(each) for each in dict.fromkeys((torch.device("cpu"), device))]
-
-
-def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    for each, state in zip(dict.fromkeys((torch.device("cpu"), device)), states, strict=True):
-        set_random_state(each, state)

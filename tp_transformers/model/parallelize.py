@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.attention import reads_counts_of_config
 from ..anatomy.mixers import HEAD_COUNTS, counts_heads_by_config
 from ..anatomy.names import base_prefix, fold_layers
 from ..logs import get_logger
+from ..plans.attention_heads import count_heads, set_own
 from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
 from ..plans.shares import check_layers_are_cut
@@ -71,17 +70,13 @@ def parallelize(
 
     # 3. Local head counts, on the module alone: the config is shared and stays as it is.
     for name, heads in resolution.attention.items():
-        module = model.get_submodule(name)
-        for holder in (name, *heads.holders):
-            _set_own(model.get_submodule(holder), heads.attributes(group.rank))
-        if hasattr(module, "config") and (heads.is_fused or reads_counts_of_config(module)):
-            module.config = LocalConfig(module.config, **heads.config_attributes(group.rank))
+        count_heads(model, name, heads, group.rank)
     for name, mixer in resolution.mixers.items():
         module = model.get_submodule(name)
         if counts_heads_by_config(module):
             module.config = LocalConfig(module.config, **dict.fromkeys(HEAD_COUNTS, mixer.heads.widths[group.rank]))
         for owner in ("", *(child.rpartition(".")[0] for child in mixer.local)):
-            _set_own(model.get_submodule(f"{name}.{owner}".rstrip(".")), mixer.attributes(group.rank))
+            set_own(model.get_submodule(f"{name}.{owner}".rstrip(".")), mixer.attributes(group.rank))
 
     # 4. Communication.
     if group.device_mesh is not None:
@@ -90,6 +85,8 @@ def parallelize(
             module = model.get_submodule(name)
             own = {param: shards[f"{name}.{param}".lstrip(".")] for param, _ in module.named_parameters(recurse=False)}
             attach(module, strategy, own, group.device_mesh, takes_dtensors=takes_dtensors)
+        for name, strategy in resolution.module_strategies.items():
+            strategy.completed(model.get_submodule(name), group.device_mesh)
         for module in model.modules():
             if module._parameters:
                 keep_state(module)
@@ -129,13 +126,6 @@ def _local_parameter(model: nn.Module, name: str, resolution: Resolution, group:
     local = torch.empty(shard.local_shape, dtype=whole.dtype, device="meta")
     owner._parameters[param_type] = shard.wrap(local, requires_grad=whole.requires_grad)
     return shard
-
-
-def _set_own(module: nn.Module, attributes: Mapping[str, int]) -> None:
-    """Set those attributes that the module has."""
-    for name, value in attributes.items():
-        if hasattr(module, name):
-            setattr(module, name, value)
 
 
 def _owners(resolution: Resolution) -> dict[str, TensorParallelLayer]:

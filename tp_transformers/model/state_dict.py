@@ -30,18 +30,31 @@ from ..strategies import (
     full_tensor,
     local_tensor,
     shard_of,
-    take,
     whole_like,
 )
 
 
 def keep_state(module: nn.Module) -> None:
-    """Let `module`'s own part of a state dict say where it stands, and take what is whole.
+    """Let `module`'s own part of a state dict say where it stands, and take what is whole; copies know their shards.
 
     The hooks are the module's, so that they also work from a wrapper around the model.
     """
     module.register_state_dict_post_hook(_say_place)
     module.register_load_state_dict_pre_hook(_take_own)
+    untyped(module).tp_copies = _Copies(module)
+
+
+class _Copies:
+    """On a module: the parameters of its deep copies are the same shards. torch's copy of a parameter knows of none."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Copies:
+        for param in self.module._parameters.values():
+            if id(param) in memo and hasattr(param, SHARD.name):
+                SHARD.put(memo[id(param)], SHARD.of(param))
+        return _Copies(memo.get(id(self.module), self.module))
 
 
 def _say_place(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
@@ -97,8 +110,7 @@ def _own_part(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
         return local_tensor(value) if value.placements == placements else None
     value = value.detach()
     if value.shape == shard.shape:
-        own: Tensor = untyped(take(value, shard.layout, shard.group.rank))
-        return own if shard.data_parallel is None else own[slice(*shard.rows)]
+        return shard.own(value)
     return value if value.shape == local_tensor(param).shape else None
 
 
@@ -114,14 +126,6 @@ def keep_shards(module: nn.Module) -> Iterator[None]:
     for name, param in module.named_parameters(remove_duplicate=False):
         if name in shards:
             SHARD.put(param, shards[name])
-
-
-def copy_shards(original: nn.Module, copied: nn.Module) -> None:
-    """Let the parameters of a copied module stand for the shards of the original's."""
-    copies = dict(copied.named_parameters(remove_duplicate=False))
-    for name, param in original.named_parameters(remove_duplicate=False):
-        if hasattr(param, SHARD.name):
-            SHARD.put(copies[name], SHARD.of(param))
 
 
 def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -> None:

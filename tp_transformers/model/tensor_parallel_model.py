@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
@@ -16,21 +15,24 @@ from ..checkpoint.quantization.packed import packed_weights, refuse_packed, with
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
-from ..errors import UnsupportedError
+from ..copies import copied_only
 from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import local_tensor, whole_like
+from ..strategies.parameters.tensors import ASSIGNED_VALUES, FULL_BYTES
 from ..strategies.shards.scaler import SHARED_INFINITIES
 from .adapters.files import load_adapter, save_adapter
+from .adapters.hotswap import HOT_SWAPS
 from .adapters.inject import WATCH_ADAPTERS
 from .clip import WHOLE_NORMS
 from .continuous_batching import OWN_CACHE
-from .failures import WatchedModel
+from .failures import WatchedModel, fail_together
 from .generate import TensorParallelGeneration
 from .kernels import check_kernels
-from .optimizer_groups import SPLIT_STEPS
-from .state_dict import check_device, copy_shards, keep_shards, replace_embeddings, resize_embeddings
+from .optimizers.step import STEPS_ON_SHARDS
+from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
+from .wrappers import WHOLE_MODELS_ALONE
 
 _Model: Any = object
 """Base of the methods: a PreTrainedModel, in the class of a model."""
@@ -55,13 +57,14 @@ class TensorParallelModel(WatchedModel, _Model):
 
         A model to which transformers gave an adapter saves the adapter alone.
         """
-        if push_to_hub:
-            tags = self.model_tags or ()
-            save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
-        elif getattr(self, "_hf_peft_config_loaded", False):
-            save_adapter(self, Path(save_directory))
-        else:
-            save_pretrained(self, save_directory, *args, **kwargs)
+        with fail_together(self):
+            if push_to_hub:
+                tags = self.model_tags or ()
+                save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
+            elif getattr(self, "_hf_peft_config_loaded", False):
+                save_adapter(self, Path(save_directory))
+            else:
+                save_pretrained(self, save_directory, *args, **kwargs)
 
     def push_to_hub(
         self, repo_id: str, *, max_shard_size: int | str = "50GB", tags: Iterable[str] = (), **options: Any
@@ -69,13 +72,15 @@ class TensorParallelModel(WatchedModel, _Model):
         """Upload a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.push.push`."""
         save = partial(self.save_pretrained, max_shard_size=max_shard_size)
         tags = [*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
-        return push(self.tp_group, save, repo_id, tags=tags, **options)
+        with fail_together(self):
+            return push(self.tp_group, save, repo_id, tags=tags, **options)
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """Load a whole adapter of PEFT, cut to this rank; every rank has to call it."""
         if self.tp_group.device_mesh is None:
             return super().load_adapter(*args, **kwargs)
-        return load_adapter(self, *args, **kwargs)
+        with fail_together(self):
+            return load_adapter(self, *args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's shards. Raises UnsupportedError where weights are packed, unless for parameters (`keep_vars`).
@@ -88,7 +93,7 @@ class TensorParallelModel(WatchedModel, _Model):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load whole tensors, or what `state_dict()` returned on this rank; every rank has to call it."""
-        with self.tp_group.agree():
+        with fail_together(self), self.tp_group.agree():
             refuse_packed(self, "load_state_dict")
             return super().load_state_dict(state_dict, *args, **kwargs)
 
@@ -111,22 +116,25 @@ class TensorParallelModel(WatchedModel, _Model):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Take whole embeddings, the same on all ranks, and cut them as the plan says; every rank has to call it."""
-        old = self.get_input_embeddings()
-        super().set_input_embeddings(value)
-        replace_embeddings(old, value, self.tp_group)
+        with fail_together(self):
+            old = self.get_input_embeddings()
+            super().set_input_embeddings(value)
+            replace_embeddings(old, value, self.tp_group)
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         """Take a whole head, the same on all ranks, and cut it as the plan says; every rank has to call it."""
-        old = self.get_output_embeddings()
-        super().set_output_embeddings(value)
-        replace_embeddings(old, value, self.tp_group)
+        with fail_together(self):
+            old = self.get_output_embeddings()
+            super().set_output_embeddings(value)
+            replace_embeddings(old, value, self.tp_group)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """The method of transformers, on complete embeddings that are cut again; every rank has to call it."""
         resize = partial(super().resize_token_embeddings, new_num_tokens, *args, **kwargs)
         if self.tp_group.device_mesh is None:
             return resize()
-        return resize_embeddings(self, resize)
+        with fail_together(self):
+            return resize_embeddings(self, resize)
 
     def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
         """Take kernels of the Hub in place of forwards; every rank has to call it.
@@ -146,36 +154,33 @@ class TensorParallelModel(WatchedModel, _Model):
         with keep_shards(self), without_packed(self, fn):
             return super()._apply(fn, *args, **kwargs)
 
-    def __copy__(self) -> Any:
-        copied: nn.Module = type(self).__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        hold_patches(copied)
-        return copied
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: its ranks hold process groups, and a part of the model each."""
-        raise UnsupportedError(
-            f"pickle of a tensor-parallel {type(self).__name__}",
-            got="the model of one rank",
-            expected="its state",
-            fix="Call model.save_pretrained(folder) or tp_transformers.save_sharded(model, folder) on all ranks, "
-            "or torch.save(model.state_dict(), a file of each rank).",
-        )
+        """Copies are split over the same ranks. A pickle is refused: ranks hold process groups, and a part each."""
+        name, mesh = f"pickle of a tensor-parallel {type(self).__name__}", self.tp_group.device_mesh
+        return copied_only(self, name, "the model of one rank", shared=(mesh,))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy that is split over the same ranks."""
-        module: nn.Module = self
-        copied: nn.Module = type(self).__new__(type(self))
-        memo.update({id(self): copied, id(self.tp_group.device_mesh): self.tp_group.device_mesh})
-        copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
-        copy_shards(module, copied)
-        hold_patches(copied)
-        return copied
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The end of a copy."""
+        super().__setstate__(state)
+        hold_patches(self)
+
+
+_PATCHES = (
+    WATCH_ADAPTERS,
+    HOT_SWAPS,
+    STEPS_ON_SHARDS,
+    SHARED_INFINITIES,
+    WHOLE_NORMS,
+    OWN_CACHE,
+    ASSIGNED_VALUES,
+    FULL_BYTES,
+    WHOLE_MODELS_ALONE,
+)
 
 
 def hold_patches(model: object) -> None:
     """As long as `model` lives, torch's optimizers, GradScaler and clipping know shards, and peft knows the model."""
-    for patch in (WATCH_ADAPTERS, SPLIT_STEPS, SHARED_INFINITIES, WHOLE_NORMS, OWN_CACHE):
+    for patch in _PATCHES:
         patch.hold_for(model)
 
 

@@ -28,7 +28,7 @@ class AlibiParallel(TensorParallelLayer):
         """The biases and `attention_mask` of this rank's heads."""
         if self.split is None:
             return args, keywords
-        (start, stop), heads = self.split.ranges[mesh.get_local_rank()][0], self.split.length
+        (start, stop), heads = self.split.ranges[self.rank][0], self.split.length
         mask = keywords.get("attention_mask")
         local = {}
         for name in ("alibi", "position_bias"):

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from itertools import dropwhile, takewhile
 from types import MethodType
 from typing import Any
 
@@ -14,10 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import parametrize
 
 from ..marks import untyped
 from ..slices.layout import even_widths
 from .communication import Communication
+from .parameters.tensors import ShardTensor
 from .shards.block import Block
 from .shards.forwards import Forwarder, forward_of_embedding, forward_of_linear
 from .shards.shard import ParamShard
@@ -44,13 +45,15 @@ def attach(
     strategy.arguments, strategy.rank = argument_names(module), mesh.get_local_rank()
     strategy.group_name = mesh.get_group().group_name
     strategy.attached(module, shards, mesh)
-    views = {name: shard for name, shard in shards.items() if shard.needs_view and not strategy.viewed_around}
+    views = {name: shard for name, shard in shards.items() if shard.needs_view}
     if not (views or takes_dtensors or strategy.acts):
         return
     is_plain = "forward" not in module.__dict__ and not strategy.widths
 
     def around(call: Forwarder) -> Forwarder:
         def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() and any(name not in mod._parameters for name in views):
+                return untraced(mod, *args, **kwargs)  # the compiler does not see that computed values are replaced
             # Read directly: torch.compile loses what is restored where a mark reads the module.
             strategy: Communication = mod.tp_strategy
             state = Forward(strategy.arguments, args, kwargs)
@@ -70,7 +73,7 @@ def attach(
                         state.replaced = _enter_local_view(mod, strategy, views)
                 count = len(args) if len(inputs) == given else len(inputs)
                 kwargs = {name: value for name, value in kwargs.items() if name not in names}
-                kwargs.update(zip(names, inputs[count:], strict=False))
+                kwargs.update(zip(names, inputs[count:]))  # noqa: B905, see Forward
                 args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
                 state.given = {}
                 output = call(mod, *args, **kwargs)
@@ -86,7 +89,8 @@ def attach(
                 forwards.pop()
 
         # Not traced, but called between two graphs: numbers of tokens are known in a forward alone.
-        return torch.compiler.disable(forward) if strategy.exchanges_tokens else forward
+        untraced: Forwarder = torch.compiler.disable(forward)
+        return untraced if strategy.exchanges_tokens else forward
 
     wrap_forward(module, around)
     whole = untyped(module).forward.__func__
@@ -140,13 +144,18 @@ def join_layers(module: nn.Module) -> None:
         strategy.block = block_of(module)
 
 
+class _Computed(dict[str, Any]):
+    """By name, what `torch.nn.utils.parametrize` has computed for a module, which sees local tensors meanwhile."""
+
+
 class Forward:
     """The state of one forward of one module, which a deep copy of the module begins without."""
 
     def __init__(
         self, names: Sequence[str] = (), args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        self.given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        # Without strict=False, which the compiler of torch before 2.12 takes for True.
+        self.given = {**dict(zip(names, args)), **(kwargs or {})}  # noqa: B905
         """The arguments by name, until the module's own forward begins."""
         self.replaced: tuple[dict[str, Any], dict[str, Any]] | None = None
         """The parameters and the attributes of the module in whose place it sees local ones."""
@@ -185,17 +194,27 @@ def _input_names(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[
 
     Without positional arguments, they begin at the first that is given.
     """
-    rest = names[len(args) :]
-    if not args:
-        rest = tuple(dropwhile(lambda name: name not in kwargs, rest)) or tuple(kwargs)[:1]
-    return tuple(takewhile(lambda name: name in kwargs, rest))
+    found: tuple[str, ...] = ()
+    for name in names[len(args) :]:
+        if name in kwargs:
+            found += (name,)
+        elif args or found:
+            break
+    return found if found or args else tuple(kwargs)[:1]
 
 
 def _leave_view(module: nn.Module, forward: Forward) -> None:
     """Give the module its own parameters and attributes back."""
     if forward.replaced is not None:
         module._parameters.update(forward.replaced[0])
-        module.__dict__.update(forward.replaced[1])
+        if not forward.replaced[1]:
+            return
+        for name, value in forward.replaced[1].items():
+            module.__dict__[name] = value
+        computed = module.__dict__.get("parametrizations")
+        if isinstance(computed, _Computed):
+            del module.__dict__["parametrizations"]
+            _cache(module, computed)
 
 
 def _enter_dtensor_view(
@@ -221,8 +240,12 @@ def _enter_local_view(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Let the module see local tensors in place of its parameters; returns what was there."""
     parameters = module._parameters
+    computed = _view_computed(module, views) if any(name not in parameters for name in views) else {}
+    seen = (
+        views if not strategy.viewed_around else [name for name in views if isinstance(parameters[name], ShardTensor)]
+    )
     saved: dict[str, Any] = {
-        name: parameters[name] for name in (*views, *strategy.hidden) if parameters.get(name) is not None
+        name: parameters[name] for name in (*seen, *strategy.hidden) if parameters.get(name) is not None
     }
     for name, param in saved.items():
         hidden = name in strategy.hidden
@@ -231,8 +254,37 @@ def _enter_local_view(
     widths = {name: even_widths(width, strategy.size)[strategy.rank] for name, width in strategy.widths.items()}
     attributes = {**widths, **strategy.local_attributes(module, strategy.rank)}
     saved_attributes = {name: module.__dict__[name] for name in attributes}
-    module.__dict__.update(attributes)
-    return saved, saved_attributes
+    for name, value in attributes.items():
+        module.__dict__[name] = value
+    return saved, {**saved_attributes, **computed}
+
+
+def _view_computed(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Any]:
+    """Let the module see local tensors in place of those that it computes from parameters; returns what was there.
+
+    `torch.nn.utils.parametrize` computes them in a module of `parametrizations`, which returns the local tensor
+    meanwhile; `prune` and `weight_norm` leave them in an attribute.
+    """
+    saved: dict[str, Any] = {}
+    for name in views.keys() - module._parameters.keys():
+        value = getattr(module, name)
+        local = views[name].view(value)
+        if name in module.__dict__:
+            saved[name], module.__dict__[name] = value, local
+        else:
+            saved.setdefault("parametrizations", _Computed())[name] = value
+            module.__dict__["parametrizations"] = {
+                **untyped(module).parametrizations,
+                name: lambda local=local: local,
+            }
+            _cache(module, {name: local})
+    return saved
+
+
+def _cache(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Let `parametrize.cached` have these values of the module, if it is in use."""
+    if parametrize._cache_enabled:
+        parametrize._cache.update({(id(module), name): value for name, value in values.items()})
 
 
 class LocalConfig:

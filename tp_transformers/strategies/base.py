@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..anatomy.linears import holds_experts
 from ..errors import PlanError
 from ..marks import Mark
+from ..ranks import direct
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import join
 from ..slices.layout import Layout, Split
@@ -116,7 +116,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         bound.size = size
         bound.config = config
         bound.widths = {key: vars(module)[key] for key in widths if key in vars(module)}
-        vars(bound)["_splits"] = {}
+        bound._splits = {}
         if parts is not None:
             bound.parts = parts
         if unit is not None:
@@ -175,10 +175,10 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
         Raises ValueError where it is not made up of whole heads or of the parts.
         """
-        splits: dict[tuple[int, int, int], Split] = vars(self).setdefault("_splits", {})
-        if (length, size, unit) not in splits:
-            splits[length, size, unit] = self._cut(length, size, unit)
-        return splits[length, size, unit]
+        key = (length, size, unit)
+        if key not in self._splits:
+            self._splits = {**self._splits, key: self._cut(length, size, unit)}
+        return self._splits[key]
 
     def _cut(self, length: int, size: int, unit: int) -> Split:
         return split_of(length, size, unit, self.split, self.parts)
@@ -281,9 +281,9 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
         if hasattr(param, "tp_part"):  # tied to the parameter of another module
             module._parameters[name] = param.tp_part
         elif not hasattr(param, "tp_shard"):
-            whole = param.data if param.is_meta else param.data.to(group.device)
+            whole = param.data if param.is_meta else param.data.to(group.device).contiguous()
             if not param.is_meta:
-                dist.broadcast(whole, group=group.process_group, group_src=0)
+                direct.broadcast(whole, mesh.get_group(), 0)
             shard = strategy.shard(name, param.shape, group)
             own = take(whole, shard.layout, group.rank).clone()
             param.tp_part = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ..copies import copied_only
 from ..ranks.collectives import Group, copy_to_region
 from ..slices.layout import Split
 from .shards.block import Block
@@ -71,11 +72,15 @@ class Communication:
     """Attributes of the module that are cut evenly in its forward, with their unsharded values."""
     size: int
     """Number of ranks."""
+    _splits: Mapping[tuple[int, int, int], Split] = MappingProxyType({})
+    """By length, ranks and unit: a forward asks for them again."""
     rank: int
     """This process among them, once the strategy is attached."""
     asks_block = False
     """True for a linear that asks its block for local views; nobody else reads the output that `after` is given then,
     not even a backward."""
+    name: str
+    """The name of the module, in messages."""
     group_name: Any = None
     """The name of their process group, once the strategy is attached."""
     block: Block | None = None
@@ -106,6 +111,12 @@ class Communication:
             cls._prepare_output_fn = staticmethod(  # type: ignore[method-assign,assignment]
                 lambda _, __, module, outputs, mesh: cls.after(module.tp_strategy, module, outputs, mesh)
             )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """One that is attached is copied with its module; a pickle of that module is refused."""
+        if self.group_name is None:
+            return super().__reduce_ex__(protocol)
+        return copied_only(self, "pickle of a tensor-parallel module", f"{self.name}, as one rank holds it")
 
     @property
     def takes_sharded_input(self) -> bool:
@@ -140,6 +151,9 @@ class Communication:
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Called once the parameters of `module` are cut: `shards` are this rank's, by name in the module."""
+
+    def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Called once the modules inside of `module` are attached, too."""
 
     @property
     def is_simple(self) -> bool:

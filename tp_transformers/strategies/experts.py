@@ -77,7 +77,7 @@ class IsolatedParallel(TensorParallelLayer):
         inputs, experts = to_local(inputs), self.experts
         if not isinstance(experts, Split):
             return inputs
-        start, stop = experts.ranges[mesh.get_local_rank()][0]
+        start, stop = experts.ranges[self.rank][0]
         if len(inputs) == 1:  # tokens come sorted by expert: (experts * tokens, hidden)
             by_expert = inputs[0].view(experts.length, -1, inputs[0].shape[-1])
             return (by_expert[start:stop].reshape(-1, inputs[0].shape[-1]),)
@@ -92,7 +92,7 @@ class IsolatedParallel(TensorParallelLayer):
         experts = self.experts
         if not isinstance(experts, Split) or _is_routed(module):
             return outputs
-        start, stop = experts.ranges[mesh.get_local_rank()][0]
+        start, stop = experts.ranges[self.rank][0]
         by_expert = outputs.view(stop - start, -1, outputs.shape[-1])
         return pad(by_expert, (0, 0, 0, 0, start, experts.length - stop)).flatten(0, 1)
 

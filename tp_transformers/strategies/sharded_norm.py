@@ -54,7 +54,7 @@ class ShardedNormParallel(TensorParallelLayer):
         x, group = inputs[0], mesh.get_group()
         layout = self.layout("weight", self.shape, self.size)
         assert layout is not None
-        shared = layout.split.shared(mesh.get_local_rank())
+        shared = layout.split.shared(self.rank)
         held = layout.split.length * (len(shared[0].ranks) if shared else 1)
 
         def mean(values: Tensor) -> Tensor:  # over the whole width

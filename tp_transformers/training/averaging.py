@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..ranks import direct
 from ..strategies import batch_sharded, local_tensor, settle_gradient
 
 BUCKET = 32 << 20
@@ -56,7 +57,7 @@ class Average:
         """Number of buckets that have left in this backward."""
         self._left: set[nn.Parameter] = set()
         """The parameters of those."""
-        self._travelling: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
+        self._travelling: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
         """Buckets with the gradients that were sent, one after the other; zeros where there is none."""
         self._came: set[nn.Parameter] = set()
         self._late: set[nn.Parameter] = set()
@@ -115,8 +116,7 @@ class Average:
         bucket = self._buckets[self._next]
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in bucket]
         flat = torch.cat([local_tensor(grad).reshape(-1) for grad in grads]).to(self.reduce_dtype or grads[0].dtype)
-        work = dist.all_reduce(flat, group=self.process_group, async_op=True)
-        assert work is not None
+        work = direct.start_all_reduce(flat, self.process_group)
         self._travelling.append((bucket, flat, work))
         self._left.update(bucket)
         self._next += 1
@@ -125,7 +125,8 @@ class Average:
     def _receive(self) -> None:
         """Wait for the bucket that left first; its means are the gradients of those parameters that have one."""
         bucket, flat, work = self._travelling.pop(0)
-        work.wait()
+        if work is not None:
+            work.wait()
         flat /= self.process_group.size()
         for param, mean in zip(bucket, flat.split([local_tensor(param).numel() for param in bucket]), strict=True):
             if param.grad is None:
@@ -146,7 +147,7 @@ class Average:
         state = [0 if param.grad is None else 1 if param in left else 2 for param in params]
         agreed = torch.tensor(state, dtype=torch.float, device=params[0].device)
         for process_group in filter(None, (self.process_group, self.sharing)):
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=process_group)
+            direct.all_reduce(agreed, process_group, direct.MAX)
         states = dict(zip(params, agreed.tolist(), strict=True))
         found = [param for param in params if states[param]]
         rest = [param for param in found if states[param] == 2]
@@ -181,7 +182,7 @@ def _average(
     for bucket in _buckets([local_tensor(param.grad) for param in params if param.grad is not None]):
         flat = torch.cat([grad.reshape(-1) for grad in bucket]).to(reduce_dtype or bucket[0].dtype)
         for process_group in filter(None, process_groups):
-            dist.all_reduce(flat, group=process_group)
+            direct.all_reduce(flat, process_group)
             flat /= process_group.size()
         for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
             grad.copy_(mean.view(grad.shape))

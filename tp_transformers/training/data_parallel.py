@@ -19,8 +19,10 @@ from ..checkpoint.quantization.packed import refuse_packed
 from ..errors import MeshError, UnsupportedError, describe
 from ..marks import untyped
 from ..model.failures import watch_copies
+from ..ranks import direct
 from ..ranks.group import GROUP, TP_AXIS, TensorParallelGroup
 from ..ranks.mesh import check_ranks
+from ..ranks.shared_memory.joining import share
 from ..strategies import batch_sharded, local_tensor
 from .averaging import Average, outside
 from .fsdp import both_axes, shard_copies
@@ -78,6 +80,7 @@ def data_parallel(
         _check_mesh(group, mesh, axis)
         refuse_packed(model, "data_parallel")
     process_group = mesh[axis].get_group()
+    share(process_group)
     copies = TensorParallelGroup(mesh[axis], mesh[axis].get_local_rank(), process_group.size(), group.device)
     fault = next(filter(None, copies.gather(_fault(model, mode, options))), None)
     with group.agree():
@@ -111,7 +114,7 @@ def _start_alike(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | N
                 local = local.narrow(dim, 0, min(1, local.shape[dim]))
         sent = local.contiguous()
         is_short = sent.ndim and sent.element_size() == 1  # float8 and bool, which not every backend sends
-        dist.broadcast(sent.view(torch.uint8) if is_short else sent, group=process_group, group_src=0)
+        direct.broadcast(sent.view(torch.uint8) if is_short else sent, process_group, 0)
         if sent is not local:
             local.copy_(sent)
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..anatomy.layers import layers_of
 from ..ranks.group import TP_AXIS, TensorParallelGroup
 from ..strategies import SHARD, ParamShard, batch_sharded, local_tensor, shard_of
+from ..strategies.parameters.tensors import ShardTensor
 from .averaging import outside
 
 
@@ -62,11 +63,11 @@ def _tied(modules: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
 
 
 def _unwrap(model: nn.Module, params: Collection[nn.Parameter]) -> None:
-    """Put plain parameters in place of those `params` that are DTensors over the `tp` axis alone."""
+    """Put ordinary parameters in place of plain shards, and of those `params` that are DTensors over the `tp` axis."""
     plain: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param in params and isinstance(param, DTensor):
+            if isinstance(param, ShardTensor) or (param in params and isinstance(param, DTensor)):
                 if param not in plain:
                     plain[param] = nn.Parameter(local_tensor(param).detach(), requires_grad=param.requires_grad)
                 module._parameters[name] = plain[param]

@@ -7,36 +7,22 @@ gradients that differ in their last bits, and nothing brings the values together
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedError
+from ..ranks import direct
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import SHARD, local_tensor, shard_of
+from ..strategies import SHARD, local_tensor
+from ..strategies.shards.replicas import Part, parts
 
 CHUNK = 1 << 20
 """Elements of which a fingerprint is computed at a time."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Part(NamedTuple):
-    """Values that all of `ranks` hold, as every rank describes them."""
-
-    name: str
-    ranks: tuple[int, ...]
-    """Ranks of the `tp` axis, the first of which counts."""
-    number: int
-    """Position among the parts of the same name and ranks."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
 
 
 @torch.no_grad()
@@ -68,10 +54,10 @@ def check_replicas(
         return {}
     values = _values(model, optimizer)
     joined: dict[str, Tensor] = {}
-    parts = {part: value for name in values for part, value in _parts(name, *values[name], group.size, joined)}
+    shared = {part: value for name in values for part, value in parts(name, *values[name], group.size, joined)}
     # 1. Fingerprints, which tell what differs.
-    prints = torch.stack([_fingerprint(value) for value in parts.values()]).tolist() if parts else []
-    everyone = group.gather(dict(zip(parts, prints, strict=True)))
+    prints = torch.stack([_fingerprint(value) for value in shared.values()]).tolist() if shared else []
+    everyone = group.gather(dict(zip(shared, prints, strict=True)))
     different = [
         part for part in dict.fromkeys(part for found in everyone for part in found) if _differs(part, everyone)
     ]
@@ -80,12 +66,12 @@ def check_replicas(
     # 2. By how much, and the first one's values in place of the others'.
     own: dict[str, float] = {}
     for part in different:
-        first = _first(part, parts.get(part), group)
+        first = _first(part, shared.get(part), group)
         if group.rank in part.ranks:
-            difference = _difference(parts[part], first)
+            difference = _difference(shared[part], first)
             own[part.name] = max(own.get(part.name, 0.0), difference, key=_badness)
             if synchronize:
-                parts[part].copy_(first)
+                shared[part].copy_(first)
     if synchronize:
         for name, whole in joined.items():
             param, value = values[name]
@@ -111,31 +97,6 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
             if isinstance(value, Tensor) and value.shape == param.shape:
                 found[f"{name}.{key}"] = (param, value)
     return found
-
-
-def _parts(
-    name: str, param: Tensor, value: Tensor, size: int, joined: dict[str, Tensor]
-) -> Iterator[tuple[Part, Tensor]]:
-    """Parts of `value` that other ranks hold too; FSDP's rows of a cut one go, joined, into `joined`."""
-    shard, local = shard_of(param), local_tensor(value)
-    if shard is None:
-        if not isinstance(param, DTensor):
-            yield _part(name, tuple(range(size)), 0, local), local
-    elif shard.layout is None:
-        if shard.data_parallel is None or shard.is_cut_over_copies:
-            yield _part(name, tuple(range(size)), 0, local), local
-    elif shared := shard.layout.split.shared(shard.group.rank):
-        if shard.data_parallel is not None:
-            local = joined[name] = shard.joined(local)
-        numbers: dict[tuple[int, ...], int] = {}
-        for part in shared:
-            number = numbers[part.ranks] = numbers.get(part.ranks, -1) + 1
-            held = local.narrow(shard.layout.dim, part.local, part.length)
-            yield _part(name, part.ranks, number, held), held
-
-
-def _part(name: str, ranks: tuple[int, ...], number: int, value: Tensor) -> Part:
-    return Part(name, ranks, number, tuple(value.shape), value.dtype, value.device.type)
 
 
 def _fingerprint(value: Tensor) -> Tensor:
@@ -167,7 +128,7 @@ def _first(part: Part, value: Tensor | None, group: TensorParallelGroup) -> Tens
     else:
         first = torch.empty(part.shape, dtype=part.dtype, device=part.device_type)
     is_short = first.ndim and first.element_size() == 1  # float8 and bool, which not every backend sends
-    dist.broadcast(first.view(torch.uint8) if is_short else first, group=group.process_group, group_src=part.ranks[0])
+    direct.broadcast(first.view(torch.uint8) if is_short else first, group.process_group, part.ranks[0])
     return first
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
@@ -16,7 +14,7 @@ from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_d
 from ..errors import CheckpointError
 from ..logs import get_logger
 from ..model.parallelize import is_tensor_parallel
-from ..ranks.random_state import random_state, set_random_state
+from ..ranks.random_state import random_states, set_random_states
 from .replicas import check_replicas
 
 logger = get_logger(__name__)
@@ -94,12 +92,7 @@ def _load_rng_state(original: Any, self: Any, checkpoint: str | None) -> None:
     original(self, checkpoint)
     if checkpoint is not None and is_tensor_parallel(self.model):  # another mesh has other files, or none
         group = self.model.tp_group
-        own = (random.getstate(), np.random.get_state(), torch.get_rng_state(), random_state(group.device))
-        python, numpy, cpu, device = group.gather(own)[0]
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        set_random_state(group.device, device)
+        set_random_states(group.device, group.gather(random_states(group.device))[0])
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

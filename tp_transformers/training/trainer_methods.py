@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..errors import MeshError, UnsupportedError
 from ..model.clip import clip_grad_norm_
-from ..model.optimizer_groups import parameter_groups
+from ..model.optimizers.scopes import check_in_backward
 from ..model.parallelize import is_tensor_parallel
 from ..patches import Undo, replace
 from ..strategies import batch_sharded, shard_of
@@ -98,12 +99,15 @@ def compute_loss(
 
 
 def create_optimizer(original: Any, self: Any, model: Any = None) -> torch.optim.Optimizer:
-    if is_tensor_parallel(self.model):
-        _check_forward(self.model)
-    optimizer: torch.optim.Optimizer = original(self, model)
-    if is_tensor_parallel(self.model):
-        optimizer.param_groups[:] = parameter_groups(optimizer.param_groups)
-    return optimizer
+    if not is_tensor_parallel(self.model):
+        return original(self, model)  # type: ignore[no-any-return]
+    _check_forward(self.model)
+    check_in_backward(str(getattr(self.args.optim, "value", self.args.optim)))
+    trainer = sys.modules[transformers.Trainer.__module__]
+    with ExitStack() as stack:  # groups are those of one process: releases from 5.20 or so on split them by mesh
+        if hasattr(trainer, "has_mixed_dtensor"):
+            stack.callback(replace(trainer, "has_mixed_dtensor", lambda original, tensors: False))
+        return original(self, model)  # type: ignore[no-any-return]
 
 
 def _clip_grad_norm(original: Any, self: Any, model: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,19 @@ def counted(model: Any) -> tuple[Counter[str], Counter[str], list[int]]:
 
         return call_and_count
 
+    def in_layer(forward: Any) -> Any:  # a hook would be given the complete sequence
+        @wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            depth[0] += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                depth[0] -= 1
+
+        return call
+
     for layer in model.base_model.layers:
-        layer.register_forward_pre_hook(lambda *_: depth.__setitem__(0, depth[0] + 1))
-        layer.register_forward_hook(lambda *_: depth.__setitem__(0, depth[0] - 1))
+        layer.forward = in_layer(layer.forward)
     try:
         for call, original in originals.items():
             setattr(dist, call, counting(call, original))

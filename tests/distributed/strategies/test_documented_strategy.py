@@ -170,7 +170,7 @@ def test_the_documented_contract_holds(pool: Pool, cases: Any, size: int, regist
         assert result["logits"] < TOLERANCE
         assert result["tokens"]
         assert result["grads"] < TOLERANCE
-        assert result["types"] == [DTensor, DTensor]
+        assert all(issubclass(each, DTensor) for each in result["types"])
         assert result["calls"] == ["input Linear", "output Linear", "plain input", "plain output"]
         assert result["read"] == 0  # only the slices were read
 

@@ -338,18 +338,22 @@ def misfit(folder: str) -> list[Any]:
     """Run on every rank: a module pads its tokens to a multiple of 2, which the parts of some ranks are already."""
     ours, theirs = load_both(folder, tp_sequence_parallel=True)
 
-    def pad(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    norm = ours.model.layers[0].post_attention_layernorm
+    forward = norm.forward
+
+    def pad(*args: Any) -> torch.Tensor:
+        output = forward(*args)
         return torch.cat([output, output[:, : output.shape[1] % 2]], 1)
 
     found: list[Any] = []
-    handle = ours.model.layers[0].post_attention_layernorm.register_forward_hook(pad)
+    norm.forward = pad
     for length in (8, 9, 10, 7):
         try:
             ours(TOKENS[:, :length])
             found.append(length)
         except tp_transformers.PlanError as error:
             found.append(str(error))
-    handle.remove()
+    norm.forward = forward
     found.append(differences(ours, theirs, TOKENS[:, :9]))
     return found
 

@@ -153,7 +153,7 @@ def test_registered_strategies_give_one_processs_numbers(pool: Pool, cases: Any,
         assert result["logits"] < TOLERANCE
         assert result["tokens"]
         assert result["grads"] < TOLERANCE
-        assert result["type"] is DTensor
+        assert issubclass(result["type"], DTensor)
         assert result["count"]
         assert result["read"] == 0  # only the slices were read
         assert result["changed"] > 1e-3  # a deep copy computes with its own weights

@@ -24,6 +24,7 @@ from tests.support.tiers import wide
 from tp_transformers import ColwiseParallel, vocab_parallel_cross_entropy
 from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import even
+from tp_transformers.strategies.parameters.tensors import ShardTensor
 
 pytestmark = pytest.mark.distributed
 
@@ -66,7 +67,11 @@ class Shapes(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and tensor.shape[-1:] == (VOCAB,):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and not isinstance(tensor, DTensor | ShardTensor)
+                and tensor.shape[-1:] == (VOCAB,)
+            ):
                 self.whole.add(str(function))
         return outputs
 

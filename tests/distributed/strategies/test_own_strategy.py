@@ -57,7 +57,7 @@ def test_the_strategy_of_the_page_works(pool: Pool, cases: Any, tmp_path: Any, s
     assert [result["rows"] for result in results] == rows
     for result in results:
         assert result["strategy"] == "OutputFeatures"
-        assert result["dtensor"] == "DTensor"
+        assert result["dtensor"] == "ShardDTensor"
         assert result["logits"] < TOLERANCE
         assert result["tokens"]
         assert result["grads"] < TOLERANCE

@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 import tp_transformers
 from tests.support.models import PROMPTS, VOCAB, load, relative
 from tests.support.pool import Pool
-from tests.support.tiers import wide
 from tp_transformers.commands.verify.differences import GRADIENT_TOLERANCE, gradient_errors
 from tp_transformers.infer.small import model as probe
 
@@ -94,52 +93,11 @@ def test_modules_read_each_others_parameters(name: str, pool: Pool, tmp_path: Pa
 # -- optimizers
 
 
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
-    ("AdamW", {"foreach": True}),
-    ("AdamW", {"fused": True}),
-    ("AdamW", {}),
-    ("SGD", {"foreach": True, "momentum": 0.9}),
-]
-
-
-def steps(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(PROMPTS, labels=PROMPTS).loss.backward()
-        optimizer.step()
-        schedule.step()
-    return {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
-
-
-def optimize(folder: str) -> dict[str, float]:
-    """Run on every rank: one group of all parameters, against one process; the largest error by optimizer."""
-    result = {}
-    for name, options in OPTIMIZERS:
-        model = load(folder)
-        plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        assert len({isinstance(param, DTensor) for param in model.parameters()}) == 2, "mixed"
-        kind = getattr(torch.optim, name)
-        large = {"eps": 1e-2} if name == "AdamW" else {}  # steps by the sign of a gradient alone would show rounding
-        optimizers = [kind(each.parameters(), lr=1e-2, **large, **options) for each in (model, plain)]
-        values, expected = (steps(each, own) for each, own in zip((model, plain), optimizers, strict=True))
-        assert len(optimizers[0].param_groups) == 1
-        assert len(optimizers[0].state) == len(optimizers[1].state)
-        result[f"{name} {options}"] = max(relative(values[each], expected[each]) for each in expected)
-    return result
-
-
-@pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
-def test_optimizers_take_all_parameters_in_one_group(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    for errors in pool.run(2, optimize, cases(*heads).folder):
-        assert max(errors.values()) < TOLERANCE, errors
-
-
 def other_optimizers() -> list[str]:
     """Run on every rank, with the hook of all optimizers: what has nothing to do with us steps as ever."""
-    from tp_transformers.model.optimizer_groups import SPLIT_STEPS
+    from tp_transformers.model.optimizers.step import STEPS_ON_SHARDS
 
-    SPLIT_STEPS.hold()
+    STEPS_ON_SHARDS.hold()
     seen = []
 
     class Own(torch.optim.AdamW):
@@ -163,7 +121,7 @@ def other_optimizers() -> list[str]:
     before = layer.weight.detach().clone()
     torch.compile(adam.step, backend="eager")()
     seen.append(str(torch.equal(before, layer.weight)))
-    SPLIT_STEPS.release()
+    STEPS_ON_SHARDS.release()
     return seen
 
 

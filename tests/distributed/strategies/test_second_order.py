@@ -15,8 +15,7 @@ import tp_transformers
 from tests.support.models import PROMPTS, load, relative
 from tests.support.tiers import wide
 from tp_transformers import vocab_parallel_cross_entropy
-from tp_transformers.ranks.collectives import exchange_regions, gather_from_region, scatter_to_region
-from tp_transformers.ranks.exchange import exchange_rows
+from tp_transformers.ranks.collectives import exchange_regions, exchange_rows, gather_from_region, scatter_to_region
 from tp_transformers.ranks.mesh import join
 from tp_transformers.strategies import batch_sharded
 

@@ -238,7 +238,9 @@ def drop_parts(folder: str) -> list[dict[str, Any]]:
             model.enable_input_require_grads()
         masks: list[torch.Tensor] = []
         for layer in model.model.layers:
-            layer.resid_dropout.register_forward_hook(lambda _, __, output, seen=masks: seen.append(output != 0))
+            torch.nn.Module.register_forward_hook(  # past our method: it sees a part
+                layer.resid_dropout, lambda _, __, output, seen=masks: seen.append(output != 0)
+            )
         torch.manual_seed(5)
         loss = model(PROMPTS, labels=PROMPTS).loss
         count = len(masks)

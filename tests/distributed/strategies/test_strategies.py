@@ -149,4 +149,4 @@ def run_forward_that_raises() -> str:
 
 
 def test_a_forward_that_raises_leaves_the_module_whole(pool: Any) -> None:
-    assert pool.run(2, run_forward_that_raises) == ["DTensor", "DTensor"]
+    assert pool.run(2, run_forward_that_raises) == ["ShardDTensor", "ShardDTensor"]

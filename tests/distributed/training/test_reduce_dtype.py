@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import tp_transformers
 from tests.support.models import load
 from tests.support.pool import Pool, WorkerError
 from tests.support.training import BATCH, mesh_of
+from tp_transformers.ranks.mesh import join
+from tp_transformers.ranks.shared_memory.joining import VARIABLE, memory_of
 
 pytestmark = pytest.mark.distributed
 
@@ -36,9 +39,11 @@ def everyones(value: torch.Tensor) -> list[torch.Tensor]:
     return parts
 
 
-def shared_heads(folder: str) -> list[float]:
+def shared_heads(folder: str, way: str) -> list[float]:
     """Run on every rank: the errors of a gradient that all ranks have a part of, without the option and with it."""
     errors = []
+    with mock.patch.dict(os.environ, {VARIABLE: "0"} if way == "gloo" else {}):
+        assert (memory_of(join().process_group) is None) == (way == "gloo")
     for options in ({}, {"tp_reduce_dtype": torch.float32}):
         model = copy.deepcopy(load(folder, dtype=torch.bfloat16, **options))
         param = model.get_parameter(SHARED)
@@ -69,10 +74,11 @@ def copies(folder: str, mode: str) -> list[float]:
 
 def test_gradients_are_summed_in_fp32(pool: Pool, cases: Any) -> None:
     folder = cases(8, 1).folder
-    for function, *arguments in ((shared_heads,), (copies, "replicate"), (copies, "shard")):
-        for without, with_option in pool.run(3, function, folder, *arguments):
+    for function, way in ((shared_heads, "gloo"), (copies, "replicate"), (copies, "shard")):
+        for without, with_option in pool.run(3, function, folder, way):
             assert with_option < ROUNDED_ONCE
             assert without > ROUNDED_ONCE
+    assert max(max(errors) for errors in pool.run(3, shared_heads, folder, "memory")) < ROUNDED_ONCE
 
 
 def load_with(folder: str, dtype: Any) -> None:

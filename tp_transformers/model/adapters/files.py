@@ -22,17 +22,23 @@ from ...checkpoint.saving.writer import Writer, named
 from ...errors import CheckpointError, UnsupportedError
 from ...ranks.group import GROUP
 from ...transformers_api import LoadStateDictInfo
+from .cut import unsupported
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
-    """`save_pretrained` of a PeftModel: rank 0 writes whole adapters; every rank has to call it."""
+    """`save_pretrained` of a PeftModel: rank 0 writes whole adapters; every rank has to call it.
+
+    Raises UnsupportedError where the adapter would be converted on its way, and CheckpointError for a full disk.
+    """
     group = GROUP.of(peft_model.base_model.model)
     save = type(peft_model).save_pretrained
     given = inspect.signature(save).bind(peft_model, *args, **kwargs).arguments
     options = {**given.pop("kwargs", {}), **given}
     del options["self"]
+    if options.get("path_initial_model_for_weight_conversion") is not None:  # PEFT would load it, on rank 0 alone
+        raise unsupported("save_pretrained of an adapter", "path_initial_model_for_weight_conversion")
     names = options.get("selected_adapters") or list(peft_model.peft_config)
     state = peft_model.state_dict(keep_vars=True)
     embeddings = {key: options[key] for key in ("save_embedding_layers",) if key in options}

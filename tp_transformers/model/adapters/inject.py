@@ -4,8 +4,9 @@
     rowwise   [x | y] ── [A1 / A2] ──g── B ── beside the base's summed output
 
 Each matrix is a module with a strategy of its own, so what is said of parameters holds for it: gradients, state dicts,
-`full_tensor`. Nothing of peft is patched. torch tells of every module that becomes part of another; the tuner of peft
-that takes in a tensor-parallel model is given methods of its own, as is the PeftModel around it.
+`full_tensor`. torch tells of every module that becomes part of another; the tuner of peft that takes in a
+tensor-parallel model is given methods of its own, as is the PeftModel around it. Nothing of peft is patched for it, but
+for swaps; see `hotswap`.
 """
 
 from __future__ import annotations
@@ -17,28 +18,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import PreTrainedModel
 
-from ...errors import MeshError, UnsupportedError
+from ...errors import MeshError
 from ...marks import untyped
 from ...patches import Patch
-from ...ranks.group import TensorParallelGroup, agreed
+from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
-from ...slices.layout import Layout
-from ...strategies import (
-    SHARD,
-    STRATEGY,
-    ParamShard,
-    ReplicateParallel,
-    TensorParallelLayer,
-    batch_sharded,
-    take,
-)
-from ..state_dict import copy_shards, keep_shards, keep_state, split_module
+from ...strategies import SHARD, batch_sharded
+from ..state_dict import keep_shards
+from .cut import split_adapter, strategies_of, unsupported, whole_adapters
 from .files import push_peft_model, save_peft_model
-from .layers import SlicedDropout, adapted_class
 
 INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that look at no weight of the base layer, which is cut."""
@@ -50,10 +41,11 @@ def _joined(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
         return
     if name == "model" and _group(inner) is not None and hasattr(outer, "inject_adapter"):
         for method, replacement in _TUNER.items():
-            outer.__dict__[method] = partial(replacement, outer)
+            if hasattr(type(outer), method):
+                outer.__dict__[method] = partial(replacement, outer)
     elif name == "base_model" and isinstance(inner, nn.Module):
         if _group(inner) is not None:
-            raise _unsupported(type(outer).__name__, "adapters that are prompts")
+            raise unsupported(type(outer).__name__, "adapters that are prompts")
         if _group(getattr(inner, "model", None)) is not None:
             for method, replacement in _PEFT_MODEL.items():
                 outer.__dict__[method] = partial(replacement, outer)
@@ -76,24 +68,44 @@ def _group(model: object) -> TensorParallelGroup | None:
 # -- injection
 
 
-def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    """`inject_adapter` of a tuner: whole adapters first, of rank 0's values; then each is cut as its base layer is."""
+def _inject_whole(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    """`inject_adapter` of a tuner, on all ranks or on none; its adapters are whole, each rank's values its own."""
     group, config = _group(model), tuner.peft_config[adapter_name]
     assert group is not None
     with group.agree():
         if hasattr(model, "set_requires_gradient_sync"):
-            raise _unsupported("data_parallel", "adapters that come after it")
+            raise unsupported("data_parallel", "adapters that come after it")
         _check_config(config, model)
     if config.lora_dropout:
         _check_random_state(group)
     with group.agree():
         type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
+
+
+def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    """`inject_adapter` of a tuner: whole adapters first, of rank 0's values; then each is cut as its base layer is."""
+    _inject_whole(tuner, model, adapter_name, *args, **kwargs)
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_embedding_A") and adapter_name in module.r:
-            _split_adapter(name, module, adapter_name, group)
-        for copied in getattr(module, "modules_to_save", None) or {}:
-            if copied == adapter_name and hasattr(module, "original_module"):
-                copy_shards(untyped(module).original_module, untyped(module).modules_to_save[copied])
+            split_adapter(name, module, adapter_name, GROUP.of(model))
+
+
+def _add_weighted_adapter(tuner: Any, adapters: Any, weights: Any, adapter_name: str, *args: Any, **named: Any) -> None:
+    """`add_weighted_adapter` of a tuner, which takes the SVD, quantiles and random masks of whole matrices."""
+    group = GROUP.of(tuner.model)
+    if adapter_name in tuner.peft_config:  # peft leaves it as it is
+        return
+    with whole_adapters(tuner.model, group, adapters):
+        tuner.inject_adapter = partial(_inject_whole, tuner)
+        try:
+            with group.agree():
+                type(tuner).add_weighted_adapter(tuner, adapters, weights, adapter_name, *args, **named)
+        except BaseException:
+            if adapter_name in tuner.peft_config:
+                tuner.delete_adapter(adapter_name)
+            raise
+        finally:
+            tuner.inject_adapter = partial(_inject_adapter, tuner)
 
 
 def _create_and_replace(
@@ -101,7 +113,7 @@ def _create_and_replace(
 ) -> None:
     """`_create_and_replace` of a tuner, which takes the adapter's widths from the base layer's weight."""
     base: nn.Module = untyped(target).get_base_layer() if hasattr(target, "get_base_layer") else target
-    _strategies(base)
+    strategies_of(base)
     real = dict(base._parameters)
     for name, param in real.items():
         shard = SHARD.find(param)
@@ -125,6 +137,7 @@ _TUNER: dict[str, Callable[..., Any]] = {
     "inject_adapter": _inject_adapter,
     "_create_and_replace": _create_and_replace,
     "_cast_adapter_dtype": _cast_adapter_dtype,
+    "add_weighted_adapter": _add_weighted_adapter,
 }
 
 
@@ -132,7 +145,7 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
     """Raise UnsupportedError where an adapter could not be split exactly; nothing has been changed then."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
-        raise _unsupported("peft", f"adapters of the type {kind}")
+        raise unsupported("peft", f"adapters of the type {kind}")
     converted = copy.deepcopy(config)
     try:  # modules may have become parameters, such as the experts of Mixtral
         from peft.utils.transformers_weight_conversion import (
@@ -153,7 +166,7 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
     if config.lora_dropout and any(batch_sharded(model)):  # ranks draw numbers of their own
         given.append("lora_dropout, where ranks have batches of their own")
     if given:
-        raise _unsupported("LoraConfig", ", ".join(given))
+        raise unsupported("LoraConfig", ", ".join(given))
 
 
 def _check_random_state(group: TensorParallelGroup) -> None:
@@ -166,65 +179,3 @@ def _check_random_state(group: TensorParallelGroup) -> None:
             fix="Call torch.manual_seed(seed) on all ranks before the adapter is made, or set lora_dropout=0.",
         )
         raise agreed(error)
-
-
-def _unsupported(subject: str, got: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{subject} on a tensor-parallel model",
-        got=got,
-        expected="plain LoRA on linears and embeddings",
-        fix="Leave it out, or train this adapter in one process.",
-    )
-
-
-# -- the cut
-
-
-def _split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGroup) -> None:
-    """Cut the adapter called `adapter` of a LoRA layer as its base layer is cut."""
-    base = layer.get_base_layer()
-    of_a, of_b = _strategies(base)
-    shard = SHARD.find(base.weight)
-    layout = shard.layout if shard is not None else None
-    split = layout.split if layout is not None else None
-    layer.__class__ = adapted_class(untyped(type(layer)))
-    if adapter in layer.lora_embedding_A:
-        rows = Layout(1, layout.split) if layout is not None and layout.dim == 0 else None
-        _split_parameter(layer.lora_embedding_A, adapter, rows, group)
-        _split_parameter(layer.lora_embedding_B, adapter, None, group)
-        return
-    for kind, strategy in (("lora_A", of_a), ("lora_B", of_b)):
-        module = getattr(layer, kind)[adapter]
-        bound = strategy.bind(module, group.size, name=f"{name}.{kind}", split=split, config=strategy.config)
-        split_module(module, bound, group)
-    dropped = layer.lora_dropout[adapter]
-    if split is not None and of_a.takes_sharded_input and isinstance(dropped, nn.Dropout):
-        layer.lora_dropout[adapter] = SlicedDropout(dropped.p, split, group.rank)
-
-
-def _strategies(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-    """The strategies of A and B, on a base layer and bound to it. Raises UnsupportedError where there are none."""
-    strategy = STRATEGY.find(base)
-    if strategy is None and isinstance(getattr(base, "weight", None), DTensor):
-        raise _unsupported(type(base).__name__, "an adapter on a layer that torch's parallelize_module has cut")
-    if strategy is None:
-        return ReplicateParallel(), ReplicateParallel()
-    refused = _unsupported(strategy.name, f"an adapter on a layer with the strategy {strategy}")
-    if strategy.splits_batch:
-        raise refused
-    try:
-        return strategy.adapter()
-    except NotImplementedError:
-        raise refused from None
-
-
-def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: TensorParallelGroup) -> None:
-    """Cut one parameter, which no module computes with by itself; all ranks take rank 0's values."""
-    param: nn.Parameter = getattr(owner, name)
-    if not param.is_meta:
-        torch.distributed.broadcast(param.data, group=group.process_group, group_src=0)
-    part: Tensor = untyped(take(param.data, layout, group.rank))
-    shard = ParamShard(param.shape, layout, group, use_dtensor=layout is not None)
-    owner._parameters[name] = shard.wrap(part.clone(), requires_grad=param.requires_grad)
-    owner.__dict__.setdefault("tp_shards", {})[name] = shard
-    keep_state(owner)

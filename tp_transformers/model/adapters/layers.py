@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from ...checkpoint.quantization.packed import refuse_packed
+from ...errors import UnsupportedError
 from ...marks import untyped
 from ...slices.layout import Layout, Split
 from ...strategies import SHARD, STRATEGY, begun_forward, local_tensor, take
@@ -19,8 +20,24 @@ _Layer: Any = object
 """Base of the methods: a LoRA layer of peft, in the class of a layer."""
 
 
-class _Adapted(_Layer):
+class AdaptedLayer(_Layer):
     """A LoRA layer of peft whose base layer is cut."""
+
+    peft_class: type
+    """Its class in peft."""
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """Raise UnsupportedError: PEFT's conversion, which asks this first, takes the SVD of what one rank holds."""
+        raise UnsupportedError(
+            "convert_to_lora on a tensor-parallel model",
+            got=f"the adapter {adapter_name!r}, of which each rank holds a part",
+            expected="complete matrices",
+            fix="Call save_pretrained on all ranks, and convert that adapter in one process.",
+        )
+
+    def owners(self) -> tuple[nn.Module, ...]:
+        """The modules that hold its adapters' parameters."""
+        return *self.lora_A.values(), *self.lora_B.values(), self.lora_embedding_A, self.lora_embedding_B
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Add the adapters to this rank's weight. Raises UnsupportedError where that is packed."""
@@ -81,16 +98,16 @@ class _Adapted(_Layer):
 @cache
 def adapted_class(cls: type) -> type:
     """The subclass of a LoRA layer's class that knows of its cut."""
-    if issubclass(cls, _Adapted):
+    if issubclass(cls, AdaptedLayer):
         return cls
-    return type(cls.__name__, (_Adapted, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "peft_class": cls}
+    return type(cls.__name__, (AdaptedLayer, cls), names)
 
 
 @contextmanager
 def _local_weights(layer: Any) -> Iterator[None]:
     """Let a LoRA layer see this rank's plain tensors in place of the parameters of its base and its adapters."""
-    adapters = (*layer.lora_A.values(), *layer.lora_B.values(), layer.lora_embedding_A, layer.lora_embedding_B)
-    saved = [(owner, dict(owner._parameters)) for owner in (layer.get_base_layer(), *adapters)]
+    saved = [(owner, dict(owner._parameters)) for owner in (layer.get_base_layer(), *layer.owners())]
     for owner, params in saved:
         for name, param in params.items():
             if param is not None:

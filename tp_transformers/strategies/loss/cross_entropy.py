@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ...errors import PlanError
+from ...ranks import direct
 from ...ranks.collectives import Group, all_gather_number, copy_to_region, reduce_from_region
 from ...ranks.group import TensorParallelGroup
 
@@ -123,13 +124,11 @@ class _CrossEntropy(torch.autograd.Function):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # A rank may have no part of a vocabulary that is smaller than the ranks are many.
         largest = wide.amax(-1) if wide.shape[-1] else wide.new_full(target.shape, -torch.inf)
-        if group is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        direct.all_reduce(largest, group, direct.MAX)
         own, here = _local(target, start, wide.shape[-1])
         taken = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1) if wide.shape[-1] else wide.new_zeros(target.shape)
         total = torch.stack([(wide - largest.unsqueeze(-1)).exp_().sum(-1), taken.masked_fill(~here, 0)])
-        if group is not None:
-            dist.all_reduce(total, group=group)
+        direct.all_reduce(total, group)
         exponential = total[0].log() + largest  # the logarithm of the sum of exponentials
         ctx.start, ctx.group = start, group
         ctx.save_for_backward(logits, target, exponential)

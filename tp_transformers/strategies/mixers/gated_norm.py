@@ -65,7 +65,7 @@ class GatedNormParallel(TensorParallelLayer):
         width = self.cut(self.length, self.size).widths[rank]
         groups = width // self.group if self.has_whole_groups else 1
         local = {"n_groups": groups, "group_size": width // groups, "normalized_shape": (width // groups,)}
-        return {name: value for name, value in local.items() if name in vars(module)}
+        return {name: value for name, value in local.items() if name in module.__dict__}
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         if self.has_whole_groups:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from ...ranks import direct
 from ...ranks.collectives import (
     Group,
     all_gather_uneven,
@@ -74,7 +74,7 @@ class BatchBlock(RegionBlock):
                 return None
             if name == "attention_mask" and batch.differs:  # transformers leaves out what masks nothing, on each rank
                 vote = torch.tensor([-1 if value is None else which], device=x.device)
-                dist.all_reduce(vote, dist.ReduceOp.MAX, group=mesh.get_group())
+                direct.all_reduce(vote, mesh.get_group(), direct.MAX)
                 which = int(vote.item())
                 if which < 0:
                     return None

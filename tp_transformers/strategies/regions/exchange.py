@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ...anatomy.linears import holds_experts
-from ...ranks.collectives import scale_gradient
-from ...ranks.exchange import exchange_counts, exchange_rows
+from ...ranks.collectives import exchange_counts, exchange_rows, scale_gradient
 from ...slices.layout import Split
 from ..attach import forward_of
 from ..experts import IsolatedParallel, MoEExpertsParallel

@@ -29,6 +29,9 @@ from ..base import TensorParallelLayer
 from ..local import to_local
 from .regather import saving_part
 
+SEQUENCE = 1
+"""The sequence dim of a model's activations: (batch, sequence, hidden)."""
+
 Widths = tuple[int, ...]
 """The length of every rank's part."""
 
@@ -78,7 +81,7 @@ class RegionBlock(TensorParallelLayer):
 
         `length` is that of this rank's tensor along `dim`, `widths` those of all ranks; where it `broadcasts`, 1 fits.
         """
-        rank = mesh.get_local_rank()
+        rank = self.rank
         lengths = (length,) * len(widths)
         if len(set(widths)) > 1 and not torch.compiler.is_compiling() and (what, widths) not in self.agreed:
             lengths = all_lengths(length, mesh)

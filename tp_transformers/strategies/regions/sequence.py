@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,9 @@ from ...slices.layout import chunked, even_widths
 from ..attach import Forward, forward_of
 from ..base import TensorParallelLayer
 from ..communication import as_sharded
+from .hooks import gather_around_hooks, tell_of_global_hooks
 from .regather import remember
-from .region import GatherMixin, RegionBlock, Widths, all_lengths, in_backward
-
-SEQUENCE = 1
-"""The sequence dim of a model's activations: (batch, sequence, hidden)."""
+from .region import SEQUENCE, GatherMixin, RegionBlock, Widths, all_lengths, in_backward
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,9 @@ class _Cut:
         return self.backward == in_backward() and (self.backward < 0 or name.startswith(self.scope))
 
 
-_current: WeakKeyDictionary[Group, _Cut] = WeakKeyDictionary()
-"""The sequence of the forward that is under way over some ranks."""
+_current: dict[str, _Cut] = {}
+"""The sequence of the forward that is under way, by the name of the group of its ranks: torch before 2.12 compiles no
+keys that are weak."""
 
 
 class SequenceParallel(TensorParallelLayer):
@@ -120,7 +118,7 @@ class SequenceParallelRep(SequenceParallel):
     """
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        widths = _widths(self.name, outputs, mesh)
+        widths = widths_of(self.name, outputs, mesh)
         return outputs if widths is None else gather_from_region(outputs, widths, mesh.get_group(), dim=SEQUENCE)
 
 
@@ -142,7 +140,7 @@ class SequenceScatterParallel(TensorParallelLayer):
         # Re-entrant checkpointing runs forwards that are trained without gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
         widths = even_widths(length, mesh.size()) if trains or length >= mesh.size() else None
-        _current[mesh.get_group()] = _Cut(widths, in_backward(), f"{self.name}.", x)
+        _current[mesh.get_group().group_name] = _Cut(widths, in_backward(), f"{self.name}.", x)
         return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE), *others)
 
 
@@ -165,13 +163,13 @@ class SequenceBlock(RegionBlock):
         A layer may be computed again in a backward (gradient checkpointing), which may follow other forwards. Its
         attention is told positions, of which there are as many as tokens; its other blocks go by that.
         """
-        length, task, cut = _told_length(forward.given), in_backward(), _current.get(mesh.get_group())
+        length, task, cut = _told_length(forward.given), in_backward(), _current.get(mesh.get_group().group_name)
         is_under_way = task < 0 and cut is not None and cut.backward < 0
         if length is None or is_under_way or not torch.is_grad_enabled():
-            return _widths(self.name, x, mesh)
+            return widths_of(self.name, x, mesh)
         widths = even_widths(length, mesh.size())
         if task >= 0:
-            _current[mesh.get_group()] = _Cut(widths, task, f"{self.name.rpartition('.')[0]}.")
+            _current[mesh.get_group().group_name] = _Cut(widths, task, f"{self.name.rpartition('.')[0]}.")
         else:  # a layer that is trained by itself, whose norms sum up gradients of parts
             self.agreed = frozenset()
         return widths
@@ -200,13 +198,18 @@ class SequenceStatesParallel(TensorParallelLayer):
     A forward begins and ends here: what is called outside of one is given whole sequences.
     """
 
+    def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        gather_around_hooks(module, self.name, widths_of, mesh)
+
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        _current.pop(mesh.get_group(), None)
+        _current.pop(mesh.get_group().group_name, None)
+        if not torch.compiler.is_compiling():
+            tell_of_global_hooks()
         return inputs
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         group = mesh.get_group()
-        cut = _current.pop(group, None)
+        cut = _current.pop(group.group_name, None)
         if cut is None or cut.widths is None:
             return outputs
         widths = cut.widths
@@ -224,7 +227,7 @@ class SequenceStatesParallel(TensorParallelLayer):
             is_of_parts = isinstance(value, tuple) and value and len(value) == len(cut.exchanges)
             if not is_of_parts or not all(isinstance(each, Tensor) and each.ndim == 2 for each in value):
                 return value
-            part = (last.shape[0], widths[mesh.get_local_rank()])
+            part = (last.shape[0], widths[self.rank])
             return tuple(
                 gather_from_region(each.unflatten(0, part), widths, group, dim=SEQUENCE).flatten(0, 1) for each in value
             )
@@ -237,7 +240,7 @@ class SequenceStatesParallel(TensorParallelLayer):
         return outputs
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        _current.pop(mesh.get_group(), None)
+        _current.pop(mesh.get_group().group_name, None)
 
 
 def _are_states(value: Any, last: Tensor) -> bool:
@@ -260,7 +263,7 @@ def _told_length(given: Mapping[str, Any]) -> int | None:
 
 def exchange_parts(name: str, group: Group) -> bool:
     """True if the experts `name` exchange tokens, of which each rank has a part; notes that they do."""
-    cut = _current.get(group)
+    cut = _current.get(group.group_name)
     if cut is None or not cut.holds(name):
         return in_backward() >= 0
     if cut.widths is not None:
@@ -273,16 +276,16 @@ def is_cut(group: Group) -> bool:
 
     A trained sequence always is cut, also where a backward computes it again after another forward.
     """
-    cut = _current.get(group)
+    cut = _current.get(group.group_name)
     return torch.is_grad_enabled() or (cut is not None and cut.backward == in_backward() and cut.widths is not None)
 
 
-def _widths(name: str, x: Tensor, mesh: DeviceMesh) -> Widths | None:
+def widths_of(name: str, x: Tensor, mesh: DeviceMesh) -> Widths | None:
     """How the sequence is cut of which the module `name` has the part `x`; None where `x` is whole.
 
     Computed again in a backward without what says so, it is what the ranks have (one all-gather of a number).
     """
-    cut = _current.get(mesh.get_group())
+    cut = _current.get(mesh.get_group().group_name)
     if cut is not None and cut.holds(name):
         return cut.widths
     return all_lengths(x.shape[SEQUENCE], mesh) if in_backward() >= 0 else None

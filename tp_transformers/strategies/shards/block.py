@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ...ranks.collectives import Group, copy_to_region
+from ..parameters.sharded import as_torch
+from ..parameters.tensors import HAS_LOCAL
 from .views import enter, local_view
 
 
@@ -48,7 +49,7 @@ class Block:
         self.last: tuple[Tensor, int, Tensor] | None = None
         """An input, its version, and its copy."""
         self.views: dict[int, tuple[Tensor, Tensor]] = {}
-        """DTensor parameters and their local views, by the parameters' `id`."""
+        """Parameters that are cut and their local views, by the parameters' `id`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Block:
         return Block(copy.deepcopy(self.guards, memo))
@@ -86,12 +87,13 @@ class Block:
 
         One that has a hook gets its own later: the hook would be told of its gradient, also where there is none.
         """
-        params = [
-            param
-            for layer in self.layers
-            for param in layer._parameters.values()
-            if type(param) is DTensor and param.requires_grad and not param._backward_hooks
-        ]
+        with as_torch():
+            params = [
+                param
+                for layer in self.layers
+                for param in layer._parameters.values()
+                if isinstance(param, HAS_LOCAL) and param.requires_grad and not param._backward_hooks
+            ]
         copied, views = enter(x, group, *params)
         for param, view in zip(params, views, strict=True):
             self.views[id(param)] = (param, view)
@@ -118,6 +120,6 @@ class Block:
         children = tuple(module._modules.values())
         if children != self.children:
             inside = (each for child in children if child is not None for each in child.modules())
-            found = [(each, vars(each)["tp_strategy"]) for each in inside if "tp_strategy" in vars(each)]
+            found = [(each, each.__dict__["tp_strategy"]) for each in inside if "tp_strategy" in each.__dict__]
             self.layers = [each for each, strategy in found if strategy.block is self and strategy.asks_block]
             self.children = children

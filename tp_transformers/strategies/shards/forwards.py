@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding, linear
 
 from ...ranks import direct
 from ...slices.layout import Split
 from ..communication import Communication
+from ..parameters.tensors import HAS_LOCAL
 from .shard import ParamShard
 
 Forwarder = Callable[..., Any]
@@ -41,7 +41,10 @@ def forward_of_linear(
             return otherwise(module, input)
         strategy: Communication = module.tp_strategy
         parameters, records = module._parameters, torch.is_grad_enabled()
-        weight, bias = parameters["weight"], None if hides_bias else parameters["bias"]
+        try:
+            weight, bias = parameters["weight"], None if hides_bias else parameters["bias"]
+        except KeyError:  # computed from others, as by torch.nn.utils.parametrize
+            return otherwise(module, input)
         block = strategy.block
         if not keeps_input:
             (x,) = strategy.before(module, (input,), mesh)
@@ -49,12 +52,14 @@ def forward_of_linear(
             x = strategy.copy(input, mesh) if block is None else block.copy(input, strategy, mesh)
         else:
             x = input
-        if joins_weight and not records:
-            weight = weight._local_tensor if isinstance(weight, DTensor) else weight
+        if joins_weight and not records and isinstance(weight, HAS_LOCAL):
+            weight = weight._local_tensor
         elif of_weight is not None:
-            weight = block.local(weight) if block is not None and joins_weight else of_weight.view(weight)
+            in_block = block if joins_weight and isinstance(weight, HAS_LOCAL) else None
+            weight = of_weight.view(weight) if in_block is None else in_block.local(weight)
         if bias is not None and of_bias is not None:
-            bias = block.local(bias) if block is not None and joins_bias else of_bias.view(bias)
+            in_block = block if joins_bias and isinstance(bias, HAS_LOCAL) else None
+            bias = of_bias.view(bias) if in_block is None else in_block.local(bias)
         try:
             output = linear(x, weight, bias)
         except RuntimeError:
@@ -71,10 +76,15 @@ def forward_of_linear(
         if torch.is_grad_enabled() or type(input) is not Tensor:
             return longer(module, input)
         parameters = module._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
-        if type(weight) is DTensor:
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:
+            return longer(module, input)
+        if isinstance(weight, HAS_LOCAL):
             weight = weight._local_tensor
-        if type(bias) is DTensor:
+        elif of_weight is not None:
+            return longer(module, input)  # it may be a full one
+        if isinstance(bias, HAS_LOCAL):
             bias = bias._local_tensor
         try:
             output = linear(input, weight, None if sums else bias)
@@ -93,12 +103,12 @@ def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
 
     @wraps(nn.Embedding.forward)
     def forward(module: Any, input: Tensor) -> Any:
-        if torch.is_grad_enabled() or type(input) is not Tensor or module.max_norm is not None:
+        weight = module._parameters.get("weight")
+        if torch.is_grad_enabled() or type(input) is not Tensor or module.max_norm is not None or weight is None:
             return otherwise(module, input)
         strategy: Any = module.tp_strategy
-        weight = module._parameters["weight"]
         rows, outside = own_rows(input, strategy.input_split, strategy.rank)
-        output = embedding(rows, weight._local_tensor if type(weight) is DTensor else weight)
+        output = embedding(rows, weight._local_tensor if isinstance(weight, HAS_LOCAL) else weight)
         output.masked_fill_(outside.unsqueeze(-1), 0)
         direct.all_reduce(output, strategy.group_of(mesh))
         return output

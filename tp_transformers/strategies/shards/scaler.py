@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
 from ...patches import Patch, replace
+from ...ranks import direct
 from .shard import local_tensor, settle_gradient, shard_of
 
 Found = dict[torch.device, Tensor]
@@ -80,7 +81,7 @@ def _reduce(found: Found, groups: Iterable[dist.ProcessGroup], params: Sequence[
     total = torch.stack([*infinite, torch.zeros((), device=device)]).amax()
     total = torch.stack([total, torch.full_like(total, bool(found))])
     for group in groups:
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+        direct.all_reduce(total, group, direct.MAX)
     for value in found.values():
         value.copy_(total[0])
     return found if found or not total[1] else {device: total[0]}

@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...marks import Mark
+from ...ranks import direct
 from ...ranks.collectives import copy_shared, copy_to_region
 from ...ranks.group import TP_AXIS, TensorParallelGroup
+from ...ranks.watch import watched_ranks
 from ...slices.layout import Layout, Range, Shared, chunked
+from ..parameters.sharded import own_values
+from ..parameters.tensors import HAS_LOCAL, ShardDTensor, plain_parameter
 from .gather import on_all, on_first
+from .slicing import take
 from .views import local_view
 
 
@@ -68,9 +73,14 @@ class ParamShard:
         return Shard(self.layout.dim) if self.layout.split.is_chunked else None
 
     def wrap(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Make the parameter out of this rank's values: a DTensor where a placement describes it, else plain."""
-        if self.placement is None:
+        """Make the parameter out of this rank's values: a DTensor where a placement describes it, else plain.
+
+        One that is cut knows that it is; see `tensors`.
+        """
+        if self.placement is None and (self.layout is None or type(local) not in (Tensor, nn.Parameter)):
             param: Any = nn.Parameter(local, requires_grad=requires_grad)
+        elif self.placement is None:
+            return plain_parameter(local, self, requires_grad=requires_grad)
         else:
             stride = torch.empty(self.shape, device="meta").stride()
             param = DTensor.from_local(
@@ -83,13 +93,15 @@ class ParamShard:
             ).requires_grad_(requires_grad)
             # As nn.Parameter marks it, which detaches it first: 5 ms for every new shape in DTensor's dispatch.
             param._is_param = True
+            if self.layout is not None:
+                param.__class__ = ShardDTensor
         param.tp_shard = self
         return param  # type: ignore[no-any-return]
 
     @property
     def needs_view(self) -> bool:
         """True if the parameter is not itself what a local forward computes with."""
-        return self.placement is not None or self.routes_gradient
+        return self.layout is not None or self.placement is not None or self.routes_gradient
 
     @property
     def routes_gradient(self) -> bool:
@@ -102,6 +114,8 @@ class ParamShard:
         The gradient of indices that several ranks hold is summed over those ranks (all-reduce in backward), so that
         each of them has the whole of it. All ranks of the axis take part in that, also those that share nothing.
         """
+        if self.is_full(param):
+            param = own_values(param, self)
         local, process_group = local_view(param), None
         if not torch.is_grad_enabled():
             return torch.zeros_like(local) if self.added_once and self.group.rank else local
@@ -116,13 +130,27 @@ class ParamShard:
         assert self.layout is not None
         return copy_shared(local, self._shared, self._shared_length, process_group, dtype, dim=self.layout.dim)
 
+    def is_full(self, tensor: Tensor) -> bool:
+        """True if `tensor` is an ordinary one of the full shape, in place of a shard: a user's own."""
+        return (
+            self.layout is not None
+            and not isinstance(tensor, HAS_LOCAL)
+            and tuple(tensor.shape) == tuple(self.shape) != self.local_shape
+        )
+
     def full(self, local: Tensor) -> Tensor:
         """Gather the whole tensor on every rank (all-gathers) from each rank's `local` values."""
         process_group, given = self.group.process_group, local
         local = self.joined(local)
         if self.layout is None or process_group is None:
             return local.clone() if local is given else local
-        return on_all(local, self.shape, self.layout, process_group, self.group.device)
+        with watched_ranks(self.group):
+            return on_all(local, self.shape, self.layout, process_group, self.group.device)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """What this rank holds of `whole`, a tensor of the unsharded shape: a view, or a copy of several slices."""
+        part: Tensor = take(whole, self.layout, self.group.rank)  # type: ignore[assignment]
+        return part if self.data_parallel is None else part[slice(*self.rows)]
 
     def gather(self, local: Tensor) -> Tensor | None:
         """Gather the whole tensor on the CPU of rank 0 alone, of the first copy under FSDP; None on the others."""
@@ -132,8 +160,7 @@ class ParamShard:
         """True if `value` is True on any rank that holds a part of the parameter; all of them have to call it."""
         has = torch.tensor([float(value)], device=self.group.device)
         for process_group in (self.group.process_group if self.layout is not None else None, self.data_parallel):
-            if process_group is not None:
-                dist.all_reduce(has, dist.ReduceOp.MAX, group=process_group)
+            direct.all_reduce(has, process_group, direct.MAX)
         return bool(has)
 
     def joined(self, local: Tensor) -> Tensor:
@@ -229,7 +256,7 @@ def full_tensor(param: Tensor, value: Tensor | None = _ITSELF) -> Tensor | None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter, gradient or DTensor: a plain tensor that shares its memory, detached."""
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor._local_tensor.detach() if isinstance(tensor, HAS_LOCAL) else tensor.detach()
 
 
 def whole_like(tensor: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from ...ranks.collectives import apply_directly, reduce_from_region
+from ..parameters.sharded import as_shard, traced_values
+from ..parameters.tensors import HAS_LOCAL, ShardDTensor, ShardTensor
 
 _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 _IS_NAN, _IS_ANY_TRUE = torch.ops.aten.isnan.default, torch.ops.aten._is_any_true.default
@@ -19,15 +21,18 @@ _IS_NAN, _IS_ANY_TRUE = torch.ops.aten.isnan.default, torch.ops.aten._is_any_tru
 
 def local_view(param: Tensor) -> Tensor:
     """The local tensor of a parameter; backward makes a DTensor of the gradient of one that is a DTensor."""
-    if not isinstance(param, DTensor):
+    if not isinstance(param, HAS_LOCAL):
         return param
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():
-        return param.to_local()
+    if torch.compiler.is_compiling():
+        if isinstance(param, ShardTensor):
+            return traced_values(param)
+        if torch.is_grad_enabled():
+            return param.to_local()
     return enter(None, None, param)[1][0] if torch.is_grad_enabled() and param.requires_grad else param._local_tensor
 
 
 def enter(x: Tensor | None, group: dist.ProcessGroup | None, *params: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-    """A copy of `x`, and the `local_view` of DTensor parameters that have gradients, in one node of the graph.
+    """A copy of `x`, and the `local_view` of cut parameters that have gradients, in one node of the graph.
 
     Its backward sums the gradient of `x` over the ranks of `group`, as that of `copy_to_region` does.
     """
@@ -37,8 +42,11 @@ def enter(x: Tensor | None, group: dist.ProcessGroup | None, *params: Tensor) ->
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor | None, group: dist.ProcessGroup | None, *params: DTensor) -> tuple[Any, ...]:
-        ctx.group, ctx.specs = group, [param._spec for param in params]
+    def forward(ctx: Any, x: Tensor | None, group: dist.ProcessGroup | None, *params: Any) -> tuple[Any, ...]:
+        ctx.group, ctx.kinds = (
+            group,
+            [(getattr(each, "_spec", None), getattr(each, "tp_shard", None)) for each in params],
+        )
         ctx.set_materialize_grads(False)  # some may not be used
         return x if x is None else x.view_as(x), *[param._local_tensor.detach() for param in params]
 
@@ -46,7 +54,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = grads
         wrap = _wrap_recorded if torch.is_grad_enabled() else _wrap_arriving
-        wrapped = [None if grad is None else wrap(grad, spec) for grad, spec in zip(others, ctx.specs, strict=True)]
+        wrapped = [None if grad is None else wrap(grad, *kind) for grad, kind in zip(others, ctx.kinds, strict=True)]
         return None if x is None else reduce_from_region(x, ctx.group), None, *wrapped
 
 
@@ -65,7 +73,7 @@ class _Arriving(DTensor):
         first, *others = args
         if func is _DETACH:
             return _wrap(first._local_tensor, first._spec)
-        if func is _ADD and not kwargs and type(first) is DTensor and first.placements == others[0].placements:
+        if func is _ADD and not kwargs and isinstance(first, DTensor) and first.placements == others[0].placements:
             first._local_tensor.add_(others[0]._local_tensor)
             return first
         if func is _IS_ANY_TRUE:
@@ -73,7 +81,7 @@ class _Arriving(DTensor):
         args, kwargs = tree_map_only(_Arriving, _arrived, (args, kwargs))
         result = func(*args, **(kwargs or {}))
         # `torch.autograd.detect_anomaly` goes on to ask whether any is true, which DTensor does not know.
-        return _wrap_arriving(result._local_tensor, result._spec) if func is _IS_NAN else result
+        return _wrap(result._local_tensor, result._spec, _Arriving) if func is _IS_NAN else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(_arrived(self), memo)
@@ -81,6 +89,10 @@ class _Arriving(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As a DTensor: users get gradients of this class from `torch.autograd.grad`, and in hooks of parameters."""
         return _arrived(self).__reduce_ex__(protocol)
+
+
+class _ArrivingShard(_Arriving, ShardDTensor):
+    """Such a gradient of a parameter that knows it is a shard; hooks compute on it as on the full one."""
 
 
 def _arrived(grad: DTensor) -> Tensor:
@@ -91,9 +103,18 @@ def _wrap(grad: Tensor, spec: Any, cls: type[DTensor] = DTensor) -> Tensor:
     return DTensor.__new__(cls, grad, spec, requires_grad=False)  # its __init__ does nothing, and takes long
 
 
-def _wrap_arriving(grad: Tensor, spec: Any) -> Tensor:
-    return _wrap(grad, spec, _Arriving)
+def _wrap_arriving(grad: Tensor, spec: Any, shard: Any) -> Tensor:
+    """A gradient as hooks of the parameter, and `torch.autograd.grad`, get it."""
+    if spec is None:
+        return as_shard(grad.detach(), ShardTensor, shard)  # type: ignore[no-any-return]
+    if shard is None:
+        return _wrap(grad, spec, _Arriving)
+    arriving: Any = _wrap(grad, spec, _ArrivingShard)
+    arriving.tp_shard = shard
+    return arriving  # type: ignore[no-any-return]
 
 
-def _wrap_recorded(grad: Tensor, spec: Any) -> Tensor:
+def _wrap_recorded(grad: Tensor, spec: Any, shard: Any) -> Tensor:
+    if spec is None:
+        return as_shard(grad.view_as(grad), ShardTensor, shard)  # type: ignore[no-any-return]
     return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)

@@ -1,0 +1,90 @@
+"""Code of others that a tensor-parallel model cannot be put into: refused, on all ranks, with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+import tp_transformers
+from tests.support.models import PROMPTS, llama_config, load, logits_of, relative
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+
+def transformed(model: Any) -> Any:
+    return torch.func.vmap(lambda ids: model(ids[None]).logits)(PROMPTS)
+
+
+def differentiated(model: Any) -> Any:
+    def loss(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, params, (PROMPTS,)).logits.square().mean()  # type: ignore[no-any-return]
+
+    return torch.func.grad(loss)(dict(model.named_parameters()))
+
+
+def transformed_layer(model: Any) -> Any:
+    """Without a forward of the model around it."""
+    return torch.func.vmap(model.model.layers[0].mlp)(torch.ones(2, 3, model.config.hidden_size))
+
+
+@torch.no_grad()
+def transformed_layer_without_gradients(model: Any) -> Any:
+    return transformed_layer(model)
+
+
+def loaded_on_meta(model: Any) -> Any:
+    with torch.device("meta"):
+        return load(model.config._name_or_path)
+
+
+REFUSED: dict[Callable[[Any], Any], str] = {
+    DistributedDataParallel: "DistributedDataParallel: got a tensor-parallel LlamaForCausalLM.*data_parallel",
+    lambda model: Accelerator(cpu=True).prepare(model): r"DistributedDataParallel: .*ParallelismConfig\(tp_size",
+    transformed: "torch.func of a tensor-parallel model: got a forward inside of vmap",
+    differentiated: "torch.func of a tensor-parallel model",
+    transformed_layer: "torch.func of a tensor-parallel model",
+    transformed_layer_without_gradients: "torch.func of a tensor-parallel model",
+    loaded_on_meta: r'tp_plan: got a load inside of torch.device\("meta"\)',
+}
+
+
+def refuse(folder: str) -> float:
+    """Run on every rank: each is refused; the difference of a model whose linears torch has quantised."""
+    model, whole = load(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for put, message in REFUSED.items():
+        with pytest.raises(tp_transformers.UnsupportedError, match=message):
+            put(model)
+    quantised = [torch.ao.quantization.quantize_dynamic(each, {torch.nn.Linear}) for each in (model, whole)]
+    return relative(*map(logits_of, quantised))
+
+
+@pytest.mark.parametrize("heads", [(9, 3), pytest.param((8, 4), marks=pytest.mark.slow)])
+def test_code_of_others_is_refused_or_right(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
+    for worst in pool.run(2, refuse, cases(*heads).folder):
+        assert worst < 1e-3  # one process quantises the same values; a rank's sums may round to a neighbour
+
+
+def test_a_vocabulary_smaller_than_the_ranks(pool: Pool, tmp_path: Path) -> None:
+    transformers.LlamaForCausalLM(llama_config(8, 4, vocab_size=1, bos_token_id=0)).save_pretrained(tmp_path)
+    message = pool.error(2, load, str(tmp_path))
+    assert message.startswith("PlanError")
+    assert "model.embed_tokens: 1 rows are fewer than 2 ranks; replicate it" in message
+
+
+def test_models_that_are_whole_take_the_wrapper(pool: Pool, cases: Any) -> None:
+    assert all(pool.run(2, wrap_whole, cases(9, 3).folder))
+
+
+def wrap_whole(folder: str) -> bool:
+    """Run on every rank: a model of one process is wrapped, while a tensor-parallel one lives."""
+    model = load(folder)
+    wrapped = DistributedDataParallel(transformers.AutoModelForCausalLM.from_pretrained(folder))
+    return torch.isfinite(wrapped(PROMPTS).logits).all().item() and tp_transformers.is_tensor_parallel(model)

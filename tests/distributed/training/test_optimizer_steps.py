@@ -1,0 +1,332 @@
+"""What a step on gathered parameters owes besides the update: states, closures, hooks, failures, copies, averages."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import AutoModelForCausalLM
+from transformers.optimization import Adafactor
+
+import tp_transformers
+from tests.support.models import PROMPTS, load, relative
+from tests.support.optimizers import Comparison
+from tests.support.pool import Pool
+from tests.support.tiers import wide
+from tests.support.training import mesh_of
+from tp_transformers import local_tensor
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-6  # the same gradients, and the same arithmetic on them
+
+HEADS = wide([((9, 3),), ((8, 4),)], 2)
+
+
+class GlobalNorm(torch.optim.Optimizer):
+    """Couples all parameters, draws noise, and keeps values of its own by parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.own: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            noise = torch.randn_like(param) * 0.01
+            moment = self.own.setdefault(param, torch.zeros_like(param))
+            moment.mul_(0.9).add_(param.grad / norm)
+            param.add_(moment + noise, alpha=-self.param_groups[0]["lr"])
+        self.zero_grad()
+
+
+class Elementwise(torch.optim.AdamW):
+    """An optimizer of a user's own, which says what it needs."""
+
+    tp_scope = "shard"
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Another optimizer, whose parameters go a part of the way."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        slow = [param.clone() for param in params]
+        self.inner.step()
+        for param, value in zip(params, slow, strict=True):
+            param.lerp_(value, 0.5)
+
+
+def matrices(model: Any) -> list[Tensor]:
+    return [param for param in model.parameters() if param.ndim == 2]
+
+
+MAKERS: dict[str, Any] = {
+    "Muon": lambda model: torch.optim.Muon(matrices(model), lr=1e-2),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "transformers' Adafactor": lambda model: Adafactor(model.parameters(), beta1=0.9),
+    "GlobalNorm": lambda model: GlobalNorm(model.parameters()),
+    "Elementwise": lambda model: Elementwise(model.parameters(), eps=1e-2),
+    "Lookahead": lambda model: Lookahead(torch.optim.Muon(matrices(model), lr=1e-2)),
+}
+SAVED = ("Muon", "Adafactor", "transformers' Adafactor")
+
+
+# -- updates
+
+
+def updates(folder: str) -> dict[str, Any]:
+    """Run on every rank: errors of updates, with a closure too, and of states."""
+    comparison, result = Comparison(folder), {}
+    names = [name for name, _ in comparison.model.named_parameters()]
+    of = dict(zip(comparison.model.parameters(), names, strict=True))
+    for name, make in MAKERS.items():
+        result[name] = comparison.of(make)
+        if name in SAVED:
+            result[f"{name}, closure"] = comparison.of(make, closure=True)
+    for name in SAVED:
+        comparison.restart()
+        optimizer, reference = comparison.optimizers(MAKERS[name])
+        comparison.step(optimizer, reference)
+        expected = dict(zip(comparison.plain.parameters(), names, strict=True))
+        states = {expected[param]: state for param, state in reference.state.items()}
+        for param, state in optimizer.state.items():
+            for key, value in state.items():
+                whole = states[of[param]][key]
+                if isinstance(value, Tensor) and whole.shape == tp_transformers.full_tensor(param).shape:
+                    assert isinstance(value, DTensor) == isinstance(param, DTensor)
+                    assert value.shape == param.shape
+                    value = tp_transformers.full_tensor(param, value)
+                error = relative(torch.as_tensor(value, dtype=torch.float), torch.as_tensor(whole, dtype=torch.float))
+                result[f"{name}, {key}"] = max(error, result.get(f"{name}, {key}", 0.0))
+    replicas = tp_transformers.check_replicas(comparison.model, optimizer)
+    assert not replicas
+    return result
+
+
+@pytest.mark.parametrize(("ranks", "heads"), wide([(2, (9, 3)), (3, (8, 4)), (2, (8, 4)), (3, (9, 3))], 2))
+def test_updates_and_states_are_those_of_one_process(pool: Pool, cases: Any, ranks: int, heads: Any) -> None:
+    for errors in pool.run(ranks, updates, cases(*heads).folder):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def without_gradients(folder: str) -> dict[str, float]:
+    """Run on every rank: the second one's experts got no token."""
+    comparison, result = Comparison(folder), {}
+    of, rank = dict(comparison.model.named_parameters()), comparison.model.tp_group.rank
+    for name in ("Adafactor", "GlobalNorm"):
+        comparison.restart()
+        optimizer, reference = comparison.optimizers(MAKERS[name])
+        param = of["model.layers.0.mlp.down_proj.weight"]
+        whole = dict(comparison.plain.named_parameters())["model.layers.0.mlp.down_proj.weight"]
+
+        def drop(optimizer: Any, *_: Any, param: Any = param) -> None:
+            if rank == 1:
+                param.grad = None
+
+        def zero(optimizer: Any, *_: Any, whole: Any = whole, shard: Any = param.tp_shard) -> None:
+            whole.grad[:, shard.layout.local_shape(shard.shape, 0)[1] :] = 0
+
+        optimizer.register_step_pre_hook(drop)
+        reference.register_step_pre_hook(zero)
+        comparison.step(optimizer, reference)
+        result[name] = comparison.error()
+    return result
+
+
+def test_a_rank_without_a_gradient_counts_as_zeros(pool: Pool, cases: Any) -> None:
+    for errors in pool.run(2, without_gradients, cases(9, 3).folder):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def copies(folder: str, mode: str) -> dict[str, float]:
+    """Run on every rank: two copies of the model, over which FSDP2 may cut it again."""
+    mesh, result = mesh_of(2), {}
+    change = lambda model: tp_transformers.data_parallel(model, mesh, mode=mode)  # noqa: E731
+    comparison = Comparison(folder, change, device_mesh=mesh)
+    for name in SAVED:
+        result[name] = comparison.of(MAKERS[name])
+    return result
+
+
+@pytest.mark.parametrize(("heads", "mode"), wide([((9, 3), "shard"), ((8, 4), "shard"), ((9, 3), "replicate")], 1))
+def test_copies_take_the_steps_of_one_process(pool: Pool, cases: Any, heads: Any, mode: str) -> None:
+    for errors in pool.run(4, copies, cases(*heads).folder, mode):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+# -- what is saved
+
+
+def steps(model: Any, optimizer: Any, count: int) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(PROMPTS, labels=PROMPTS).loss.backward()
+        for param in model.parameters():  # gradients that do not depend on the number of ranks, to the bit
+            local_tensor(param.grad).copy_(local_tensor(param))
+        optimizer.step()
+
+
+def wholes(model: Any) -> list[Tensor]:
+    return [tp_transformers.full_tensor(param) for param in model.parameters()]
+
+
+def leave(folder: str, name: str, target: str) -> list[Tensor]:
+    """Run on every rank: two steps, a checkpoint, and one more, also by the state of this rank's own."""
+    model = load(folder)
+    optimizer = MAKERS[name](model)
+    steps(model, optimizer, 2)
+    state = {"model": model.state_dict(), "optimizer": tp_transformers.optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=target)
+    other = copy.deepcopy(model)
+    again = MAKERS[name](other)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    steps(model, optimizer, 1)
+    steps(other, again, 1)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(wholes(model), wholes(other), strict=True))
+    return wholes(model)
+
+
+def resume(folder: str, name: str, target: str) -> list[Tensor]:
+    """Run on every rank, of another number: the step after the checkpoint."""
+    model = load(folder)
+    optimizer = MAKERS[name](model)
+    state = {"model": model.state_dict(), "optimizer": tp_transformers.optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=target)
+    model.load_state_dict(state["model"])
+    tp_transformers.load_optimizer_state_dict(model, optimizer, state["optimizer"])
+    steps(model, optimizer, 1)
+    return wholes(model)
+
+
+@pytest.mark.parametrize("name", wide(SAVED, 2))
+def test_states_go_on_on_another_number_of_ranks(pool: Pool, cases: Any, tmp_path: Path, name: str) -> None:
+    folder = cases(9, 3).folder
+    expected, *_ = pool.run(2, leave, folder, name, str(tmp_path))
+    for found in pool.run(3, resume, folder, name, str(tmp_path)):
+        errors = [relative(mine, theirs) for mine, theirs in zip(found, expected, strict=True)]
+        assert max(errors) < TOLERANCE
+
+
+# -- other people's code around a step
+
+
+def around(folder: str) -> list[Any]:
+    """Run on every rank: hooks, classes that had an instance before the load, errors, copies of parameter lists."""
+    layer, seen = nn.Linear(2, 2), []  # type: ignore[var-annotated]
+    torch.optim.Muon([layer.weight])  # torch has put its hooks around the step of the class before the load
+    model = load(folder)
+    optimizer = torch.optim.Muon(matrices(model), lr=1e-2)
+    params, q_proj = list(optimizer.param_groups[0]["params"]), model.model.layers[0].self_attn.q_proj.weight
+
+    def before(optimizer: Any, *_: Any) -> None:
+        seen.append([id(param) for param in optimizer.param_groups[0]["params"]] == list(map(id, params)))
+        tp_transformers.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(lambda *_: seen.append(1))]
+    model(PROMPTS, labels=PROMPTS).loss.backward()
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+
+    class Fails(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["params"][0].mul_(2)
+            self.state[self.param_groups[0]["params"][0]]["seen"] = True
+            raise ValueError("in a step")
+
+    failing, whole = Fails([q_proj]), tp_transformers.full_tensor(q_proj)
+    with pytest.raises(ValueError, match="in a step"):
+        failing.step()
+    seen.append(torch.equal(tp_transformers.full_tensor(q_proj), 2 * whole))
+    seen.append(failing.param_groups[0]["params"][0] is q_proj and failing.state[q_proj] == {"seen": True})
+    return seen
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_hooks_see_parameters_and_errors_leave_them(pool: Pool, cases: Any, heads: Any) -> None:
+    assert pool.run(2, around, cases(*heads).folder) == [[True, 1, True, True]] * 2
+
+
+class WithoutStep(torch.optim.SGD):
+    """Sharpness-aware minimization, by its methods."""
+
+    def first_step(self) -> None: ...
+    def second_step(self) -> None: ...
+
+
+class Misnamed(torch.optim.SGD):
+    tp_scope = "elements"
+
+
+def refuse(folder: str, kind: Any) -> None:
+    """Run on every rank."""
+    model = load(folder)
+    kind(model.parameters())
+
+
+@pytest.mark.parametrize(("kind", "text"), [(WithoutStep, "WithoutStep: got an optimizer of sharp"), (Misnamed, "tp_")])
+def test_what_no_step_makes_right_is_refused(pool: Pool, cases: Any, kind: Any, text: str) -> None:
+    error = pool.error(2, refuse, cases(9, 3).folder, kind)
+    assert error.startswith("UnsupportedError")
+    assert text in error
+
+
+def told(folder: str) -> list[str]:
+    """Run on every rank: the records of optimizers that are not known."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tp_transformers.model.optimizers.scopes")
+    logger.addHandler(handler)
+    try:
+        model = load(folder)
+        for make in (*MAKERS.values(), MAKERS["GlobalNorm"]):
+            make(model)
+    finally:
+        logger.removeHandler(handler)
+    return records
+
+
+def test_optimizers_that_are_not_known_are_named_once(pool: Pool, cases: Any) -> None:
+    for records in pool.run(2, told, cases(9, 3).folder):
+        assert len([record for record in records if "GlobalNorm is not known here" in record]) <= 1
+        assert not [record for record in records if "Elementwise" in record or "Muon" in record]
+
+
+def averages(folder: str) -> float:
+    """Run on every rank: an exponential moving average of two values of the weights."""
+    models = load(folder), AutoModelForCausalLM.from_pretrained(folder)
+    averaged = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model in models]
+    for model, average in zip(models, averaged, strict=True):
+        for _ in range(3):
+            average.update_parameters(model)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1.5)
+    pairs = zip(averaged[0].parameters(), averaged[1].parameters(), strict=True)
+    return max(relative(tp_transformers.full_tensor(mine), theirs.detach()) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_averages_are_those_of_one_process(pool: Pool, cases: Any, heads: Any) -> None:
+    assert max(pool.run(2, averages, cases(*heads).folder)) < TOLERANCE

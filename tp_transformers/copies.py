@@ -1,0 +1,48 @@
+"""Objects that are copied and not pickled: what one rank holds, tied to the process groups that it shares.
+
+Python asks `__reduce_ex__` for both. A class has no `__deepcopy__` for this: `copy.deepcopy` looks for that on an
+instance, so that a wrapper that forwards unknown attributes (PEFT's, torch.compile's) would be copied as its inner
+object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import UnsupportedError
+
+
+def copied_only(owner: object, subject: str, got: str, shared: tuple[object, ...] = ()) -> tuple[Any, ...]:
+    """Return what `owner.__reduce_ex__` has to: `copy` makes an object of its class; `pickle` raises UnsupportedError.
+
+    Args:
+        owner: an object with a `__getstate__`.
+        subject: the subject of the error, `got` what was to be pickled.
+        shared: objects that a deep copy shares with the original.
+    """
+    state: Any = owner.__getstate__() if hasattr(owner, "__getstate__") else vars(owner)  # object's own: Python 3.11
+    return _new, (_Refused(subject, got, shared), type(owner)), state
+
+
+def _new(_: _Refused, cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+class _Refused:
+    """Comes first in a copy and in a pickle: lets the one go on, and ends the other."""
+
+    def __init__(self, subject: str, got: str, shared: tuple[object, ...]) -> None:
+        self.subject, self.got, self.shared = subject, got, shared
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Refused:
+        memo.update({id(each): each for each in self.shared})
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            self.subject,
+            got=self.got,
+            expected="its state",
+            fix="Call model.save_pretrained(folder) or tp_transformers.save_sharded(model, folder) on all ranks, "
+            "or torch.save(model.state_dict(), a file of each rank).",
+        )

@@ -1,0 +1,128 @@
+"""Which tensors the step of an optimizer computes with: shards, one whole parameter at a time, or the whole model."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from ...errors import UnsupportedError
+from ...logs import get_logger
+
+logger = get_logger(__name__)
+
+Scope = Literal["shard", "parameter", "model"]
+"""The least that an update needs of the model: its own elements, its own parameter, or everything."""
+
+ATTRIBUTE = "tp_scope"
+"""The attribute by which a class of optimizer declares its scope."""
+
+_SCOPES: dict[tuple[str, Scope], str] = {
+    ("torch", "shard"): "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD SparseAdam",
+    ("torch", "parameter"): "Adafactor Muon",
+    ("torch", "model"): "LBFGS",
+    ("transformers", "parameter"): "Adafactor",
+    # Their 8-bit states are quantised in blocks of this rank's elements.
+    ("bitsandbytes", "shard"): (
+        "Adagrad Adagrad8bit Adagrad32bit Adam Adam8bit Adam32bit PagedAdam PagedAdam8bit PagedAdam32bit AdamW "
+        "AdamW8bit AdamW32bit PagedAdamW PagedAdamW8bit PagedAdamW32bit AdEMAMix AdEMAMix8bit AdEMAMix32bit "
+        "PagedAdEMAMix PagedAdEMAMix8bit PagedAdEMAMix32bit Lion Lion8bit Lion32bit PagedLion PagedLion8bit "
+        "PagedLion32bit RMSprop RMSprop8bit RMSprop32bit SGD SGD8bit SGD32bit"
+    ),
+    ("torchao", "shard"): "Adam8bit AdamW8bit Adam4bit AdamW4bit AdamFp8 AdamWFp8",
+    ("schedulefree", "shard"): (
+        "AdamWScheduleFree AdamWScheduleFreeClosure RAdamScheduleFree RAdamScheduleFreeClosure SGDScheduleFree "
+        "SGDScheduleFreeClosure"
+    ),
+    ("galore_torch", "parameter"): "GaLoreAdamW GaLoreAdafactor AdamW Adafactor",
+    ("apollo_torch", "parameter"): "APOLLOAdamW AdamW",
+    ("optimi", "parameter"): "StableAdamW",
+}
+_KNOWN: dict[tuple[str, str], Scope] = {
+    (package, name): scope for (package, scope), names in _SCOPES.items() for name in names.split()
+}
+"""The scope of an optimizer, by the package and the name of its class; each has been compared with one process."""
+
+_told: set[type] = set()
+
+
+def scope_of(kind: type[Optimizer]) -> Scope:
+    """The scope that a class declares, or that is known of it; the model for all others, where any update is right."""
+    return _find(kind) or "model"
+
+
+def _find(kind: type[Optimizer]) -> Scope | None:
+    """The scope of a class; that of a known one for a subclass, unless it replaces a method; None for all others."""
+    for base in kind.__mro__:
+        if ATTRIBUTE in vars(base):
+            return getattr(kind, ATTRIBUTE)  # type: ignore[no-any-return]
+        known = _KNOWN.get((base.__module__.partition(".")[0], base.__name__))
+        if known is not None:
+            return None if _replaces(kind, base) else known
+    return None
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Log once that a class is not known. Raises UnsupportedError where no step would be right."""
+    kind = type(optimizer)
+    name, package = kind.__name__, kind.__module__.partition(".")[0]
+    if package == "lomo_optim":
+        check_in_backward(name)
+    if hasattr(kind, "first_step") and hasattr(kind, "second_step"):
+        raise UnsupportedError(
+            name,
+            got="an optimizer of sharpness-aware minimization, whose first_step takes the norm of this rank's shards",
+            expected="one that updates parameters in step() alone",
+            fix="Train without it, or in one process.",
+        )
+    if name == "ZeroRedundancyOptimizer":
+        raise UnsupportedError(
+            name,
+            got="shards of a model, on ranks that it takes for copies",
+            expected="copies of a complete model",
+            fix='Call tp_transformers.data_parallel(model, mesh, mode="shard"), which cuts states over the copies too.',
+        )
+    scope = _find(kind)
+    if scope not in ("shard", "parameter", "model", None):
+        raise UnsupportedError(
+            f"{name}.{ATTRIBUTE}",
+            got=repr(scope),
+            expected='"shard", "parameter" or "model"',
+            fix="See the page of training, Optimizers.",
+        )
+    if scope is None and kind not in _told:
+        _told.add(kind)
+        logger.warning(
+            "%s is not known here, so each of its steps gathers the whole model on every rank. If it updates every "
+            'element from its own gradient, say so before the first step: %s.%s = "shard"; if every parameter from its '
+            'own, "parameter".',
+            name,
+            name,
+            ATTRIBUTE,
+        )
+
+
+def check_in_backward(name: str) -> None:
+    """Raise UnsupportedError for an optimizer that updates parameters in the backward; `name` as Trainer's `optim`."""
+    if name.lower() in ("lomo", "adalomo") or name.endswith("_layerwise"):
+        raise UnsupportedError(
+            name,
+            got="an optimizer that updates parameters in the backward, of which each rank has another part",
+            expected="one whose step follows the backward",
+            fix="Take the same optimizer without _layerwise, sgd for lomo, or adafactor for adalomo.",
+        )
+
+
+def _replaces(kind: type, known: type) -> bool:
+    """True if `kind` or a base before `known` has a method of its own besides `__init__`."""
+    for base in kind.__mro__[: kind.__mro__.index(known)]:
+        for name, value in vars(base).items():
+            is_own = inspect.unwrap(_function(value)) is not inspect.unwrap(_function(getattr(known, name, None)))
+            if name != "__init__" and callable(_function(value)) and is_own:
+                return True
+    return False
+
+
+def _function(value: Any) -> Any:
+    return getattr(value, "__func__", value.fget if isinstance(value, property) else value)

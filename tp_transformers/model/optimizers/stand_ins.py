@@ -1,0 +1,231 @@
+"""Plain tensors that an optimizer steps on in place of parameters: this rank's shards, or whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ...errors import UnsupportedError
+from ...marks import Mark
+from ...ranks import direct
+from ...ranks.random_state import random_state, set_random_state
+from ...strategies import ParamShard, local_tensor, settle_gradient, shard_of
+from ...strategies.parameters.sharded import is_sharded, know
+from ...strategies.parameters.tensors import HAS_LOCAL
+
+TENSORS: Mark[dict[Tensor, nn.Parameter]] = Mark("tp_stand_ins")
+"""The tensors that stand in for parameters, on an optimizer; the same in every step, since it may keep values by them.
+"""
+
+
+class StandIn:
+    """A plain parameter in place of a sharded one; between steps it is empty."""
+
+    def __init__(self, param: Tensor, tensors: dict[Tensor, nn.Parameter], *, is_whole: bool) -> None:
+        """Describe `param`; `is_whole`: the optimizer needs all of it, else this rank's shard."""
+        self.param, self.shard = param, shard_of(param)
+        if is_whole and self.shard is None:
+            raise UnsupportedError(
+                f"an optimizer's parameter of {tuple(param.shape)}",
+                got="a DTensor that no plan has cut",
+                expected="shards of a tensor-parallel model",
+                fix="Give it to an optimizer of its own.",
+            )
+        self.is_gathered = is_whole and self.shard is not None and _is_cut(self.shard)
+        if param not in tensors:
+            tensors[param] = nn.Parameter(_empty(param), requires_grad=param.requires_grad)
+        self.tensor = tensors[param]
+        self._wrapped: dict[int, Tensor] = {}
+
+    def take(self, has_gradient: bool | None = None) -> None:
+        """Take the values of the parameter and its gradient; `has_gradient`: on any rank, where it is gathered."""
+        grad = settle_gradient(self.param)
+        local, local_grad = local_tensor(self.param), None if grad is None else local_tensor(grad)
+        self.tensor.grad = None
+        if self.is_gathered:
+            assert self.shard is not None
+            self.tensor.data = self.shard.full(local)
+            if has_gradient:
+                self.tensor.grad = self.shard.full(torch.zeros_like(local) if local_grad is None else local_grad)
+        else:
+            self.tensor.data = local
+            self.tensor.grad = local_grad
+
+    def give(self) -> None:
+        """Give the parameter and its gradient what has become of them; no collective."""
+        for target, source in ((self.param, self.tensor), (self.param.grad, self.tensor.grad)):
+            if target is not None and source is not None:
+                local, part = local_tensor(target), self._own(source.detach())
+                if part.data_ptr() != local.data_ptr():
+                    local.copy_(part)
+        if self.tensor.grad is None:
+            self.param.grad = None
+        if not self.is_gathered:  # `.data` has a version of its own
+            torch.autograd.graph.increment_version(local_tensor(self.param))
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.tensor.data, self.tensor.grad = _empty(self.param), None
+
+    def enter_state(self, state: dict[str, Any]) -> None:
+        """Replace the values of a state between steps by those for the stand-in, in place."""
+        local_shape = local_tensor(self.param).shape
+        for key, value in state.items():
+            if isinstance(value, HAS_LOCAL) or (isinstance(value, Tensor) and value.shape == local_shape):
+                local = value._local_tensor if isinstance(value, HAS_LOCAL) else value
+                if isinstance(value, DTensor):
+                    self._wrapped[id(local)] = value
+                if self.is_gathered:
+                    assert self.shard is not None
+                    local = self.shard.full(local)
+                state[key] = local
+
+    def leave_state(self, state: dict[str, Any]) -> Iterator[str]:
+        """The reverse of `enter_state`; yields the names of values that could not be told from shards later."""
+        shape = self.shard.shape if self.is_gathered and self.shard is not None else local_tensor(self.param).shape
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == shape and not isinstance(value, DTensor):
+                state[key] = self._wrap(self._own(value).clone() if self.is_gathered else value)
+            elif isinstance(value, Tensor) and self.is_gathered and value.shape in self._shapes():
+                yield key
+
+    def _own(self, value: Tensor) -> Tensor:
+        return self.shard.own(value) if self.is_gathered and self.shard is not None else value
+
+    def _wrap(self, local: Tensor) -> Tensor:
+        if not isinstance(self.param, DTensor):
+            return know(local, self.param)  # type: ignore[no-any-return]
+        found: Any = self._wrapped.get(id(local))
+        if found is not None and found._local_tensor is local:
+            return found  # type: ignore[no-any-return]
+        if is_sharded(self.param):
+            return know(local, self.param)  # type: ignore[no-any-return]
+        layout: dict[str, Any] = {"shape": self.param.shape, "stride": self.param.stride(), "run_check": False}
+        return DTensor.from_local(local, self.param.device_mesh, self.param.placements, **layout)
+
+    def _shapes(self) -> Collection[tuple[int, ...]]:
+        """Shapes of plain shards on all ranks."""
+        shard = self.shard
+        if shard is None or shard.layout is None or isinstance(self.param, DTensor):
+            return ()
+        return {shard.layout.local_shape(shard.shape, rank) for rank in range(shard.group.size)}
+
+
+def _is_cut(shard: ParamShard) -> bool:
+    return shard.layout is not None or shard.data_parallel is not None
+
+
+def _empty(param: Tensor) -> Tensor:
+    return torch.empty(0, dtype=param.dtype, device=param.device)
+
+
+def gradients(stand_ins: Sequence[StandIn]) -> list[bool]:
+    """Whether any rank has a gradient of each parameter; one all-reduce for each axis that cuts the model."""
+    has = [each.param.grad is not None for each in stand_ins]
+    for group, device in groups_of(stand_ins):
+        flags = torch.tensor(has, dtype=torch.uint8, device=device)
+        direct.all_reduce(flags, group, direct.MAX)
+        has = [bool(flag) for flag in flags.tolist()]
+    return has
+
+
+def groups_of(stand_ins: Iterable[StandIn]) -> list[tuple[dist.ProcessGroup, torch.device]]:
+    """The process groups over which any of the parameters is cut, in the same order on all ranks."""
+    found: dict[Any, torch.device] = {}
+    for each in stand_ins:
+        if each.shard is not None:
+            found.setdefault(each.shard.group.process_group, each.shard.group.device)
+            found.setdefault(each.shard.data_parallel, each.shard.group.device)
+    return [(group, device) for group, device in found.items() if group is not None]
+
+
+@contextmanager
+def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
+    """A block in which all ranks draw what the first one draws; those that had another random state get it back."""
+    groups = groups_of(stand_ins)
+    devices = {torch.device("cpu"), *(device for _, device in groups)}
+    own = {device: random_state(device) for device in devices}
+    for device, state in own.items():
+        shared = state.clone()
+        for group, where in groups:
+            sent = shared.to(where)
+            direct.broadcast(sent, group, 0)
+            shared = sent.cpu()
+        if torch.equal(shared, state):
+            devices.discard(device)
+        else:
+            set_random_state(device, shared)
+    try:
+        yield
+    finally:
+        for device in devices:
+            set_random_state(device, own[device])
+
+
+class Seats:
+    """Optimizers, whose lists of parameters and states have stand-ins in them for a time."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], stand_ins: dict[Tensor, StandIn]) -> None:
+        self.stand_ins = stand_ins
+        self.groups = list({id(group): group for each in optimizers for group in each.param_groups}.values())
+        self.params = [list(group["params"]) for group in self.groups]
+        states = (getattr(each, "state", None) for each in optimizers)
+        self.states = list({id(state): state for state in states if isinstance(state, MutableMapping)}.values())
+
+    def fill(self, only: Collection[Tensor] | None = None) -> None:
+        """Put stand-ins into the lists in place of parameters; `only` these parameters, and no others, if given."""
+        for group, params in zip(self.groups, self.params, strict=True):
+            chosen = params if only is None else [param for param in params if param in only]
+            group["params"][:] = [self._seat(param) for param in chosen]
+
+    def empty(self) -> None:
+        """Put the parameters back."""
+        for group, params in zip(self.groups, self.params, strict=True):
+            group["params"][:] = params
+
+    def fill_states(self, stand_ins: Collection[StandIn]) -> None:
+        """Give the optimizers the states of `stand_ins`, by them."""
+        keys = {each.param: each for each in stand_ins}
+        for states in self.states:
+            _rename(states, {param: each.tensor for param, each in keys.items()})
+            for each in stand_ins:
+                if each.tensor in states:
+                    each.enter_state(states[each.tensor])
+
+    def empty_states(self, stand_ins: Collection[StandIn]) -> None:
+        """Give the states back to the parameters.
+
+        Raises UnsupportedError, on all ranks, where a state that is kept whole has the shape of a shard.
+        """
+        unclear = []
+        for states in self.states:
+            for each in stand_ins:
+                if each.tensor in states:
+                    unclear += [(key, each) for key in each.leave_state(states[each.tensor])]
+            _rename(states, {each.tensor: each.param for each in stand_ins})
+        for key, each in unclear:
+            raise UnsupportedError(
+                f"an optimizer's state {key} of a parameter of {tuple(each.param.shape)} on this rank",
+                got="a whole state of the same shape as a shard",
+                expected="another shape",
+                fix="Change the rank of the optimizer's projection, or the number of ranks.",
+            )
+
+    def _seat(self, param: Tensor) -> Tensor:
+        found = self.stand_ins.get(param)
+        return param if found is None else found.tensor
+
+
+def _rename(states: MutableMapping[Any, Any], names: dict[Tensor, Tensor]) -> None:
+    """Replace keys of `states`, in place and in order."""
+    if any(key in states for key in names):
+        items = [(names.get(key, key) if isinstance(key, Tensor) else key, value) for key, value in states.items()]
+        states.clear()
+        states.update(items)

@@ -1,0 +1,253 @@
+"""Steps of optimizers on parameters that are cut: each on what the optimizer takes a parameter for.
+
+Optimizers read `param`, `param.grad` and their states as those of one process. Where every element is updated from its
+own gradient, they step on this rank's shards, as plain tensors. Where an update looks at a whole matrix (Muon,
+Adafactor), or at all of them (L-BFGS), they step on whole tensors, which are gathered before and cut again after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from inspect import unwrap
+from types import CellType, CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ...patches import Patch, Undo, replace
+from ...strategies import SHARD
+from .scopes import check_optimizer, scope_of
+from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
+
+Step = Callable[..., Any]
+
+
+def _sharded(optimizer: Optimizer) -> bool:
+    return any(SHARD.find(param) is not None for group in optimizer.param_groups for param in group["params"])
+
+
+def _on_stand_ins(step: Step) -> Step:
+    """The `step` of an optimizer's class, which steps on stand-ins where a parameter is a shard."""
+
+    @wraps(step)
+    def on_stand_ins(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not _sharded(optimizer):
+            return step(optimizer, *args, **kwargs)
+        return _step(step, optimizer, *args, **kwargs)
+
+    return on_stand_ins
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _step(step: Step, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    scope = scope_of(type(optimizer))
+    if scope == "parameter":
+        return _one_by_one(step, optimizer, args, kwargs)
+    optimizers, is_whole = list(_nested(optimizer)), scope == "model"
+    stand_ins = _stand_ins(optimizers, is_whole=is_whole)
+    exchange = _Exchange(Seats(optimizers, stand_ins), list(stand_ins.values()), is_whole=is_whole)
+    args, kwargs = _with_closure(exchange.around, args, kwargs)
+    with exchange, shared_draws(exchange.stand_ins) if is_whole else nullcontext():
+        return step(optimizer, *args, **kwargs)
+
+
+def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Step on parameters that are gathered one after the other, so that no rank holds two whole ones.
+
+    Each call begins with the settings that the groups had before the step. Parameters without a gradient are left out.
+    """
+
+    def called(closure: Callable[[], Any]) -> Callable[[], Any]:
+        with torch.enable_grad():
+            loss = closure()
+        return lambda: loss
+
+    args, kwargs = _with_closure(called, args, kwargs)
+    stand_ins = _stand_ins([optimizer], is_whole=True)
+    seats, groups = Seats([optimizer], stand_ins), list(optimizer.param_groups)
+    has = dict(zip(stand_ins, gradients(list(stand_ins.values())), strict=True))
+    apart = [param for param, each in stand_ins.items() if each.is_gathered]
+    rest = {param for params in seats.params for param in params}.difference(apart)
+    settings = {id(group): _settings(group) for group in groups}
+    result = None
+    try:
+        with shared_draws(list(stand_ins.values())):
+            for turn in (rest, *({param} for param in apart if has[param])):
+                now = [group for group, params in zip(groups, seats.params, strict=True) if turn.intersection(params)]
+                for group in now:
+                    _reset(group, settings[id(group)])
+                optimizer.param_groups[:] = now
+                chosen = [each for param, each in stand_ins.items() if param in turn]  # in the same order on all ranks
+                with _Exchange(seats, chosen, only=turn):
+                    result = step(optimizer, *args, **kwargs) if now else result
+    finally:
+        optimizer.param_groups[:] = groups
+    return result
+
+
+class _Exchange:
+    """A block in which an optimizer has stand-ins in place of parameters; `only` these parameters, if given."""
+
+    def __init__(
+        self,
+        seats: Seats,
+        stand_ins: Sequence[StandIn],
+        *,
+        is_whole: bool = True,
+        only: Collection[Tensor] | None = None,
+    ) -> None:
+        self.seats, self.stand_ins, self.is_whole, self.only = seats, stand_ins, is_whole, only
+        self._is_begun = False
+
+    def __enter__(self) -> None:
+        try:
+            with torch.no_grad():
+                self.seats.fill_states(self.stand_ins)
+            self._begin()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        self._leave()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        has = gradients(self.stand_ins) if self.is_whole else [False] * len(self.stand_ins)
+        for each, has_gradient in zip(self.stand_ins, has, strict=True):
+            each.take(has_gradient)
+        self.seats.fill(self.only)
+        self._is_begun = True
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Give parameters what they have become, also by a step that has raised: as in one process."""
+        if self._is_begun:
+            self._is_begun = False
+            for each in self.stand_ins:
+                each.give()
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        self.seats.empty()
+        for each in self.stand_ins:
+            each.clear()
+        self.seats.empty_states(self.stand_ins)
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The `closure`, for the time of which the optimizer has its parameters."""
+
+        @wraps(closure)
+        def call() -> Any:
+            self._end()
+            self.seats.empty()
+            result = closure()
+            self._begin()
+            return result
+
+        return call
+
+
+def _stand_ins(optimizers: Sequence[Optimizer], *, is_whole: bool) -> dict[Tensor, StandIn]:
+    """Stand-ins for parameters that are shards; a plain shard is its own, where the optimizer needs no more."""
+    tensors = TENSORS.find(optimizers[0])
+    if tensors is None:
+        TENSORS.put(optimizers[0], tensors := {})
+    params = (param for each in optimizers for group in each.param_groups for param in group["params"])
+    return {
+        param: StandIn(param, tensors, is_whole=is_whole)
+        for param in params
+        if (is_whole or type(param) is not nn.Parameter) and (isinstance(param, DTensor) or SHARD.find(param))
+    }
+
+
+def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """An optimizer, and those that it has around it, such as that of a Lookahead."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value is not optimizer:
+            yield from _nested(value)
+
+
+def _with_closure(
+    change: Callable[[Callable[[], Any]], Callable[[], Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a step, with its closure changed."""
+    if args and callable(args[0]):
+        return (change(args[0]), *args[1:]), kwargs
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": change(kwargs["closure"])}
+    return args, kwargs
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+
+
+def _reset(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Give a group the values that it had; tensors keep their memory."""
+    for key in group.keys() - settings.keys() - {"params"}:
+        del group[key]
+    for key, value in settings.items():
+        if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+            group[key].copy_(value)
+        else:
+            group[key] = value
+
+
+def _hook_step(original: Callable[..., Any], step: Step) -> Any:
+    return original(_on_stand_ins(step))
+
+
+def _add_param_group(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    original(optimizer, *args, **kwargs)
+    if _sharded(optimizer):
+        check_optimizer(optimizer)
+
+
+def _install() -> Undo:
+    """Let steps of all optimizers go through `_on_stand_ins`, also of classes that have had an instance.
+
+    torch has put a function with its hooks around the step of such a class; what that calls is replaced.
+    """
+    hooked = next(each for each in unwrap(Optimizer.profile_hook_step).__code__.co_consts if isinstance(each, CodeType))
+    cells: dict[int, tuple[CellType, Step]] = {}
+    for kind in _classes(Optimizer):
+        step = vars(kind).get("step")
+        while step is not None and getattr(step, "__code__", None) is not hooked:
+            step = getattr(step, "__wrapped__", None)
+        if step is not None:
+            cell = step.__closure__[hooked.co_freevars.index("func")]
+            cells[id(cell)] = cell, cell.cell_contents
+    for cell, step in cells.values():
+        cell.cell_contents = _on_stand_ins(step)
+    undoings = [
+        replace(Optimizer, "profile_hook_step", _hook_step),
+        replace(Optimizer, "add_param_group", _add_param_group),
+    ]
+
+    def undo() -> None:
+        for cell, step in cells.values():
+            cell.cell_contents = step
+        for undoing in undoings:
+            undoing()
+
+    return undo
+
+
+def _classes(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    inner: type[Any]
+    for inner in kind.__subclasses__():
+        yield from _classes(inner)
+
+
+STEPS_ON_SHARDS = Patch("torch", "steps of optimizers", _install)
+"""Lets optimizers of torch, and of others, update parameters that are shards as they update those of one process."""

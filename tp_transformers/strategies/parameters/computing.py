@@ -1,0 +1,263 @@
+"""What a function of torch computes on shards: on the values of this rank where it can, else on the full tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from ...errors import UnsupportedError
+from ...marks import untyped
+from .attributes import ATTRIBUTES
+from .functions import DRAWS_LIKE, FILLS, MAKES, OF_LISTS, READS, SHAPES, fits, is_by_value, is_in_place, name_of
+from .sharded import as_torch, empty_full, full_values, is_sharded, know, local_values, own_values, write
+
+
+def compute(func: Any, args: Any, kwargs: Any) -> Any:
+    """`func(*args, **kwargs)`, some of whose arguments are shards, as one process computes it of full tensors."""
+    name = name_of(func)
+    first: Any = args[0] if args else kwargs.get("tensor")
+    if name in ATTRIBUTES and is_sharded(first):
+        return ATTRIBUTES[name](func, *args, **kwargs)
+    is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+    is_autograd = getattr(func, "__module__", None) == "torch.autograd"
+    if name in READS or is_autograd or (is_attribute and name not in _VIEWS):
+        with as_torch():
+            return func(*args, **kwargs)
+    if name.startswith(OF_LISTS):
+        return _each(func, args, kwargs)
+    if name in FILLS and is_sharded(first):
+        return _fill(func, first, args[1:], {key: value for key, value in kwargs.items() if key != "tensor"})
+    if name in MAKES and is_sharded(first):
+        return func(local_values(first), *args[1:], **kwargs)
+    if name in DRAWS_LIKE:
+        with as_torch():
+            drawn = func(empty_full(first), *args[1:], **kwargs)
+        return know(first.tp_shard.own(drawn).clone(), first)
+    if name in _RESHAPES and is_sharded(first) and _keeps_shape(first, args[1:]):
+        with as_torch():
+            return know(local_values(first), first)
+    if name in _LIKE_ANOTHER and not is_sharded(first):
+        others = (empty_full(each) if is_sharded(each) else each for each in args[1:])
+        with as_torch():
+            return func(first, *others, **kwargs)
+    shards = _shards_in(args, kwargs)
+    if _is_by_value(name, shards, args, kwargs):
+        return _by_value(func, shards[0], first if is_in_place(name) else None, args, kwargs)
+    return _on_full(func, args, kwargs)
+
+
+def is_for_dtensor(func: Any, args: Any, kwargs: Any) -> bool:
+    """True if a DTensor is to compute: it is asked what it is, or computes with other DTensors, such as activations."""
+    name = name_of(func)
+    if name in ATTRIBUTES and name not in SHAPES:
+        return False
+    others = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor) and not is_sharded(leaf))
+    return name in READS or name in SHAPES or any(each.ndim for each in others)
+
+
+def _shards_in(*values: Any) -> list[Any]:
+    return [leaf for leaf in tree_leaves(values) if is_sharded(leaf)]
+
+
+# -- by value
+
+
+def _is_by_value(name: str, shards: Sequence[Any], args: Any, kwargs: Any) -> bool:
+    """True if each rank can compute its own values: shards are cut alike, and all else has parts for them."""
+    is_search = name == "where" and len(args) + len(kwargs) < 3
+    if not is_by_value(name) or is_search or kwargs.get("out") is not None:
+        return False
+    if is_in_place(name) and not is_sharded(args[0]):
+        return False
+    shard = shards[0].tp_shard
+    others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not is_sharded(leaf)]
+    return all(each.tp_shard.shape == shard.shape and each.tp_shard.layout == shard.layout for each in shards) and all(
+        fits(each.shape, shard.shape) or tuple(each.shape) == shard.local_shape for each in others
+    )
+
+
+def _by_value(func: Any, like: Any, target: Any, args: Any, kwargs: Any) -> Any:
+    """Compute the values of this rank; `target` is what the function changes."""
+    shard = like.tp_shard
+    full, local = tuple(shard.shape), shard.local_shape
+
+    def own(leaf: Any) -> Any:
+        if is_sharded(leaf):
+            return leaf if leaf is target and not isinstance(leaf, DTensor) else local_values(leaf)
+        if not isinstance(leaf, Tensor) or tuple(leaf.shape) == local != full:
+            return leaf
+        values = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        is_recorded = values.requires_grad and torch.is_grad_enabled()
+        return own_values(values.expand(full), shard) if is_recorded or values.numel() > 1 else values
+
+    args, kwargs = tree_map(own, (args, kwargs))
+    with as_torch():
+        result = func(*args, **kwargs)
+    if target is not None:
+        if isinstance(target, DTensor):
+            torch.autograd.graph.increment_version(target)
+        return target
+    return tree_map(lambda leaf: know(leaf, like), result)
+
+
+def _each(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
+    """A function of lists, one tensor at a time, since they may be of several kinds."""
+    count, base = len(args[0]), func.__name__.removeprefix("_foreach_")
+    is_update = not func.__name__.startswith("_foreach_")
+
+    def at(value: Any, index: int) -> Any:
+        return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
+
+    results: list[Any] = []
+    for index in range(count):
+        given = [at(each, index) for each in args]
+        named = {key: at(each, index) for key, each in kwargs.items()}
+        shards = _shards_in(given, named)
+        if not shards:
+            results += func(*given, **named) or ()
+            continue
+        target = given[0][0] if is_in_place(base) else None
+        if is_update or _is_by_value(base, shards, [given[0][0], *given[1:]], named):
+            result = _by_value(func, shards[0], target, given, named)
+        else:
+            result = _on_full(func, given, named)
+        results += result if target is None else ()
+    return results or None
+
+
+# -- random numbers
+
+
+def _fill(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
+    """Fill the full tensor, as one process does, and keep this rank's part."""
+    of_init = getattr(func, "__module__", None) == "torch.nn.init"
+    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled() and not of_init:
+        with as_torch():
+            return func(tensor, *args, **kwargs)  # which says that a parameter is not to be changed
+    full = torch.empty_like(empty_full(tensor))
+    func(full, *args, **kwargs)
+    with torch.no_grad():
+        write(tensor, full)
+    return tensor
+
+
+# -- on full tensors
+
+
+def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute on full tensors, which all ranks gather; of those that the function changes, each rank keeps its part."""
+    found: dict[int, tuple[Any, Tensor, int]] = {}
+
+    def gather(leaf: Any) -> Any:
+        if not is_sharded(leaf):
+            return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        if id(leaf) not in found:
+            full = full_values(leaf)
+            found[id(leaf)] = leaf, full, full._version
+        return found[id(leaf)][1]
+
+    args, kwargs = tree_map(gather, (args, kwargs))
+    with as_torch():
+        result = func(*args, **kwargs)
+    for leaf, full, version in found.values():
+        if full._version == version:
+            continue
+        if full.shape != leaf.tp_shard.shape:
+            raise UnsupportedError(
+                f"{name_of(func)} on a tensor-parallel parameter",
+                got=f"another shape, {tuple(full.shape)}",
+                expected=f"that of the parameter, {tuple(leaf.tp_shard.shape)}",
+                fix="Make a tensor of that shape with tp_transformers.full_tensor(param).",
+            )
+        write(leaf, full)
+        result = leaf if result is full else result
+    return _views(result, [Source(leaf, full) for leaf, full, _ in found.values()])
+
+
+class Gathered(Tensor):
+    """A view of a full tensor that was gathered from shards; a change of it reaches them."""
+
+    tp_source: Source
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as torch does; after a change in place, each rank keeps its own part."""
+        kwargs, name = kwargs or {}, name_of(func)
+        if _shards_in(args, kwargs):
+            return compute(func, args, kwargs)
+        meshes = [leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+        if meshes:
+            args, kwargs = tree_map_only(Gathered, partial(_replicated, mesh=meshes[0]), (args, kwargs))
+        changed = args[0].tp_source if is_in_place(name) and isinstance(args[0], Gathered) else None
+        if changed is not None:
+            changed.check(name)
+        with as_torch():
+            result = func(*args, **kwargs)
+        if changed is not None:
+            changed.write()
+        return _views(result, [leaf.tp_source for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Gathered)])
+
+
+def _replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(full.as_subclass(Tensor), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+class Source:
+    """A full tensor that was gathered, and the shard that it was gathered from."""
+
+    def __init__(self, shard: Any, full: Tensor) -> None:
+        self.shard, self.full = shard, full
+        self.version = shard._version
+
+    def check(self, name: str) -> None:
+        """Raise UnsupportedError where the shard has been changed since: the copy has values of before."""
+        if self.shard._version != self.version:
+            raise UnsupportedError(
+                f"{name} on a view of a shard",
+                got="a copy that was gathered before the parameter was changed",
+                expected="a view of what it holds now",
+                fix="Take the view again.",
+            )
+
+    def write(self) -> None:
+        """Let each rank keep its part of the full tensor."""
+        with torch.no_grad():
+            write(self.shard, self.full)
+        self.version = self.shard._version
+
+
+def _views(result: Any, sources: Sequence[Source]) -> Any:
+    """`result`, in which views of full tensors know where these came from."""
+    with as_torch():
+        held = {source.full.untyped_storage().data_ptr(): source for source in sources}
+
+    def known(leaf: Any) -> Any:
+        if type(leaf) is Tensor and not leaf.requires_grad:
+            source = held.get(leaf.untyped_storage().data_ptr())
+            if source is not None:
+                untyped(leaf).__class__ = Gathered
+                untyped(leaf).tp_source = source
+        return leaf
+
+    return tree_map(known, result)
+
+
+def _keeps_shape(tensor: Any, args: Any) -> bool:
+    """True if a shard is viewed in the shape that it has."""
+    given: Any = args[0] if len(args) == 1 else args
+    given = given.shape if isinstance(given, Tensor) else given
+    return isinstance(given, list | tuple) and tuple(given) == tuple(tensor.tp_shard.shape)
+
+
+_RESHAPES = frozenset(("expand", "expand_as", "reshape", "reshape_as", "view", "view_as"))
+_LIKE_ANOTHER = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
+"""Methods that ask another tensor for its shape, dtype or device alone."""
+_VIEWS = frozenset(("H", "T", "imag", "mH", "mT", "real"))
+"""Attributes that are views."""

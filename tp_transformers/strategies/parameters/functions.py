@@ -1,0 +1,114 @@
+"""Kinds of torch's functions, for parameters that are shards: by value, of the shape, random, or of all values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+READS = _names(
+    """
+    __format__ __hash__ __repr__ _backward_hooks _is_view _version backward dim element_size get_device
+    grad_fn has_names is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_pinned is_same_size
+    is_set_to is_shared is_signed ndimension promote_types
+    register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad retains_grad
+    share_memory_ storage storage_offset storage_type typed_storage _typed_storage
+    """
+)
+"""Functions of no values, or of autograd: they take what a rank holds. So do all attributes but a few."""
+
+COPIES = _names(
+    """
+    bfloat16 clone conj contiguous cpu cuda detach detach_ double empty_like float full_like half ones_like pin_memory
+    to type type_as zeros_like zero_ fill_ copy_ masked_fill_
+    """
+)
+"""Functions that compute each value by itself, beside those that torch tags as pointwise."""
+
+FILLS = _names(
+    """
+    bernoulli_ cauchy_ constant_ exponential_ geometric_ kaiming_normal_ kaiming_uniform_ log_normal_ normal_
+    random_ uniform_
+    """
+)
+"""Functions in place that overwrite what was there; methods of a tensor, or of `torch.nn.init`."""
+
+MAKES = frozenset(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"))
+"""Functions that make a tensor of another shape."""
+
+DRAWS_LIKE = frozenset(("rand_like", "randn_like", "randint_like"))
+"""Functions that draw a tensor of the shape of another one, and read no values."""
+
+OF_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
+"""Beginnings of the names of functions that take lists of tensors; the second and third kinds update by value."""
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    "__len__": len,
+    "nbytes": lambda full: full.nbytes,
+    "nelement": Tensor.nelement,
+    "numel": Tensor.numel,
+    "shape": lambda full: full.shape,
+    "size": Tensor.size,
+    "stride": Tensor.stride,
+}
+"""Functions of the shape, by name: they are those of the full tensor."""
+
+_OTHER_NAMES = {
+    "and": "bitwise_and",
+    "floordiv": "div",
+    "invert": "bitwise_not",
+    "mod": "remainder",
+    "or": "bitwise_or",
+}
+_OTHER_NAMES |= {"truediv": "div", "xor": "bitwise_xor", "divide": "div", "multiply": "mul", "subtract": "sub"}
+_NOT_BY_VALUE = frozenset(("equal", "frexp", "max", "min", "rrelu"))
+"""Operators with a form that is pointwise, and others that are not."""
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The function's name; that of the attribute for its getter, and `NAME =` for its setter."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute: str = getattr(func, "__self__").__name__  # noqa: B009 - functions have none in their type
+        return attribute if name == "__get__" else f"{attribute} ="
+    return name.partition(".")[0]  # without the overload of an operator, by which modes that listen call it
+
+
+@cache
+def is_by_value(name: str) -> bool:
+    """True if each value that a function returns, or changes, depends on the values at its own place alone."""
+    base = name
+    if name.startswith("__") and name.endswith("__"):
+        base = name.strip("_")
+        forms = (base, base[1:]) if base[0] in "ir" else (base,)
+        base = next((form for form in (_OTHER_NAMES.get(form, form) for form in forms) if _is_pointwise(form)), base)
+    return name in COPIES or _is_pointwise(_OTHER_NAMES.get(base, base))
+
+
+def _is_pointwise(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None or name.rstrip("_") in _NOT_BY_VALUE or name.startswith("_"):
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, form).tags for form in packet.overloads())
+
+
+def is_in_place(name: str) -> bool:
+    """True if a function changes its first argument."""
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    return name.endswith("_")
+
+
+def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """True if a tensor of `shape` broadcasts to one of the shape `full`."""
+    return len(shape) <= len(full) and all(
+        own in (1, length) for own, length in zip(reversed(shape), reversed(full), strict=False)
+    )

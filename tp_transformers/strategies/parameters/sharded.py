@@ -1,0 +1,188 @@
+"""Tensors that hold a rank's shard of a full tensor, and the ways between a shard and the full tensor."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...errors import UnsupportedError
+from ...marks import untyped
+from ...ranks.group import TensorParallelGroup
+from ...slices.layout import Layout
+
+as_torch = torch._C.DisableTorchFunctionSubclass
+"""A context in which a shard is an ordinary tensor, of the values that this rank holds."""
+
+
+class Shard(Protocol):
+    """The shard that a rank holds of a full tensor: a `ParamShard`."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the full tensor."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """Which indices each rank holds."""
+
+    @property
+    def group(self) -> TensorParallelGroup:
+        """The ranks."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of this rank's shard."""
+
+    def full(self, local: Tensor) -> Tensor:
+        """Gather the full tensor on every rank."""
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of a full tensor."""
+
+
+class Sharded:
+    """A tensor that holds this rank's shard; see `tensors`."""
+
+    __slots__ = ()
+    tp_shard: Shard
+
+
+def is_sharded(value: object) -> TypeGuard[Any]:
+    """True if `value` is a shard that knows of the full tensor."""
+    return isinstance(value, Sharded)
+
+
+def know(result: Any, like: Any) -> Any:
+    """`result`, laid out as the shard `like`, as such a shard; anything else as it is."""
+    if not is_sharded(like) or not hasattr(like, "tp_shard"):  # a compiler's stand-in has none
+        return result
+    shard, is_dtensor = like.tp_shard, isinstance(like, DTensor)
+    if is_dtensor and type(result) is Tensor and tuple(result.shape) == shard.local_shape:
+        with as_torch():
+            layout: Any = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+            result = DTensor.from_local(result, like.device_mesh, like.placements, **layout)
+    if is_dtensor:
+        is_alike = type(result) is DTensor and result.placements == like.placements and result.shape == shard.shape
+    else:
+        is_alike = type(result) is Tensor and tuple(result.shape) == shard.local_shape
+    return as_shard(result, type(like), shard) if is_alike else result
+
+
+def as_shard(local: Tensor, kind: type, shard: Shard) -> Any:
+    """The tensor `local` itself, as the shard that it is."""
+    untyped(local).__class__ = kind
+    untyped(local).tp_shard = shard
+    return local
+
+
+# -- between a shard and the full tensor
+
+
+def local_values(tensor: Any) -> Tensor:
+    """The values that this rank holds, as an ordinary tensor; gradients go back to `tensor`."""
+    with as_torch():
+        recorded = tensor.requires_grad and torch.is_grad_enabled()
+        if isinstance(tensor, DTensor):
+            local: Tensor = tensor.to_local() if recorded else tensor._local_tensor
+        else:
+            local = tensor.view_as(tensor) if recorded else tensor.detach()
+        return local
+
+
+def traced_values(tensor: Any) -> Tensor:
+    """`local_values` of a plain shard, as an operator that a graph of torch.compile can call with the shard itself."""
+    local: Tensor = torch.ops.aten.alias.default(tensor)
+    return local
+
+
+def full_values(tensor: Any) -> Tensor:
+    """Gather the full tensor on every rank, as an ordinary tensor; gradients go back to `tensor`."""
+    full: Tensor = _Full.apply(local_values(tensor), tensor.tp_shard)
+    return full
+
+
+def own_values(full: Tensor, shard: Shard) -> Tensor:
+    """This rank's slice of an ordinary tensor, the same on all ranks; gradients go back to `full`."""
+    own: Tensor = _Own.apply(full, shard) if full.requires_grad and torch.is_grad_enabled() else shard.own(full)
+    return own
+
+
+class _Full(torch.autograd.Function):
+    """Gather a full tensor on all ranks; backward takes this rank's slice of the gradient, the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, shard: Shard) -> Tensor:
+        ctx.shard = shard
+        return shard.full(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.shard.own(grad).clone(), None
+
+
+class _Own(torch.autograd.Function):
+    """Take this rank's slice of a full tensor, the same on all ranks; backward gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, shard: Shard) -> Tensor:
+        ctx.shard = shard
+        return shard.own(full).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # A sum passes the gradient of its shards on as it comes, which is a shard that knows of the full tensor.
+        return ctx.shard.full(local_values(grad) if is_sharded(grad) else grad), None
+
+
+def empty_full(tensor: Any) -> Tensor:
+    """A tensor of the full shape that takes no memory."""
+    with as_torch():
+        return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.tp_shard.shape)
+
+
+def write(tensor: Any, full: Tensor) -> None:
+    """Let `tensor` hold this rank's part of `full`."""
+    own = tensor.tp_shard.own(full)
+    with as_torch():
+        if isinstance(tensor, DTensor):
+            tensor._local_tensor.copy_(own.detach())
+            torch.autograd.graph.increment_version(tensor)
+        else:
+            tensor.copy_(own)
+
+
+def assign(tensor: Any, value: Tensor) -> None:
+    """Give a shard other values, in memory of their own: full ones, or those that this rank holds.
+
+    Raises UnsupportedError for another shape and, of a DTensor, for another dtype.
+    """
+    shard = tensor.tp_shard
+    if is_sharded(value) and value.tp_shard.layout == shard.layout:
+        local = local_values(value).detach()
+    else:
+        full = full_values(value) if is_sharded(value) else value.detach()
+        full = full.full_tensor() if isinstance(full, DTensor) else full
+        shape, is_full = tuple(full.shape), tuple(full.shape) == tuple(shard.shape)
+        if not is_full and shape != shard.local_shape:
+            raise UnsupportedError(
+                "data of a tensor-parallel parameter",
+                got=f"shape {shape}",
+                expected=f"the full shape {tuple(shard.shape)}, or this rank's {shard.local_shape}",
+                fix="Assign a tensor of one of these shapes.",
+            )
+        local = shard.own(full).clone() if is_full else full
+    with as_torch():
+        if not isinstance(tensor, DTensor):
+            tensor.data = local
+        elif local.dtype == tensor.dtype:
+            tensor._local_tensor = local.as_subclass(Tensor)
+        else:
+            raise UnsupportedError(
+                "data of a tensor-parallel parameter",
+                got=str(local.dtype),
+                expected=str(tensor.dtype),
+                fix="Cast the model with model.to(dtype).",
+            )

@@ -1,0 +1,279 @@
+"""Hooks of users between the blocks of a sequence-parallel model: they see complete sequences.
+
+    part ── all-gather ── whole ── hook ── own slice ── part      backward: own slice, all-gather
+
+A module keeps its hooks as torch does. Its methods that put them, `register_forward_hook` and the like, wrap each hook;
+a model without hooks computes as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from ...errors import UnsupportedError
+from ...logs import get_logger
+from ...marks import untyped
+from ...ranks.collectives import gather_from_region, scatter_to_region
+from ...ranks.group import agreed
+from ..attach import argument_names
+from ..base import STRATEGY
+from .region import SEQUENCE, Widths
+
+logger = get_logger(__name__)
+
+Hook = Callable[..., Any]
+Values = tuple[Any, ...]
+"""Arguments, outputs or gradients of a module: the first may be this rank's part of a sequence."""
+
+_ON_PARTS = (f"{__name__.partition('.')[0]}.", "torch.", "transformers.utils.output_capturing")
+"""Hooks of these packages take parts: ours of dropouts, FSDP's, and those of hidden states, which the base joins."""
+
+
+WidthsOf = Callable[[str, Tensor, DeviceMesh], Widths | None]
+
+
+def gather_around_hooks(base: nn.Module, name: str, widths_of: WidthsOf, mesh: DeviceMesh) -> None:
+    """Let hooks of users see complete sequences on the modules of `base` that are given parts.
+
+    `name` is that of `base`. `widths_of` returns the lengths of the parts, of which a module has one; None for a whole.
+    """
+    for path, module, in_mixture in _between_blocks(base, name):
+        sides = _Sides(module, path, widths_of, mesh)
+        sides.in_mixture, sides.leaves_whole = in_mixture, module in base.children()
+        for register, wrapper in _WRAPPERS.items():
+            method = MethodType(_registering(register, wrapper, sides), module)  # a deep copy gets its own
+            setattr(untyped(module), register, method)
+
+
+def _between_blocks(base: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Each module whose inputs or outputs are parts: (name, module, True beside experts that exchange tokens)."""
+    for child, module in base.named_children():
+        path = f"{name}.{child}".lstrip(".")
+        if _is(module, "takes_sequence_part"):  # the norm after the layers
+            yield path, module, False
+        elif any(_is(layer, "cuts_sequence") for layer in module.children()):
+            for index, layer in module.named_children():
+                yield from _on_parts(f"{path}.{index}", layer, in_mixture=False)
+
+
+def _on_parts(name: str, module: nn.Module, *, in_mixture: bool) -> Iterator[tuple[str, nn.Module, bool]]:
+    yield name, module, in_mixture
+    if not (_is(module, "joins_sequence") or _is(module, "exchanges_tokens")):
+        in_mixture = in_mixture or any(_is(child, "exchanges_tokens") for child in module.children())
+        for child, inner in module.named_children():
+            yield from _on_parts(f"{name}.{child}", inner, in_mixture=in_mixture)
+
+
+def _is(module: nn.Module, attribute: str) -> bool:
+    return bool(getattr(STRATEGY.find(module), attribute, False))
+
+
+class _Sides:
+    """The inputs and outputs of a module: parts, unless they are whole."""
+
+    in_mixture = False
+    """True beside experts that exchange tokens."""
+    leaves_whole = False
+    """True for the norm after the layers."""
+
+    def __init__(self, module: nn.Module, name: str, widths_of: WidthsOf, mesh: DeviceMesh) -> None:
+        self.name, self.widths_of, self.mesh = name, widths_of, mesh
+        self.first = next(iter(argument_names(module)), "")
+        self.takes_whole = _is(module, "cuts_sequence")
+
+    def inputs(self, values: Values) -> _Joined:
+        """The positional arguments, or gradients of them."""
+        return _Joined(values, self, is_whole=self.takes_whole)
+
+    def outputs(self, values: Values) -> _Joined:
+        """The outputs, or gradients of them."""
+        return _Joined(values, self, is_whole=self.leaves_whole)
+
+    def given(self, args: Values, keywords: Sequence[dict[str, Any]]) -> tuple[_Joined, Values]:
+        """The arguments as a hook takes them: the positional ones, and a dict of the others if it asks for it."""
+        if args or not keywords or self.first not in keywords[0]:
+            joined = self.inputs(args)
+            return joined, (joined.values, *keywords)
+        joined = self.inputs((keywords[0][self.first],))
+        return joined, (args, {**keywords[0], self.first: joined.values[0]})
+
+
+class _Joined:
+    """Values of a module with the whole in place of the part, for one call of a hook."""
+
+    def __init__(self, values: Values, sides: _Sides, *, is_whole: bool) -> None:
+        self.values, self.sides, self.widths = values, sides, None
+        part: Any = values[0] if values else None
+        if isinstance(part, Tensor) and part.ndim > SEQUENCE + 1 and not is_whole:
+            self.widths = sides.widths_of(sides.name, part, sides.mesh)
+        if self.widths is not None:
+            self.part = part
+            self.whole = gather_from_region(part, self.widths, sides.mesh.get_group(), dim=SEQUENCE)
+            self.version = _version(self.whole)
+            self.values = (self.whole, *values[1:])
+
+    def cut(self, values: Values) -> Values:
+        """Values that a hook returns in place of these, with this rank's part of the first."""
+        if self.widths is None or not values or not isinstance(values[0], Tensor):
+            return values
+        shape, length = tuple(values[0].shape), sum(self.widths)
+        if shape[SEQUENCE : SEQUENCE + 1] != (length,):
+            raise agreed(
+                UnsupportedError(
+                    f"a hook on {self.sides.name}",
+                    got=f"a tensor of shape {shape} from it",
+                    expected=f"length {length} along dim {SEQUENCE}, as its sequence is cut (tp_sequence_parallel)",
+                    fix="Return a tensor of the shape that the hook was given, or load without tp_sequence_parallel.",
+                )
+            )
+        return (self._own(values[0]), *values[1:])
+
+    def settle(self) -> bool:
+        """Change this rank's part in place as the hook has changed the whole.
+
+        Returns True if the module has to go on with a slice of the whole all the same: gradients flow through it,
+        which the hook may have asked for.
+        """
+        if self.widths is None:
+            return False
+        if self.version is None or self.whole._version != self.version:
+            self.part.copy_(self._own(self.whole))
+            return False
+        return self.whole.requires_grad
+
+    def _own(self, whole: Tensor) -> Tensor:
+        assert self.widths is not None
+        return scatter_to_region(whole, self.widths, self.sides.mesh.get_group(), dim=SEQUENCE)
+
+
+def _version(x: Tensor) -> int | None:
+    """How often a tensor has been changed in place; None where nothing counts it, or a compiler asks."""
+    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def _pre_hook(hook: Hook, sides: _Sides) -> Hook:
+    def hooked(module: nn.Module, args: Values, *keywords: dict[str, Any]) -> Any:
+        joined, given = sides.given(args, keywords)
+        result = hook(module, *given)
+        goes_on = joined.settle()
+        if result is None and not goes_on:
+            return None
+        if not keywords:
+            return joined.cut(joined.values if result is None else _as_tuple(result))
+        args, kwargs = given if result is None else result
+        if args:
+            return joined.cut(args), kwargs
+        return args, {**kwargs, **{name: joined.cut((kwargs[name],))[0] for name in {sides.first} & kwargs.keys()}}
+
+    return hooked
+
+
+def _forward_hook(hook: Hook, sides: _Sides) -> Hook:
+    def hooked(module: nn.Module, args: Values, *others: Any) -> Any:
+        *keywords, output = others
+        if output is None:  # the forward has raised
+            return hook(module, args, *others)
+        inputs, given = sides.given(args, keywords)
+        outputs = sides.outputs(_as_tuple(output))
+        whole = outputs.values if isinstance(output, tuple) else outputs.values[0]
+        result = hook(module, *given, whole)
+        inputs.settle()
+        if not outputs.settle() and result is None:
+            return None
+        result = whole if result is None else result
+        return outputs.cut(result) if isinstance(result, tuple) else outputs.cut((result,))[0]
+
+    return hooked
+
+
+def _backward_pre_hook(hook: Hook, sides: _Sides) -> Hook:
+    def hooked(module: nn.Module, grad_output: Values) -> Any:
+        joined = sides.outputs(grad_output)
+        result = hook(module, joined.values)
+        return None if result is None else joined.cut(_as_tuple(result))
+
+    return hooked
+
+
+def _backward_hook(hook: Hook, sides: _Sides) -> Hook:
+    def hooked(module: nn.Module, grad_input: Values, grad_output: Values) -> Any:
+        inputs = sides.inputs(grad_input)
+        result = hook(module, inputs.values, sides.outputs(grad_output).values)
+        return None if result is None else inputs.cut(_as_tuple(result))
+
+    return hooked
+
+
+def _refuse(hook: Hook, sides: _Sides) -> Hook:
+    raise UnsupportedError(
+        f"register_backward_hook on {sides.name}",
+        got="a module that computes on a part of the sequence",
+        expected="a hook that is given gradients of the module's own inputs and outputs",
+        fix="Use register_full_backward_hook, or load without tp_sequence_parallel.",
+    )
+
+
+_WRAPPERS: dict[str, Callable[[Hook, _Sides], Hook]] = {
+    "register_forward_pre_hook": _pre_hook,
+    "register_forward_hook": _forward_hook,
+    "register_full_backward_pre_hook": _backward_pre_hook,
+    "register_full_backward_hook": _backward_hook,
+    "register_backward_hook": _refuse,
+}
+"""Method of a module -> the hook as the module calls it."""
+
+
+def _registering(name: str, wrapper: Callable[[Hook, _Sides], Hook], sides: _Sides) -> Callable[..., RemovableHandle]:
+    @wraps(getattr(nn.Module, name))
+    def register(module: nn.Module, hook: Hook, *args: Any, **options: Any) -> RemovableHandle:
+        if not _takes_parts(hook):
+            if sides.in_mixture:
+                raise UnsupportedError(
+                    f"a hook on {sides.name}",
+                    got="a module on the tokens of this rank's part of the sequence, beside experts that exchange them",
+                    expected="a module on complete sequences",
+                    fix="Put it on the block around it, use moe_tp_experts, or load without tp_sequence_parallel.",
+                )
+            hook = wraps(hook)(wrapper(hook, sides))
+        handle: RemovableHandle = getattr(type(module), name)(module, hook, *args, **options)
+        return handle
+
+    return register
+
+
+def tell_of_global_hooks() -> None:
+    """Log once of each hook of a user on all modules at once: nothing is gathered around it."""
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    for number, hook in (
+        each for kind in kinds for each in getattr(nn.modules.module, f"_global_{kind}_hooks").items()
+    ):
+        if number not in _told and not _takes_parts(hook):
+            _told.add(number)
+            logger.warning(
+                "a hook of all modules, %s, sees this rank's part of a sequence between blocks (tp_sequence_parallel), "
+                "and what it changes there differs from one process. Put it on the modules that it is for, by their "
+                "register_forward_hook and the like, or load without tp_sequence_parallel.",
+                getattr(hook, "__qualname__", type(hook).__name__),
+            )
+
+
+_told: set[int] = set()
+"""Numbers of hooks, which torch gives to each once."""
+
+
+def _takes_parts(hook: Hook) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_ON_PARTS)
+
+
+def _as_tuple(values: Any) -> Values:
+    return values if isinstance(values, tuple) else (values,)

@@ -1,0 +1,110 @@
+"""Values that several ranks hold: which they are, and whether the ranks still hold the same ones.
+
+Norms and replicated KV heads stay the same on all ranks as long as all change them alike. Random numbers that ranks
+draw with other seeds, or a change on one rank, let them drift apart, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...logs import get_logger
+from ...ranks.group import TensorParallelGroup
+from .shard import local_tensor, shard_of
+
+logger = get_logger(__name__)
+
+SAMPLES = 16
+"""Values of each tensor that are compared, at even distances."""
+TOLERANCE = 1e-3
+"""Relative difference above which values have drifted; kernels that add in another order stay below."""
+
+
+class Part(NamedTuple):
+    """Values that all of `ranks` hold, as every rank describes them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Ranks of the `tp` axis, the first of which counts."""
+    number: int
+    """Position among the parts of the same name and ranks."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+    @staticmethod
+    def of(name: str, ranks: tuple[int, ...], number: int, value: Tensor) -> Part:
+        """The part that has this `value`."""
+        return Part(name, ranks, number, tuple(value.shape), value.dtype, value.device.type)
+
+
+def parts(
+    name: str, param: Tensor, value: Tensor, size: int, joined: dict[str, Tensor]
+) -> Iterator[tuple[Part, Tensor]]:
+    """Yield the parts of `value`, laid out like `param`, that other ranks hold too; FSDP's rows go into `joined`."""
+    shard, local = shard_of(param), local_tensor(value)
+    if shard is None:
+        if not isinstance(param, DTensor):
+            yield Part.of(name, tuple(range(size)), 0, local), local
+    elif shard.layout is None:
+        if shard.data_parallel is None or shard.is_cut_over_copies:
+            yield Part.of(name, tuple(range(size)), 0, local), local
+    elif shared := shard.layout.split.shared(shard.group.rank):
+        if shard.data_parallel is not None:
+            local = joined[name] = shard.joined(local)
+        numbers: dict[tuple[int, ...], int] = {}
+        for part in shared:
+            number = numbers[part.ranks] = numbers.get(part.ranks, -1) + 1
+            held = local.narrow(shard.layout.dim, part.local, part.length)
+            yield Part.of(name, part.ranks, number, held), held
+
+
+Sample = dict[tuple[str, tuple[int, ...], int], list[float]]
+
+
+@torch.no_grad()
+def sample(model: nn.Module, group: TensorParallelGroup) -> Sample:
+    """A few of the values of each parameter of `model` that other ranks hold too; nothing is communicated."""
+    found: dict[tuple[str, tuple[int, ...], int], Tensor] = {}
+    for name, param in model.named_parameters():
+        shard = shard_of(param)
+        if param.is_meta or not param.is_floating_point() or (shard is not None and shard.data_parallel is not None):
+            continue
+        for part, value in parts(name, param, param, group.size, {}):
+            flat = value.reshape(-1) if value.is_contiguous() else value[:1].reshape(-1)
+            found[part.name, part.ranks, part.number] = flat[:: max(len(flat) // SAMPLES, 1)][:SAMPLES].float()
+    if not found:
+        return {}
+    values = iter(torch.cat(list(found.values())).tolist())
+    return {key: [next(values) for _ in range(len(tensor))] for key, tensor in found.items()}
+
+
+def warn_of_drift(ranks: list[Sample], rank: int) -> None:
+    """Log on the first rank which of the samples of all ranks differ."""
+    if rank != 0 or any(holder >= len(ranks) for found in ranks for _, holders, _ in found for holder in holders):
+        return  # a rank without a sample is in another call
+    drifted: dict[str, float] = {}
+    for name, holders, number in dict.fromkeys(key for found in ranks for key in found):
+        values = [ranks[each].get((name, holders, number)) for each in holders]
+        first = values[0]
+        if first is None:
+            continue
+        scale = max((abs(value) for value in first), default=0.0) or 1.0
+        for other in values[1:]:
+            pairs = zip(first, other or first, strict=True)
+            difference = max((abs(one - two) for one, two in pairs), default=0.0) / scale
+            if difference > TOLERANCE:
+                drifted[name] = max(drifted.get(name, 0.0), difference)
+    if drifted:
+        logger.warning(
+            "ranks hold other values of %d parameters that they have to hold alike, such as %s (off by %.0e of its "
+            "largest value). Were random numbers drawn with another seed on each rank, or was a parameter changed on "
+            "one rank? tp_transformers.check_replicas(model, synchronize=True) gives all ranks rank 0's values.",
+            len(drifted),
+            *max(drifted.items(), key=lambda item: item[1]),
+        )
