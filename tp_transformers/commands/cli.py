@@ -10,13 +10,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 from .. import __version__
 from ..errors import TensorParallelError
-from . import plans, run
+from . import plans
 from .plan import command as plan
+from .run import command as run
 from .serve import chat
 from .serve import command as serve
 from .shard import command as shard
@@ -41,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
         prog="tp-transformers", description="Tensor parallelism for Hugging Face Transformers, on any number of ranks."
     )
-    libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers"))
+    libraries = f"torch {_torch_version()}, transformers {metadata.version('transformers')}"
     whole.add_argument("--version", action="version", version=f"tp-transformers {__version__} ({libraries})")
     subparsers = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
@@ -56,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
+def _torch_version() -> str:
+    """`torch.__version__` without an import of torch: it names the build (`2.15.0+cu132`), which metadata may not."""
+    torch: Any = find_spec("torch")
+    return str(run_path(str(Path(torch.origin).with_name("version.py")))["__version__"])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     whole = parser()
@@ -63,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if others and not hasattr(arguments, "options"):
         whole.error(f"unrecognized arguments: {' '.join(others)}")
     arguments.options = others  # of a command that passes them on
+    arguments.tell = partial(_tell, arguments.command)
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -75,3 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _tell(command: str, line: str) -> None:
+    """Say on stderr what a command is doing."""
+    print(f"tp-transformers {command}: {line}", file=sys.stderr, flush=True)

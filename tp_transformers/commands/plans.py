@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the list; always 0."""
     from ..plans.catalogue import PROVEN_WITH
     from ..plans.listing import catalogue
-    from ..text import columns
+    from ..text import columns, fold, terminal_width
 
     entries = catalogue()
     if arguments.json:
@@ -26,7 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"version": 1, "proven_with_transformers": list(PROVEN_WITH), "plans": plans}, indent=2))
         return 0
     rows = [(entry.title, ", ".join(entry.model_types), ", ".join(entry.strategies)) for entry in entries]
-    print("\n".join(columns(rows)))
-    print(f"\n{len(rows)} plans, each held against one process with transformers {', '.join(PROVEN_WITH)}")
-    print(f"in {entries[0].file.parent}")
+    width = terminal_width()
+    print("\n".join(columns(rows, width=width)))
+    proven = f"{len(rows)} plans, each held against one process with transformers {', '.join(PROVEN_WITH)}"
+    print("", *fold(proven, width, 0), f"in {entries[0].file.parent}", sep="\n")
     return 0

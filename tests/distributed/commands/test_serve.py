@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from tests.support.models import VOCAB
 from tests.support.pool import free_port
+from tp_transformers.commands import cli
 from tp_transformers.ranks.launch import end_with_parent
 
 openai = pytest.importorskip("openai")
@@ -31,7 +33,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 QUESTIONS = ["w5 w17", "w98", "w3 w77 w12 w9", "w150 w41"]
 NEW = 8
-LAUNCHER = b"torch.distributed.run"
+LAUNCHER = b"tp_transformers.commands.run.agent"
 END = 15
 """Seconds in which all ranks have to end."""
 
@@ -48,12 +50,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, cases: Any) -> str:
 
 
 @contextmanager
-def served(folder: str, ranks: int) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
+def served(folder: str, ranks: int, **process_options: Any) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
     """A client of a server that answers, and its process."""
     port = free_port()
     options = ["--host", "127.0.0.1", "--port", str(port), "--cb-num-blocks", "40", "--cb-max-batch-tokens", "256"]
     command = [sys.executable, "-m", "tp_transformers", "serve", folder, "-n", str(ranks), *options]
-    with subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent) as process:
+    with subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent, **process_options) as process:
         try:
             for _ in range(240):
                 try:
@@ -142,6 +144,48 @@ def test_a_rank_that_dies_ends_all(folder: str, killed: int) -> None:
         ask(client, folder, QUESTIONS[0], False)
         os.kill(ranks_of(folder)[killed], signal.SIGKILL)
         wait_for_end(folder)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_interrupt_in_the_terminal_ends_all_in_silence(folder: str, tmp_path: Path, asked: bool) -> None:
+    with (
+        (tmp_path / "output").open("wb") as output,
+        served(folder, 2, stdout=output, stderr=output) as (client, process),
+    ):
+        (model,) = client.models.list().data  # without a cache of the Hub, too
+        assert model.id == folder
+        if asked:
+            ask(client, folder, QUESTIONS[0], False)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all that it shows
+        wait_for_end(folder)
+        assert process.wait(END) == 130
+    printed = (tmp_path / "output").read_text()
+    assert "Traceback" not in printed
+    assert "Interrupt" not in printed
+    assert "SIG" not in printed
+
+
+def test_a_port_in_use_is_told_before_the_load(folder: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        options = ["--host", "127.0.0.1", "--port", str(port)]
+        assert cli.main(["serve", folder, "-n", "2", *options]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        f"tp-transformers serve: port {port} of 127.0.0.1: got address already in use, expected a free one. "
+        "Give another with --port, or end the process that has it.\n"
+    )
+
+
+def test_an_option_misspelt_is_told_once(folder: str) -> None:
+    command = [sys.executable, "-m", "tp_transformers", "serve", folder, "-n", "2", "--prot", "8000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("No such option: --prot") == 1
+    assert "Loading" not in done.stderr
 
 
 def test_a_stop_before_any_request_ends_all(folder: str) -> None:

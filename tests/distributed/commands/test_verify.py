@@ -158,10 +158,10 @@ def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     CONFIGS["qwen3"].save_pretrained(tmp_path)
     assert cli.main(["verify", str(tmp_path / "config.json"), "--tp-size", "3", "--grads", "--json"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    told = json.loads(line)
-    assert told.pop("logits") < 1e-5
-    assert told.pop("loss") < 1e-5
+    printed = capsys.readouterr()
+    assert "verify: 3 ranks compute the same" in printed.err
+    told = json.loads(printed.out)
+    assert max(told.pop("logits"), told.pop("loss")) < 1e-5
     assert told.pop("gradient")[1] < 1e-4
     assert told == {"size": 3, "ok": True, "faults": [], "tokens": True, "notes": []}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +14,13 @@ import pytest
 import torch
 import transformers
 
+from tests.support.tiers import wide
 from tp_transformers import __version__
 from tp_transformers.commands import cli
+from tp_transformers.commands.run.errors import told
 from tp_transformers.commands.serve import command as serve
+from tp_transformers.commands.serve.ports import bound
+from tp_transformers.errors import UsageError
 
 
 def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -56,6 +63,15 @@ def test_version_names_the_libraries_too() -> None:
     assert said.returncode == 0
 
 
+def test_version_names_the_build_where_the_metadata_does_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "1.2.3")  # as wheels from PyPI leave out "+cu128"
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert f"(torch {torch.__version__}, transformers 1.2.3)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["serve", "chat"])
 def test_a_server_without_its_packages_is_one_line(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -69,6 +85,89 @@ def test_a_server_without_its_packages_is_one_line(
         f"tp-transformers {name}: packages: got no fastapi, uvicorn, openai, expected them. "
         'pip install "transformers[serving]"\n'
     )
+
+
+def test_a_port_in_use_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda package: package)
+    monkeypatch.setattr("subprocess.Popen", None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "model", "-n", "2", "--host", "127.0.0.1", f"--port={port}"]) == 2
+    assert capsys.readouterr().err == (
+        f"tp-transformers serve: port {port} of 127.0.0.1: got address already in use, expected a free one. "
+        "Give another with --port, or end the process that has it.\n"
+    )
+    (free,) = bound("127.0.0.1", port)
+    assert free.getsockname() == ("127.0.0.1", port)
+    free.close()
+    with pytest.raises(UsageError, match=r"port 99999 of 127\.0\.0\.1: got"):
+        bound("127.0.0.1", 99_999)
+
+
+FAILING = """
+import os, signal, sys, time
+rank = os.environ["RANK"]
+how = sys.argv[1]
+if how == "all":
+    raise ValueError("the same")
+if how == "killed" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "said":
+    sys.exit("enough")
+if how == "code":
+    sys.exit(3)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    wide(
+        [
+            ("all", 1, ["ValueError: the same", "tp-transformers run: ranks? (0|1|0-1) ended with this error"]),
+            ("killed", 137, ["tp-transformers run: rank 1 ended by SIGKILL"]),
+            ("said", 1, ["enough", "tp-transformers run: ranks? (0|1|0-1) ended with this error"]),
+            ("code", 3, ["tp-transformers run: ranks? (0|1|0-1) ended with exit code 3"]),
+        ],
+        1,
+    ),
+)
+def test_an_error_is_printed_once(tmp_path: Path, how: str, code: int, says: list[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    ended = command("run", "-n", "2", str(script), how)
+    assert ended.returncode == code
+    assert ended.stdout == ""
+    lines = ended.stderr.splitlines()
+    where = ["Traceback (most recent call last):", f'  File "{script}", line 6, in <module>']
+    trace = [*map(re.escape, where), "    raise .*"] if how == "all" else []
+    for line, expected in zip(lines, [*trace, *says], strict=True):
+        assert re.fullmatch(expected, line)
+
+
+def test_errors_of_ranks_that_differ_are_all_told(tmp_path: Path) -> None:
+    for rank, text in (("0", "RemoteRankError: rank 1 failed"), ("1", "ValueError: b"), ("2", "ValueError: c\nd")):
+        (tmp_path / f"{rank}.rank").write_text(json.dumps([text, f"Traceback ...\n{text}\n"]))
+    (tmp_path / "codes.json").write_text(json.dumps({"1": 1, "3": -15, "4": -9}))
+    assert list(told(tmp_path, "run")) == [
+        "Traceback ...\nValueError: b",
+        "tp-transformers run: rank 1 ended with this error",
+        "tp-transformers run: rank 2 ended with ValueError: c",
+        "tp-transformers run: rank 4 ended by SIGKILL",
+        "tp-transformers run: --verbose prints every rank's own traceback",
+    ]
+
+
+@pytest.mark.slow
+def test_verbose_prints_all(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FAILING)
+    ended = command("run", "-n", "2", "--verbose", str(tmp_path / "script.py"), "all")
+    assert ended.returncode == 1
+    assert "ChildFailedError" in ended.stderr
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ def test_the_smallest_size_is_the_first_that_fits(name: str, tmp_path: Path) -> 
 )
 def test_states_are_those_that_one_process_keeps(name: str, heads: int, groups: int, tmp_path: Path) -> None:
     model = MIXERS[name].make(heads, groups).float()
+    model.config._experts_implementation = "eager"  # torch 2.8 has no grouped products on a CPU
     model.save_pretrained(tmp_path)
     tokens = torch.arange(10).view(2, 5)
     with torch.no_grad():

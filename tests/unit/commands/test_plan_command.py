@@ -47,6 +47,12 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return code, captured.out, captured.err
 
 
+@pytest.fixture(autouse=True)
+def pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines as wide as into a pipe: pytest-xdist sets COLUMNS."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def test_text_folds_layers_and_ranks(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = plan(capsys, folder, "--tp-size", "2", "--context", "8")
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line}
@@ -60,6 +66,23 @@ def test_text_folds_layers_and_ranks(folder: str, capsys: pytest.CaptureFixture[
     assert lines["norm.weight"] == "72 72 whole: the strategy is replicate"
     assert "model.layers.0-3.self_attn: 8 tokens" in out
     assert "rank 1             3/1" in out
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_lines_are_as_wide_as_the_terminal(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.chdir(folder)
+    _, out, _ = plan(capsys, ".", "--tp-size", "5", "--gpu-memory", "1MB")
+    assert max(map(len, out.splitlines())) <= width
+    assert width < 120 or "model.layers.0-3.self_attn: 64 tokens" in out
+    assert out.index("query/KV") < out.index("it fits") < out.index("q_proj.weight"), "the memory comes first"
+    assert cli.main(["plans"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= width  # the last is a path
+    monkeypatch.delenv("COLUMNS")
+    assert max(map(len, plan(capsys, ".", "--tp-size", "5")[1].splitlines())) <= 120  # a pipe
 
 
 def test_layers_that_differ_are_folded_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +220,19 @@ def test_a_picture_gives_every_rank_its_share(folder: str, tmp_path: Path, ranks
         picture.draw(planned, str(tmp_path / "plan.nonsense"))
 
 
+def test_a_picture_cuts_no_input_where_ranks_share_heads(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    llama_config(8, 2, dtype="float32").save_pretrained(tmp_path)
+    planned = plan_memory(survey(str(tmp_path)), 4)
+    (axes,) = picture.compose(planned).axes
+    hatched = [patch for patch in axes.patches if patch.get_hatch()]
+    assert len(hatched) == 4  # k_proj and v_proj have two KV heads, each on two ranks
+    solid = [patch.get_bbox().bounds for patch in axes.patches if not patch.get_hatch()]
+    for patch in hatched:
+        assert patch.get_bbox().bounds in solid  # of the first rank: all of its output features, all of the input
+        assert patch.get_height() == pytest.approx(max(box[3] for box in solid if box[1] == patch.get_y()))
+
+
 # Experts, transposed ones too, latent, interleaved and cross attention, a tower of images.
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "bloom", "t5", "qwen2_vl"])
 def test_there_is_a_picture_of_whatever_there_is_in_a_layer(name: str, tmp_path: Path) -> None:
@@ -217,7 +253,8 @@ def test_words() -> None:
     assert [size(nbytes) for nbytes in (0, 950, 1_250_000, 24 * 10**9)] == ["0", "0.9 kB", "1.2 MB", "24.00 GB"]
 
 
-def test_plans_lists_every_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_lists_every_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # nothing is folded
     assert cli.main(["plans", "--json"]) == 0
     said: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert {name: Path(entry["file"]) for entry in said["plans"] for name in entry["model_types"]} == available_plans()

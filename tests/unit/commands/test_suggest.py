@@ -122,7 +122,7 @@ def test_a_block_that_is_found_wrong_stays_whole() -> None:
     config = unplanned("mpt")
     suggestion = suggest(config)
 
-    def check(given: Any, *, plan: Plan, sizes: tuple[int, ...], grads: bool) -> list[Verdict]:
+    def check(given: Any, *, plan: Plan, sizes: tuple[int, ...], **options: Any) -> list[Verdict]:
         cut = [rule.pattern for rule in plan.rules if rule.strategy_name == "packed_colwise"]
         return [Verdict(2, tuple(f"transformer.{name}: its output differs" for name in cut))]
 
@@ -144,7 +144,10 @@ def test_the_command_writes_a_plan_that_loads(tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "gptj.yaml"
     assert cli.main(["suggest", str(tmp_path / "config.json"), str(out), "--no-verify"]) == 0
     captured = capsys.readouterr()
-    assert captured.err == "gptj has a plan already, gptj.yaml, which auto takes\n"
+    assert captured.err == (
+        "tp-transformers suggest: gptj has a plan already, gptj.yaml, which auto takes\n"
+        "tp-transformers suggest: looking for what reaches what in a small gptj\n"
+    )
     assert "cut    attention  transformer.h.*.attn" in captured.out
     assert "not verified" in captured.out
     plan = Plan.from_yaml(out)

@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, help=f"tokens of each (default {CONTEXT} at most; 0: no KV cache)")
     parser.add_argument("--gpu-memory", metavar="BYTES", help="memory of a rank: 24GB (10^9 bytes), 80GiB (2^30)")
     parser.add_argument("--revision", help="of a model on the Hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code of the repository's own")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--allow-replicated", action="store_true", help="as in from_pretrained")
     parser.add_argument("--png", metavar="FILE", help="draw how one layer is cut")
@@ -36,10 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the shares; returns 1 if the largest does not fit into the memory, else 0."""
+    from .as_json import as_json
     from .dry_load import survey
     from .memory import plan_memory, smallest_size
     from .picture import draw
-    from .report import as_json, as_text
+    from .report import as_text
 
     _check("--tp-size", arguments.tp_size, 1)
     _check("--batch", arguments.batch, 1)
@@ -51,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=_dtype(arguments.dtype),
         revision=arguments.revision,
         packed=arguments.packed,
+        trust_remote_code=arguments.trust_remote_code,
     )
     longest = getattr(found.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or CONTEXT
     context = min(CONTEXT, longest) if arguments.context is None else arguments.context

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ...anatomy.classes import model_class
+from ...anatomy.classes import model_class, read_config
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
 from ...errors import CheckpointError, TensorParallelError, UsageError, describe
@@ -70,6 +70,7 @@ def survey(
     dtype: torch.dtype | str = "auto",
     revision: str | None = None,
     packed: bool = False,
+    trust_remote_code: bool = False,
 ) -> Survey:
     """Look at a model as a load would, and read no weight.
 
@@ -80,6 +81,7 @@ def survey(
         dtype: as `from_pretrained` takes it; where there is only a config that does not say, "auto" is float32.
         revision: of a name on the Hub.
         packed: whether quantised weights stay packed (`tp_dequantize=False`).
+        trust_remote_code: whether code of the repository's own may run.
 
     Raises:
         UsageError: if there is no such model.
@@ -95,17 +97,18 @@ def survey(
     if not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         fix = "Correct the path, or name a model on the Hub (org/name)."
         raise UsageError(describe(name, got="no such folder", expected="one with config.json", fix=fix))
-    kwargs: dict[str, Any] = {"revision": revision, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    kwargs: dict[str, Any] = {**where, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
     kwargs["tp_dequantize"] = not packed
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
+        config = read_config(name, **where)
         has_weights = not os.path.isdir(name) or any(file.endswith(WEIGHTS) for file in os.listdir(name))
         if not has_weights:
             kwargs |= {"config": config, "state_dict": {}}
             kwargs["dtype"] = config.dtype or torch.float32 if dtype == "auto" else dtype
         try:
             with enable():
-                from_pretrained_with(_stop, model_class(config), name if has_weights else None, **kwargs)
+                from_pretrained_with(_stop, model_class(config, **where), name if has_weights else None, **kwargs)
         except _FoundError as found:
             model, plan, request = found.args
         policy = dtype_policy(request.config.dtype_plan)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,8 @@ from .memory import MemoryPlan, Parameter
 
 COLOURS = ("#3f74b8", "#ee9b45", "#56a578", "#c65b52", "#8a72b5", "#d8b840", "#58adc1", "#a37c63")
 """Colours of ranks; more ranks share a colour map."""
+HATCHES = ("////", "\\\\\\\\", "||||", "....")
+"""Hatches of the ranks that hold a part together with the first."""
 WHOLE, FAINT = "#c9ced6", "#666e79"
 ARROW = " \u2192 "
 LONGEST, THINNEST = 2.7, 0.1
@@ -103,7 +106,10 @@ def compose(planned: MemoryPlan) -> Any:
     right = max(right, 1.7 * (len(entries) + 1), 6.0)
     name = os.path.basename(os.path.normpath(planned.survey.name))
     axes.text(0, 1.02, f"{name} on {planned.size} rank{'s' * (planned.size > 1)}: {layer}", size=15, weight="bold")
-    scale = f"height: input features; width: output features; to scale up to {LONGEST * unit:.0f}; thin lines: heads"
+    scale = (
+        f"height: input features; width: output features; to scale up to {LONGEST * unit:.0f}; thin lines: heads; "
+        "hatched: held by several ranks"
+    )
     axes.text(0, 0.74, scale, size=9, color=FAINT)
     handles = [*entries, Patch(color=WHOLE, label="every rank, whole")]
     where = {"loc": "center left", "bbox_to_anchor": (-0.1, 0.4), "bbox_transform": axes.transData}
@@ -165,7 +171,7 @@ def _matrix(planned: MemoryPlan, parameter: Parameter, label: str, owner: str, t
 
 
 def _draw_shards(axes: Any, weight: Weight, colours: list[Any], box: tuple[float, float, float, float]) -> None:
-    """Each rank's shard in its colour; a part that several ranks hold has a stripe of each."""
+    """Each rank's shard in its colour; a part that several ranks hold is hatched with those of the others."""
     x, y, width, height = box
     parameter = weight.parameter
     if parameter.layout is None or parameter.whole_because is not None:
@@ -180,19 +186,17 @@ def _draw_shards(axes: Any, weight: Weight, colours: list[Any], box: tuple[float
     side, heads = width if weight.by_column else height, parameter.heads or 1
     edge = min(1.6, 14 * side * min(stop - start for start, stop in holders) / split.length)
     for (start, stop), ranks in holders.items():
-        for stripe, rank in enumerate(ranks):
-            along, across = (
-                (start / split.length, stop / split.length),
-                (stripe / len(ranks), (stripe + 1) / len(ranks)),
-            )
-            (left, end), (upper, lower) = (along, across) if weight.by_column else (across, along)
-            wide, high = (end - left) * width, (lower - upper) * height
-            corner = (x + left * width, y + (1 - lower) * height)
-            style = {"color": colours[rank], "edgecolor": "white", "linewidth": edge}
-            axes.bar(corner[0], high, wide, corner[1], align="edge", **style)
-            if wide > 0.02 + 0.09 * len(str(rank)) and high > 0.11:
-                middle = (corner[0] + wide / 2, corner[1] + high / 2)
-                axes.text(*middle, rank, size=9.5, weight="bold", color="white", ha="center", va="center")
+        left, end = start / split.length, stop / split.length
+        corner = (x + left * width, y) if weight.by_column else (x, y + (1 - end) * height)
+        wide, high = ((end - left) * width, height) if weight.by_column else (width, (end - left) * height)
+        where = {"x": corner[0], "height": high, "width": wide, "bottom": corner[1], "align": "edge"}
+        axes.bar(**where, color=colours[ranks[0]], edgecolor="white", linewidth=edge)
+        for rank, hatch in zip(ranks[1:], cycle(HATCHES), strict=False):  # all of them hold all of it
+            axes.bar(**where, color="none", edgecolor=colours[rank], hatch=hatch, linewidth=0)
+        label = ", ".join(map(str, ranks))
+        if wide > 0.02 + 0.09 * len(label) and high > 0.11:
+            middle = (corner[0] + wide / 2, corner[1] + high / 2)
+            axes.text(*middle, label, size=9.5, weight="bold", color="white", ha="center", va="center")
     places = [head / heads for head in range(1, heads)]
     thin = {"color": "white", "linewidth": min(0.45, 8 * side / heads)}
     if weight.by_column:

@@ -1,4 +1,4 @@
-"""Each rank's share of a model as JSON, and as lines for a reader."""
+"""Each rank's share of a model as lines for a reader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ...anatomy.names import folded, layer_number
 from ...plans.catalogue import available_plans
-from ...text import columns, size, spans
+from ...text import columns, fold, size, spans, terminal_width
 from .dry_load import Survey
 from .memory import MOST_RANKS, MemoryPlan, Parameter
 
@@ -21,112 +21,57 @@ Tree = dict[str, Any]
 _NO_CELLS = ("", "", "")
 
 
-def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> dict[str, Any]:
-    """All there is to know; `version` changes where a key changes its meaning, or goes."""
-    found, ranks = planned.survey, range(planned.size)
-    stock = found.stock
-    return {
-        "version": 1,
-        "model": found.name,
-        "class": type(found.model).__name__,
-        "model_type": found.model.config.model_type,
-        "dtype": _name(found.model.dtype),
-        "plan": found.plan.source,
-        "tp_size": planned.size,
-        "checkpoint": stock
-        and {
-            "files": stock.files,
-            "bytes": stock.nbytes,
-            "bytes_read": stock.bytes_read,
-            "missing": list(stock.missing),
-            "unexpected": list(stock.unexpected),
-            "tied_but_both_stored": [list(pair) for pair in stock.twice],
-            "read_whole": list(stock.read_whole),
-        },
-        "parameters": [
-            {
-                "name": parameter.name,
-                "tied": list(parameter.tied),
-                "shape": list(parameter.shape),
-                "dtype": _name(parameter.dtype),
-                "strategy": parameter.strategy,
-                "whole_because": parameter.whole_because,
-                "dim": None if parameter.layout is None else parameter.layout.dim,
-                "ranges": None if parameter.layout is None else parameter.layout.split.ranges,
-                "local_shapes": [parameter.local_shape(rank) for rank in ranks],
-                "bytes": parameter.local_bytes(planned.size),
-            }
-            for parameter in planned.parameters
-        ],
-        "attention": [
-            {
-                "name": heads.name,
-                "query_heads": heads.whole[0],
-                "kv_heads": heads.whole[1],
-                "local_query_heads": [query for query, _ in heads.ranks],
-                "local_kv_heads": [kv for _, kv in heads.ranks],
-            }
-            for heads in planned.heads
-        ],
-        "kv_cache": {
-            "batch": planned.batch,
-            "context": planned.context,
-            "dtype": _name(found.model.dtype),
-            "layers": [
-                {"attention": cached.name, "tokens": cached.tokens, "bytes": cached.nbytes} for cached in planned.cached
-            ],
-            "states": [{"mixer": states.name, "bytes": states.nbytes} for states in planned.states],
-        },
-        "ranks": [
-            {
-                "rank": rank,
-                "parameter_bytes": planned.parameter_bytes[rank],
-                "buffer_bytes": planned.buffer_bytes,
-                "kv_cache_bytes": planned.cache_bytes[rank],
-                "total_bytes": planned.total_bytes[rank],
-            }
-            for rank in ranks
-        ],
-        "notes": list(planned.notes),
-        "gpu_memory": memory,
-        "fits": None if memory is None else max(planned.total_bytes) <= memory,
-        "smallest_tp_size": smallest,
-    }
-
-
 def as_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> str:
-    """The report for a reader."""
-    return "\n".join(_report(planned, memory, smallest))
+    """The report for a reader, as wide as the terminal: what it takes, and then how the model is cut."""
+    width = terminal_width()
+    titles = ("", "whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
+    parts = [
+        _head(planned),
+        [*columns(table(planned), right=True, width=width), *_verdict(planned, memory, smallest)],
+        _caches(planned),
+        columns([titles, *tree(planned)], width=width),
+        (f"{_WHOLE}{line}" for line in (whole_lines(planned) if planned.size > 1 else ())),
+    ]
+    folded = [[part for line in lines for part in _fold(line, width)] for lines in parts]
+    return "\n\n".join("\n".join(lines) for lines in folded if lines)
 
 
-def _report(planned: MemoryPlan, memory: int | None, smallest: int | None) -> Iterator[str]:
+_WHOLE = "whole on every rank  "
+
+
+def _fold(line: str, width: int) -> list[str]:
+    """A line as several, of which later ones stand below the second column of the first."""
+    column = re.match(r"\s*\S+(?: \S+)*\s{2,}", line) or re.match(r"\s*", line)
+    assert column is not None
+    return fold(line, width, column.end() or 2)
+
+
+def _head(planned: MemoryPlan) -> Iterator[str]:
     found = planned.survey
-    what = f"{type(found.model).__name__} ({found.model.config.model_type}) in {_name(found.model.dtype)}"
+    what = f"{type(found.model).__name__} ({found.model.config.model_type}) in {dtype_name(found.model.dtype)}"
     yield f"{found.name}: {what} on {_counted(planned.size, 'rank')}"
     shipped = found.plan.source in map(str, available_plans().values())
     yield f"plan        {'model_plans/' + os.path.basename(found.plan.source) if shipped else found.plan.source}"
     yield from _checkpoint(found)
     yield from (f"note        {note}" for note in planned.notes)
-    yield ""
-    titles = ("", "whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
-    yield from columns([titles, *tree(planned)])
-    yield ""
-    yield from (f"whole on every rank  {line}" for line in (whole_lines(planned) if planned.size > 1 else ()))
-    if planned.cached:
-        sequences = f"{_counted(planned.batch, 'sequence')} of {_counted(planned.context, 'token')}"
-        yield f"KV cache of {sequences} in {_name(found.model.dtype)}"
-        yield from (f"  {line}" for line in cache_lines(planned))
-    yield from state_lines(planned)
-    yield ""
-    yield from columns(table(planned), right=True)
+
+
+def _verdict(planned: MemoryPlan, memory: int | None, smallest: int | None) -> Iterator[str]:
     yield "not counted: activations, a long prompt while it is read, and what the GPU's runtime keeps for itself"
     if memory is not None:
         fullest = max(planned.total_bytes)
         verdict = "it fits" if fullest <= memory else "it does not fit"
-        yield ""
         yield f"{verdict}: the fullest rank holds {size(fullest)} of {size(memory)} ({fullest / memory:.0%})"
         answer = _counted(smallest, "rank") if smallest else f"none up to {MOST_RANKS} ranks"
         yield f"the smallest number of ranks that fits: {answer}"
+
+
+def _caches(planned: MemoryPlan) -> Iterator[str]:
+    if planned.cached:
+        sequences = f"{_counted(planned.batch, 'sequence')} of {_counted(planned.context, 'token')}"
+        yield f"KV cache of {sequences} in {dtype_name(planned.survey.model.dtype)}"
+        yield from (f"  {line}" for line in cache_lines(planned))
+    yield from state_lines(planned)
 
 
 def _checkpoint(found: Survey) -> Iterator[str]:
@@ -290,5 +235,6 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, as configs have it."""
     return str(dtype).removeprefix("torch.")

@@ -5,19 +5,26 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from ...errors import UsageError
-from ...ranks.launch import torchrun
+from ..run.start import start
+from .ports import bound
 
 SUMMARY = "serve a model on N ranks of this machine, by transformers' own OpenAI-compatible server"
 EXAMPLE = "tp-transformers serve HuggingFaceTB/SmolLM2-135M-Instruct -n 2 --port 8000"
+
+
+HOST, PORT = "localhost", 8000
+"""Defaults of transformers' server."""
 
 
 def configure(parser: argparse.ArgumentParser, passes_on_to: str = "transformers serve") -> None:
     """Add the model and its ranks; `passes_on_to` is the command that takes all other options."""
     parser.add_argument("model", help="a folder or a name on the Hub")
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks share the model")
+    parser.add_argument("--verbose", action="store_true", help="all that torchrun and every rank print of an error")
     parser.set_defaults(options=[])
     parser.epilog = f"All other options are those of `{passes_on_to}`. {parser.epilog}"
 
@@ -34,8 +41,23 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal, or until a rank fails; returns torchrun's exit code."""
+    """Serve until a signal, or until a rank fails; returns the exit code of the first rank that failed.
+
+    Raises UsageError where the port is in use, before anything is loaded.
+    """
     check(arguments)
+    for each in bound(*address(arguments.options)):
+        each.close()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks end, too
     program = ["-m", f"{__package__}.rank", arguments.model, *arguments.options]
-    return torchrun(program, ranks=arguments.ranks)
+    # Ctrl-C ends the ranks through this process: each by itself would print where it was.
+    return start(program, ranks=arguments.ranks, command="serve", verbose=arguments.verbose, hears_terminal=False)
+
+
+def address(options: Sequence[str]) -> tuple[str, int]:
+    """The host and the port among the options of `transformers serve`."""
+    parser = argparse.ArgumentParser("tp-transformers serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default=HOST)
+    parser.add_argument("--port", type=int, default=PORT)
+    known, _ = parser.parse_known_args(options)
+    return known.host, known.port

@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -20,35 +23,65 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBGenerateManager
 
+from ...errors import UsageError
 from ...loading.hook import enable
 from ...patches import replace
 from ...ranks.launch import end_with_parent
+from ..run.errors import keep_errors
+from .ports import bound
 
 CPU_MEMORY = 0.1
 """Share of the memory that is free on a CPU, for the caches of all ranks; transformers would take all, on each."""
+
+STOP = 5.0
+"""Seconds in which the ranks end a batch."""
 
 _SETTINGS = "tp_transformers/serve"
 """Key of the settings in the store; empty where there was no request."""
 
 
-def serve(model: Any, name: str, options: Sequence[str]) -> None:
-    """Run transformers' server until it is told to stop."""
+def read_options(name: str, options: Sequence[str]) -> Any:
+    """A context of typer's: the options of `transformers serve`. Raises UsageError on one that it does not know."""
     import typer  # transformers brings it for its own command line
+
+    app = typer.Typer(add_completion=False)
+    app.command()(Serve)
+    try:
+        return typer.main.get_command(app).make_context("serve", [name, "--continuous-batching", *options])
+    except Exception as error:
+        told = getattr(error, "format_message", None)
+        if told is None:
+            raise
+        fix = "See `transformers serve --help`."
+        raise UsageError("options of the server", got=told(), expected="those of transformers", fix=fix) from None
+
+
+def serve(model: Any, name: str, asked: Any, sockets: list[socket.socket]) -> None:
+    """Run transformers' server on `sockets` until it is told to stop; `asked` is the context of its options."""
+    server: Any = import_module("uvicorn").Server
 
     def init(original: Any, self: Any, model: Any, gen_config: Any) -> None:
         if self._cb is None and dist.is_initialized():
             _store().set(_SETTINGS, pickle.dumps((gen_config, self._cb_config)))
         original(self, model, gen_config)
+        managers.append(self)
 
+    managers: list[Any] = []
+    served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": name.rpartition("/")[0]}
     replace(ModelManager, "_load_model", lambda original, self, *args, **kwargs: model)
+    replace(ModelManager, "get_gen_models", lambda original, *args, **kwargs: [served])  # others are in the Hub's cache
     replace(CBGenerateManager, "init_cb", init)
-    if model.device.type == "cpu" and not any(option.startswith(("--cb-num", "--cb-max-memory")) for option in options):
-        options = [*options, "--cb-max-memory-percent", str(CPU_MEMORY / model.tp_size)]
-    app = typer.Typer(add_completion=False)
-    app.command()(Serve)
+    replace(server, "run", lambda original, self: original(self, sockets=sockets))
+    limits = ("cb_num_blocks", "cb_max_memory_percent")
+    if model.device.type == "cpu" and all(asked.params[limit] is None for limit in limits):
+        asked.params["cb_max_memory_percent"] = CPU_MEMORY / model.tp_size
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # uvicorn raises it again once it has ended
     try:
-        app([name, "--continuous-batching", *options], standalone_mode=False)
+        with suppress(SystemExit), asked:
+            asked.command.invoke(asked)
     finally:
+        for manager in managers:  # the ranks that follow end with it
+            manager._cb.stop(timeout=STOP, hard_stop=True)
         if dist.is_initialized() and not _store().check([_SETTINGS]):
             _store().set(_SETTINGS, b"")
 
@@ -78,15 +111,21 @@ def _store() -> Any:
 def main(arguments: Sequence[str]) -> int:
     name, *options = arguments
     end_with_parent(signal.SIGKILL)
+    asked = read_options(name, options)
+    is_first = os.environ["RANK"] == "0"
+    sockets = bound(asked.params["host"], asked.params["port"]) if is_first else []  # before a load, which takes long
     enable()
-    model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
-    if model.tp_group.rank:
+    model = AutoModelForCausalLM.from_pretrained(
+        name, tp_plan="auto", trust_remote_code=asked.params["trust_remote_code"]
+    )
+    if not is_first:
         return follow(model)
-    serve(model, name, options)
+    serve(model, name, asked, sockets)
     return 0
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    with keep_errors():
+        code = main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)  # a thread may wait for a rank that has ended

@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--packed", action="store_true", help="quantised weights stay packed (tp_dequantize=False)")
     parser.add_argument("--allow-replicated", action="store_true", help="as in from_pretrained")
     parser.add_argument("--revision", help="a branch, tag or commit of a name on the Hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code of the repository's own")
     parser.add_argument("--stream", action="store_true", help="read a name on the Hub without storing its files")
 
 
@@ -38,10 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
         size=arguments.tp_size,
         plan=arguments.plan,
         show_progress=sys.stderr.isatty(),
+        tell=arguments.tell,
         dtype=arguments.dtype,
         tp_stream=arguments.stream,
         tp_dequantize=not arguments.packed,
         allow_replicated=arguments.allow_replicated,
+        trust_remote_code=arguments.trust_remote_code,
         **where,
     )
     for file in manifest.files:

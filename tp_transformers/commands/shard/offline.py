@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ...anatomy.classes import known_class, read_config
+from ...anatomy.classes import model_class, read_config
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
 from ...checkpoint.hub.fetch import fetch
@@ -79,6 +79,7 @@ def shard_checkpoint(
     size: int,
     plan: Plan | str = "auto",
     show_progress: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
     **arguments: Any,
 ) -> Manifest:
     """Write the files of `save_sharded(folder)` on `size` ranks that have loaded `name`, and the tokenizer's.
@@ -89,6 +90,7 @@ def shard_checkpoint(
         size: the number of ranks.
         plan: `tp_plan` of `from_pretrained`.
         show_progress: True for a progress bar on stderr.
+        tell: called with a line before the files are written.
         **arguments: others of `from_pretrained`: dtype, revision, subfolder, token, tp_stream, ...
 
     Raises:
@@ -101,9 +103,10 @@ def shard_checkpoint(
     folder = Path(folder)
     work = _Work(folder, size, show_progress)
     where = {key: arguments[key] for key in _WHERE if key in arguments}
-    kind: Any = known_class(read_config(name, **where)) or AutoModelForCausalLM  # of a repository's own code
+    kind = model_class(read_config(name, **where), **where)
     with SaveFolder(folder) as place:
         refuse_ordinary_weights(folder)
+        tell(f"cutting {name} for {size} rank{'s' * (size > 1)}, one parameter after the other")
         try:
             # 1. Every rank's file.
             with enable():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT.yaml", help="where the plan is written")
     parser.add_argument("--tp-size", type=int, default=2, metavar="N", help="ranks to prove it on (default: 2)")
     parser.add_argument("--no-verify", action="store_true", help="write it unproven")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code of the repository's own")
     parser.add_argument("--force", action="store_true", help="overwrite OUT.yaml")
 
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the plan and report on it; returns 1 if it shards nothing, or is not proven."""
     from transformers.utils import logging
 
-    from ...anatomy.classes import read_config
+    from ...anatomy.classes import own_class, read_config
     from ...infer.suggestion import suggest
     from ...plans.catalogue import available_plans
     from ...plans.rules import Plan
@@ -43,13 +43,15 @@ def run(arguments: argparse.Namespace) -> int:
     if not out.parent.is_dir():
         raise UsageError(describe(str(out), got="no such folder", expected="one that is there", fix="See its path."))
     logging.disable_progress_bar()
-    config = read_config(arguments.model)
+    where = {"trust_remote_code": arguments.trust_remote_code}
+    config = read_config(arguments.model, **where)
     known = available_plans().get(config.model_type)
     if known is not None:
-        print(f"{config.model_type} has a plan already, {known.name}, which auto takes", file=sys.stderr)
-    suggestion, verdict = suggest(config, size=size), None
+        arguments.tell(f"{config.model_type} has a plan already, {known.name}, which auto takes")
+    arguments.tell(f"looking for what reaches what in a small {config.model_type}")
+    suggestion, verdict = suggest(config, size=size, cls=own_class(config, **where)), None
     if not arguments.no_verify:
-        suggestion, verdict = prove(suggestion, config, size, tell=lambda line: print(line, file=sys.stderr))
+        suggestion, verdict = prove(suggestion, config, size, tell=arguments.tell, **where)
     out.write_text(suggestion.text(_proven(size, verdict)), encoding="utf-8")
     Plan.from_yaml(out)
     print("\n".join(suggestion.report(size)))

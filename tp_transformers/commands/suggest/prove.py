@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -21,6 +22,7 @@ def prove(
     *,
     check: Callable[..., list[Verdict]] = verify,
     tell: Callable[[str], None] = lambda line: None,
+    **options: Any,
 ) -> tuple[Suggestion, Verdict]:
     """A suggestion that verify proves, and its verdict.
 
@@ -28,11 +30,12 @@ def prove(
 
     Args:
         check: a function like `verify`.
-        tell: called with a line about every try that failed.
+        tell: called with a line about each step, and about every try that failed.
+        options: others of `check`.
     """
     for tried in range(TRIES + 1):
         try:
-            verdict = check(config, plan=suggestion.plan, sizes=(size,), grads=True)[0]
+            verdict = check(config, plan=suggestion.plan, sizes=(size,), grads=True, tell=tell, **options)[0]
         except TensorParallelError as error:
             if not suggestion.blocks:
                 raise

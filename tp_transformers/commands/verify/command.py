@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grads", action="store_true", help="compare gradients too")
     parser.add_argument("--seed", type=int, default=0, help="of the small model's weights (default: 0)")
     parser.add_argument("--allow-replicated", action="store_true", help="as in from_pretrained")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code of the repository's own")
     parser.add_argument("--json", action="store_true", help="print one JSON object a size")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for the ranks of a size (default: 600)")
 
@@ -48,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
         timeout=arguments.timeout,
         allow_replicated=arguments.allow_replicated,
         seed=arguments.seed,
+        trust_remote_code=arguments.trust_remote_code,
+        tell=arguments.tell,
     )
     for verdict in verdicts:
         print(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}) if arguments.json else summary(verdict))

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.classes import model_class, read_config
+from ...anatomy.classes import model_class, own_class, read_config
 from ...checkpoint.quantization.find import take_quantization
 from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError, describe
 from ...infer.small import model as probe
 from ...infer.small.config import meta_model, one_line, shrink, supported
 from ...infer.small.inputs import untried
 from ...infer.suggestion import suggest
-from ...loading.choose_plan import auto_plan, read_plan
+from ...loading.choose_plan import NamedPlan, auto_plan, read_plan
 from ...plans.bind import Resolution, resolve
 from ...plans.catalogue import available_plans
 from ...plans.rules import Plan
@@ -78,6 +78,8 @@ def verify(
     allow_replicated: bool = False,
     seed: int = 0,
     launch: Launch | None = None,
+    trust_remote_code: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[Verdict]:
     """Compare tensor parallelism on `sizes` ranks with one process, in fp64 on CPUs; returns a verdict for each size.
 
@@ -90,6 +92,8 @@ def verify(
         allow_replicated: as in `from_pretrained`.
         seed: of the small model's weights.
         launch: starts the ranks of a size, each of which calls `run_rank`; None for torchrun.
+        trust_remote_code: whether code of a repository's own may run.
+        tell: called with a line about each step that takes long.
 
     Raises:
         UsageError: if there is no such config, or a size is not positive.
@@ -99,15 +103,19 @@ def verify(
     """
     if not sizes or min(sizes) < 1:
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
-    config = copy.deepcopy(config) if isinstance(config, PretrainedConfig) else read_config(config)
+    where = {"trust_remote_code": trust_remote_code}
+    config = copy.deepcopy(config) if isinstance(config, PretrainedConfig) else read_config(config, **where)
     quantization = take_quantization(config, None)
     title = None if quantization is None else quantization.format.title
     in_floats = None if title is None else f"without its {title}: a load cuts quantised weights as others"
-    cls, small = model_class(config), shrink(config)
+    own = own_class(config, **where)
+    cls, small = own or model_class(config), shrink(config, own)
     true, model = meta_model(cls, config), meta_model(cls, small)
     given = read_plan("auto" if plan is None else plan)
     if given == "infer":
-        given = suggest(config, size=max(2, *sizes)).plan
+        given = suggest(config, size=max(2, *sizes), cls=cls).plan
+    if isinstance(given, NamedPlan):
+        given = given.plan(true, quietly=True)
     chosen = given if isinstance(given, Plan) else auto_plan(true, quietly=True)
     verdicts: dict[int, Verdict] = {}
     resolutions: dict[int, Resolution] = {}
@@ -130,8 +138,11 @@ def verify(
             raise UnsupportedError(describe(chosen.source, got=got, expected=expected, fix=fix)) from error
     if resolutions:
         with tempfile.TemporaryDirectory(prefix="tp-verify-") as scratch:
+            count = sum(param.numel() for param in model.parameters())
+            tell(f"one process computes with a small {config.model_type} of {count:,} parameters")
             proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout, seed, launch or with_torchrun)
             for size, resolution in resolutions.items():
+                tell(f"{size} rank{'s' * (size > 1)} compute{'s' * (size == 1)} the same")
                 verdicts[size] = proof.run(model, resolution, verdicts[size])
     return [verdicts[size] for size in sizes]
 

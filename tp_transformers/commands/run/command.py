@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 
-from ..errors import UsageError
-from ..ranks.launch import torchrun
+from ...errors import UsageError
+from .start import start
+
+NUMA = "TP_TRANSFORMERS_NUMA"
+"""Environment variable of a rank that tells it to keep to the cores of one NUMA node: `auto`."""
 
 SUMMARY = "run a script, unedited, on N ranks of this machine, with the hook on"
 EXAMPLE = "tp-transformers run -n 2 generate.py --prompt 'The sky is'"
@@ -14,16 +17,25 @@ EXAMPLE = "tp-transformers run -n 2 generate.py --prompt 'The sky is'"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks share the model")
+    parser.add_argument("--verbose", action="store_true", help="all that torchrun and every rank print of an error")
+    parser.add_argument(
+        "--numa",
+        choices=("auto", "off"),
+        default="auto",
+        help="auto (default): on several NUMA nodes without a GPU, each rank keeps to the cores of one",
+    )
     parser.add_argument("script", help="a Python script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script; returns torchrun's exit code."""
+    """Run the script; returns 0, or the exit code of the rank that failed first."""
     if arguments.ranks < 1:
         raise UsageError("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks.")
     if not os.path.isfile(arguments.script):
         raise UsageError(
             f"script {arguments.script}", got="no such file", expected="a Python script", fix="See its path."
         )
-    return torchrun(["-m", "tp_transformers", arguments.script, *arguments.args], ranks=arguments.ranks)
+    program = ["-m", "tp_transformers", arguments.script, *arguments.args]
+    os.environ[NUMA] = arguments.numa
+    return start(program, ranks=arguments.ranks, command="run", verbose=arguments.verbose)

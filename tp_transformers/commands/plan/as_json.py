@@ -1,0 +1,81 @@
+"""Each rank's share of a model as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .memory import MemoryPlan
+from .report import dtype_name
+
+
+def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> dict[str, Any]:
+    """All there is to know; `version` changes where a key changes its meaning, or goes."""
+    found, ranks = planned.survey, range(planned.size)
+    stock = found.stock
+    return {
+        "version": 1,
+        "model": found.name,
+        "class": type(found.model).__name__,
+        "model_type": found.model.config.model_type,
+        "dtype": dtype_name(found.model.dtype),
+        "plan": found.plan.source,
+        "tp_size": planned.size,
+        "checkpoint": stock
+        and {
+            "files": stock.files,
+            "bytes": stock.nbytes,
+            "bytes_read": stock.bytes_read,
+            "missing": list(stock.missing),
+            "unexpected": list(stock.unexpected),
+            "tied_but_both_stored": [list(pair) for pair in stock.twice],
+            "read_whole": list(stock.read_whole),
+        },
+        "parameters": [
+            {
+                "name": parameter.name,
+                "tied": list(parameter.tied),
+                "shape": list(parameter.shape),
+                "dtype": dtype_name(parameter.dtype),
+                "strategy": parameter.strategy,
+                "whole_because": parameter.whole_because,
+                "dim": None if parameter.layout is None else parameter.layout.dim,
+                "ranges": None if parameter.layout is None else parameter.layout.split.ranges,
+                "local_shapes": [parameter.local_shape(rank) for rank in ranks],
+                "bytes": parameter.local_bytes(planned.size),
+            }
+            for parameter in planned.parameters
+        ],
+        "attention": [
+            {
+                "name": heads.name,
+                "query_heads": heads.whole[0],
+                "kv_heads": heads.whole[1],
+                "local_query_heads": [query for query, _ in heads.ranks],
+                "local_kv_heads": [kv for _, kv in heads.ranks],
+            }
+            for heads in planned.heads
+        ],
+        "kv_cache": {
+            "batch": planned.batch,
+            "context": planned.context,
+            "dtype": dtype_name(found.model.dtype),
+            "layers": [
+                {"attention": cached.name, "tokens": cached.tokens, "bytes": cached.nbytes} for cached in planned.cached
+            ],
+            "states": [{"mixer": states.name, "bytes": states.nbytes} for states in planned.states],
+        },
+        "ranks": [
+            {
+                "rank": rank,
+                "parameter_bytes": planned.parameter_bytes[rank],
+                "buffer_bytes": planned.buffer_bytes,
+                "kv_cache_bytes": planned.cache_bytes[rank],
+                "total_bytes": planned.total_bytes[rank],
+            }
+            for rank in ranks
+        ],
+        "notes": list(planned.notes),
+        "gpu_memory": memory,
+        "fits": None if memory is None else max(planned.total_bytes) <= memory,
+        "smallest_tp_size": smallest,
+    }

@@ -1,0 +1,92 @@
+"""The errors of ranks, each kept in a file, so that one error of all ranks is printed once."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ...errors import RemoteRankError, error_text
+from ...text import spans
+
+FOLDER = "TP_TRANSFORMERS_ERRORS"
+"""Environment variable with the folder of errors; without it, each rank prints its own."""
+_CODES = "codes.json"
+_OURS = {runpy.__file__, "<frozen runpy>", str(Path(__file__).parents[2] / "__main__.py"), __file__}
+"""Files of the frames between Python and a script."""
+
+
+@contextmanager
+def keep_errors() -> Iterator[None]:
+    """Let an error that ends this rank go to a file in place of stderr, where the launcher wants it so."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        yield
+        return
+
+    def keep(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            return
+        while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in _OURS:
+            trace = trace.tb_next
+        try:
+            _write(folder, error_text(error), "".join(traceback.format_exception(kind, error, trace)))
+        except OSError:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = keep  # stays: it is called after this block
+    try:
+        yield
+    except SystemExit as ended:
+        if not isinstance(ended.code, str):
+            raise
+        _write(folder, ended.code, f"{ended.code}\n")
+        raise SystemExit(1) from None
+
+
+def _write(folder: str, text: str, trace: str) -> None:
+    path = Path(folder, f"{os.environ.get('RANK', '0')}.part")
+    path.write_text(json.dumps([text, trace]), encoding="utf-8")
+    path.replace(path.with_suffix(".rank"))
+
+
+def keep_codes(codes: Mapping[int, int]) -> None:
+    """Keep the exit codes of the ranks that failed first; a signal's is below 0."""
+    Path(os.environ[FOLDER], _CODES).write_text(json.dumps(dict(codes)), encoding="utf-8")
+
+
+def told(folder: Path, command: str) -> Iterator[str]:
+    """Lines about the errors in a folder: the traceback of the first rank that failed by itself; others in a line."""
+    errors = {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.rank"))}
+    codes = folder / _CODES
+    ended: dict[Any, int] = json.loads(codes.read_text()) if codes.exists() else {}
+    alike: dict[str, list[int]] = {}
+    for rank in sorted(errors):
+        alike.setdefault(errors[rank][0], []).append(rank)
+    own = {text: ranks for text, ranks in alike.items() if not text.startswith(f"{RemoteRankError.__name__}: ")}
+    subject = f"tp-transformers {command}"
+    for number, (text, ranks) in enumerate((own or alike).items()):
+        if number == 0:
+            yield errors[ranks[0]][1].rstrip()
+        said = "this error" if number == 0 else text.splitlines()[0] if text else "an error"
+        yield f"{subject}: {_ranks(ranks)} ended with {said}"
+    silent: dict[str, list[int]] = {}
+    for rank, code in ended.items():
+        if int(rank) not in errors and code != -signal.SIGTERM:  # by which torchrun ends the others
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            silent.setdefault(how, []).append(int(rank))
+    yield from (f"{subject}: {_ranks(sorted(ranks))} ended {how}" for how, ranks in silent.items())
+    if len(own or alike) > 1 or (errors and silent):
+        yield f"{subject}: --verbose prints every rank's own traceback"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"

@@ -1,0 +1,45 @@
+"""The port of a server, taken before a model is loaded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+from ...errors import UsageError
+
+
+def bound(host: str, port: int) -> list[socket.socket]:
+    """A socket for each address of `host`, bound to `port`, that listens to nobody yet.
+
+    Raises UsageError where the port is in use, or the host is none of this machine.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        if not 0 <= port < 1 << 16:  # which getaddrinfo would fold
+            raise OSError("no number of a port")
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, place in dict.fromkeys(found):
+            try:
+                made = socket.socket(family, kind, protocol)
+            except OSError:  # no IPv6
+                continue
+            sockets.append(made)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of a server that has just ended
+            if family == socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                made.bind(place)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL or len(found) == 1:
+                    raise
+                sockets.pop().close()
+        if not sockets:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    except OSError as error:
+        for each in sockets:
+            each.close()
+        told = (getattr(error, "strerror", None) or str(error)).lower()
+        fix = "Give another with --port, or end the process that has it."
+        raise UsageError(f"port {port} of {host}", got=told, expected="a free one", fix=fix) from None
+    return sockets
