@@ -9,7 +9,7 @@ RELEASE_TESTS := tests/unit/plans tests/unit/commands tests/unit/test_anatomy.py
 FUZZ_TESTS := $(wildcard tests/unit/*/test_*_fuzz.py tests/distributed/*/test_*_fuzz.py)
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all matrix proofs fuzz bench lint versions clean
+.PHONY: demo test test-all matrix proofs fuzz bench lint versions optimizers clean
 
 demo: $(VENV)/ready
 	$(PY) -m benchmarks.demo --ranks $(RANKS)
@@ -56,6 +56,13 @@ versions: $(VERSIONS:%=$(VENV)/transformers-%)
 
 $(VENV)/transformers-%: $(VENV)/ready
 	$(PY) -m pip install --quiet --target $@ transformers==$*
+
+# Every value of Trainer's `optim` whose package there is, against one process: prints what comes of each.
+optimizers: $(VENV)/optimizers
+	OPTIMIZERS=1 PYTHONPATH=$< $(PY) -m pytest -s tests/distributed/training/test_optimizers.py
+
+$(VENV)/optimizers: $(VENV)/ready
+	$(PY) -m pip install --quiet --no-deps --target $@ bitsandbytes torchao galore-torch apollo-torch grokadamw lomo-optim
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -6,6 +6,8 @@ environment, it sets the level of the package's logger.
 
 from __future__ import annotations
 
+import atexit
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from .loading.hook import disable, enable
     from .model.clip import clip_grad_norm_
     from .model.failures import fail_together, renew_process_group
-    from .model.optimizer_groups import parameter_groups
+    from .model.optimizers.groups import parameter_groups
     from .model.parallelize import is_tensor_parallel
     from .model.same_inputs import check_inputs
     from .plans.rule import Attention, Rule
@@ -97,7 +99,7 @@ _HOMES = {
     "errors": "CheckpointError MeshError PlanError RemoteRankError TensorParallelError UnsupportedError",
     "loading.hook": "disable enable",
     "model.failures": "fail_together renew_process_group",
-    "model.optimizer_groups": "parameter_groups",
+    "model.optimizers.groups": "parameter_groups",
     "model.parallelize": "is_tensor_parallel",
     "model.same_inputs": "check_inputs",
     "plans.rule": "Attention Rule",
@@ -119,6 +121,13 @@ def __getattr__(name: str) -> object:
     found: object = getattr(import_module(f".{_MODULES.get(name, 'strategies')}", __name__), name)
     globals()[name] = found
     return found
+
+
+@atexit.register
+def _tell_of_no_hook() -> None:
+    """Say that `enable()` was forgotten, where a model of transformers shows it."""
+    if "transformers.modeling_utils" in sys.modules:
+        import_module(".loading.forgotten", __name__).tell_of_no_hook()
 
 
 def __dir__() -> list[str]:

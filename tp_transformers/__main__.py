@@ -11,6 +11,9 @@ import sys
 
 from .commands.cli import COMMANDS
 from .commands.cli import main as run_command
+from .commands.run.command import NUMA
+from .commands.run.errors import keep_errors
+from .ranks.numa import bind_rank
 
 USAGE = """usage: torchrun --nproc-per-node N -m tp_transformers (script.py | -m module) [args ...]
        python -m tp_transformers COMMAND ..., also named tp-transformers; see its --help"""
@@ -31,16 +34,19 @@ def main(argv: list[str]) -> None:
     if not is_module and not os.path.isfile(argv[0]):
         print(f"tp_transformers: no script and no command {argv[0]!r}\n{USAGE}", file=sys.stderr)
         sys.exit(2)
+    if os.environ.get(NUMA) == "auto":
+        bind_rank()
     from . import enable  # here, since it imports torch
 
     enable()
-    if is_module:
-        sys.argv = argv[1:]
-        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = argv
-        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
-        runpy.run_path(argv[0], run_name="__main__")
+    with keep_errors():
+        if is_module:
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+            runpy.run_path(argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

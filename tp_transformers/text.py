@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 
 def size(nbytes: int) -> str:
@@ -22,11 +24,57 @@ def spans(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def columns(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
-    """A line for each row, with cells below each other; with `right`, all but the first are aligned to the right."""
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+PIPED = 120
+"""Columns of text that goes to no terminal, unless COLUMNS says otherwise."""
+_NARROWEST = 12
+"""Characters of a column of a table, at least, where words are broken."""
+
+
+def terminal_width() -> int:
+    """The columns of the terminal, by COLUMNS or by what it says itself; PIPED where there is none."""
+    return shutil.get_terminal_size((PIPED, 0)).columns
+
+
+def fold(line: str, width: int, indent: int) -> list[str]:
+    """A line as several of at most `width` characters, all but the first with `indent`; long words stay whole."""
+    return textwrap.wrap(
+        line, max(width, indent + 1), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: bool = False, width: int | None = None) -> list[str]:
+    """A line for each row, with cells below each other; with `right`, all but the first are aligned to the right.
+
+    Where lines are longer than `width`, cells are folded, as few as will do.
+    """
+    cells = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in cells]
+    words = [max(_indent(cell) + max(map(len, [*cell.split(), ""])) for cell in column) for column in cells]
+    for least in (words, [_NARROWEST] * len(words)):  # words are broken last
+        while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+            wide = [index for index, most in enumerate(widths) if most > least[index]]
+            if not wide:
+                break
+            # The column in which the fewest cells are folded by one character less.
+            folded = {index: sum(len(cell) >= widths[index] for cell in cells[index]) for index in wide}
+            widths[min(wide, key=lambda index: (folded[index], -widths[index]))] -= 1
     sides = ["<", *(">" if right else "<") * (len(widths) - 1)]
-    return [
-        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        texts = [_cell(cell, most) for cell, most in zip(row, widths, strict=True)]
+        for parts in zip_longest(*texts, fillvalue=""):
+            line = "  ".join(f"{part:{side}{most}}" for part, side, most in zip(parts, sides, widths, strict=True))
+            lines.append(line.rstrip())
+    return lines
+
+
+def _cell(cell: str, width: int) -> list[str]:
+    """The lines of a cell, indented as it is."""
+    indent = " " * _indent(cell)
+    later = f"{indent}  " if indent else ""
+    text = cell.strip()
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=later, break_on_hyphens=False) or [""]
+
+
+def _indent(cell: str) -> int:
+    return len(cell) - len(cell.lstrip())

@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.dynamic_module_utils import custom_object_save
+from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module
 from transformers.generation.streamers import BaseStreamer
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import LoadStateDictConfig, get_state_dict_dtype, str_to_torch_dtype
@@ -43,6 +43,7 @@ __all__ = [
     "custom_object_save",  # a saved model keeps its repository's own code
     "dot_natural_key",  # the order in which transformers takes the tensors of one conversion
     "extract_commit_hash",  # commit of a file in the Hub's cache
+    "get_class_from_dynamic_module",  # the class of a repository's own code, once it may run
     "get_state_dict_dtype",  # dtype="auto" of weights that stay on the Hub
     "modeling_utils",  # two of its functions are replaced
     "parallel_styles",  # strategies that users register with transformers

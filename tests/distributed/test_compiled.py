@@ -42,6 +42,8 @@ THREE_RANKS = (
 )
 NO_STATIC_CACHE = ("falcon with alibi",)
 """Architectures whose own code takes no mask of a static cache."""
+DECODED = ["mixtral", "llama"] if torch.__version__ >= (2, 9) else ["llama"]
+"""Torch 2.8 has no grouped products on a CPU, by which transformers computes experts."""
 INDUCTOR = ("mixtral", "olmo2")
 """Experts, and norms over features that are cut; `model/test_inductor.py` has Llama, its training included."""
 
@@ -107,7 +109,7 @@ def check(
             assert seen["grads"] < GRADIENT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", wide(["mixtral", "llama"], 1))
+@pytest.mark.parametrize("name", wide(DECODED, 1))
 def test_decoding_is_one_graph(pool: Pool, tmp_path: Path, name: str) -> None:
     check(pool, tmp_path, 2, name, (9, 3), which=("decode",))
 

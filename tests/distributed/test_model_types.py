@@ -45,8 +45,8 @@ def compare(folders: dict[str, str]) -> dict[str, dict[str, Any]]:
         own, tokens, grads = observe(model, tiny)
         expected, all_tokens, all_grads = observe(plain, tiny)
         params = dict(model.named_parameters())
-        # A class may freeze some, which transformers' own load makes trainable.
-        assert grads.keys() == {key for key in all_grads if params[key].requires_grad}, name
+        assert grads.keys() == all_grads.keys(), name
+        assert trained(model) == trained(plain), name
         found[name] = {
             "output": relative(own, expected),
             "tokens": tokens is None or torch.equal(tokens, all_tokens),
@@ -54,6 +54,25 @@ def compare(folders: dict[str, str]) -> dict[str, dict[str, Any]]:
             "cut": sum(param.tp_shard.layout is not None for param in params.values()),
         }
     return found
+
+
+def trained(model: Any) -> dict[str, bool]:
+    """The parameters of a model -> whether they have gradients."""
+    return {name: param.requires_grad for name, param in model.named_parameters()}
+
+
+def load_frozen(folders: dict[str, str]) -> list[bool]:
+    """Run on every rank: whether the same parameters have gradients as in one process."""
+    kinds = {folder: model_class(MODELS[name]) for name, folder in folders.items()}
+    return [trained(load(folder, kind)) == trained(kind.from_pretrained(folder)) for folder, kind in kinds.items()]
+
+
+def test_positions_that_a_class_freezes_are_trained_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
+    folders = {name: str(tmp_path / name) for name in ("whisper", "pegasus", "marian", "roformer")}
+    for name, folder in folders.items():
+        MODELS[name].make().save_pretrained(folder)
+    for same in pool.run(2, load_frozen, folders):
+        assert all(same), same
 
 
 def by_plan() -> dict[str, list[str]]:

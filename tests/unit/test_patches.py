@@ -16,12 +16,12 @@ from tp_transformers.patches import Patch, replace, when_imported
 
 PROGRAM = '''
 import gc, sys
-import accelerate, peft, torch, transformers, transformers.trainer
+import accelerate, peft, peft.utils.hotswap, torch, transformers, transformers.trainer
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 import tp_transformers
 
-LIBRARIES = ("torch", "transformers", "peft", "accelerate")
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 
 def parts(value):
     kind = type(value).__name__
@@ -51,19 +51,22 @@ def changed():
 
 def watched():
     from torch.amp.grad_scaler import GradScaler
-    from torch.optim import optimizer
     from transformers import modeling_utils
-    hooks = (torch.nn.modules.module._global_module_registration_hooks, optimizer._global_optimizer_pre_hooks)
+    (step,) = torch.optim.SGD.step.__closure__
     return [
-        *(dict(each) for each in hooks),
+        dict(torch.nn.modules.module._global_module_registration_hooks), step.cell_contents,
+        dict(vars(torch.optim.Optimizer)),
         *(dict(vars(each)) for each in (GradScaler, transformers.PreTrainedModel, AutoModelForCausalLM)),
         modeling_utils._get_resolved_checkpoint_files, modeling_utils.get_hf_quantizer,
         dict(vars(transformers.Trainer)), dict(vars(accelerate.Accelerator)), dict(vars(peft.PeftModel)),
         dict(vars(peft.tuners.tuners_utils.BaseTuner)), dict(vars(peft.tuners.lora.LoraLayer)),
     ]
 
-GLOBAL = {"GradScaler._unscale_grads_", "torch.optim.optimizer._global_optimizer_pre_hooks",
-          "torch.nn.modules.module._global_module_registration_hooks"}
+GLOBAL = {"GradScaler._unscale_grads_", "Optimizer.profile_hook_step", "Optimizer.add_param_group",
+          "torch.nn.modules.module._global_module_registration_hooks", "torch.nn.utils.parametrize._maybe_set",
+          "safetensors.torch._to_ndarray",
+          "peft.utils.hotswap.hotswap_adapter_from_state_dict", "peft.utils.hotswap._pad_lora_weights"}
+torch.optim.SGD([torch.zeros(1)])  # torch has put its hooks around the step
 before = watched()
 assert not changed(), changed()
 with tp_transformers.enable():
@@ -75,6 +78,7 @@ with tp_transformers.enable():
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
     other = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
     assert GLOBAL <= changed(), changed()
+    assert watched()[1] != before[1]
 wrapped = get_peft_model(other, LoraConfig(target_modules="all-linear"))
 del model
 gc.collect()

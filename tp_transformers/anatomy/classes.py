@@ -13,17 +13,24 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedError, UsageError, describe
+from ..transformers_api import get_class_from_dynamic_module
 
 
 def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
     """The config of a folder, a file or a name on the Hub. Raises UsageError where there is none.
 
-    `where` are arguments of `from_pretrained` such as revision; code of a repository's own is run only if they say so.
+    `where` are arguments of `from_pretrained` such as revision. Only `trust_remote_code=True` among them runs code of a
+    repository's own, without a question; an UnsupportedError says that it is needed.
     """
+    path = os.fspath(name)
+    if os.path.isfile(path) and os.path.basename(path) == "config.json":
+        name = os.path.dirname(path) or "."  # the folder may hold code of its own
     try:
         where = {"trust_remote_code": False, **where}
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(name, **where)
     except Exception as error:  # a config class may raise anything about a field
+        if not where["trust_remote_code"] and "trust_remote_code" in str(error):
+            raise _needs_code(str(name)) from None
         got, expected = (
             (str(error).strip() or type(error).__name__).splitlines()[0],
             "a config.json, a folder with one, or a name on the Hub",
@@ -32,17 +39,36 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
     return config
 
 
-def known_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of a checkpoint with this config: the first that it names; else the one that generates, if any does.
+def own_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel] | None:
+    """The class of a repository's own code, which is run; None where the config names none.
 
-    None where transformers has none of them: a repository's own code may.
+    Args:
+        config: as `read_config` returned it.
+        where: its arguments.
     """
-    return next(_named(config), None) or _generating(_registered(config))
+    named: Mapping[str, Any] = getattr(config, "auto_map", None) or {}
+    models = {auto: reference for auto, reference in named.items() if auto.startswith("AutoModel")}
+    auto = next(iter(sorted(models, key=lambda auto: (auto == "AutoModel", "CausalLM" not in auto))), None)
+    if auto is None or not where.get("trust_remote_code"):
+        return None
+    where = {key: value for key, value in where.items() if key not in ("trust_remote_code", "subfolder")}
+    cls: type[PreTrainedModel] = get_class_from_dynamic_module(models[auto], config.name_or_path, **where)
+    cls.register_for_auto_class(auto)  # as the Auto class does: saves copy the code
+    return cls
 
 
-def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The same, for what `plan`, `verify` and `shard` look at. Raises UnsupportedError where there is none."""
-    return _found(config, known_class(config))
+def known_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel] | None:
+    """The class of a checkpoint with this config: its own if its code may run, else the first that it names; else the
+    one that generates, if any does. None where there is none.
+
+    `where` are the arguments of `read_config`.
+    """
+    return own_class(config, **where) or next(_named(config), None) or _generating(_registered(config))
+
+
+def model_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel]:
+    """The same, for what `plan`, `verify` and `suggest` look at. Raises UnsupportedError where there is none."""
+    return _found(config, known_class(config, **where))
 
 
 def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -93,10 +119,21 @@ def _generating(classes: Any) -> type[PreTrainedModel] | None:
 
 def _found(config: PretrainedConfig, cls: type[PreTrainedModel] | None) -> type[PreTrainedModel]:
     if cls is None:
+        if getattr(config, "auto_map", None):
+            raise _needs_code(f"model_type {config.model_type}")
         got, expected = "no class of that kind in transformers", "an architecture that transformers has"
-        fix = "Install a transformers that has it; code of a repository's own is not run."
+        fix = "Install a transformers that has it."
         raise UnsupportedError(describe(f"model_type {config.model_type}", got=got, expected=expected, fix=fix))
     return cls
+
+
+def _needs_code(subject: str) -> UnsupportedError:
+    return UnsupportedError(
+        subject,
+        got="a model of its repository's own code, which was not run",
+        expected="one of transformers, or leave to run that code",
+        fix="Read the code; then pass --trust-remote-code, or trust_remote_code=True in Python.",
+    )
 
 
 def inner_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:

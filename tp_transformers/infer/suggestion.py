@@ -6,7 +6,7 @@ Blocks that are not understood, or that `resolve` refuses, are replicated; the p
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,10 +25,20 @@ from ..plans.shares import shares
 from .block import Block
 from .blocks import find_blocks
 from .reach import Flow, flow_of
+from .rehearsal import misfit
 from .small import model as probe
 from .small.config import meta_model, shrink, supported
 
 WIDTH = 120
+
+REHEARSED = {
+    *("colwise", "rowwise", "packed_colwise", "packed_rowwise", "local_colwise"),
+    *("sharded_norm", "replicated_with_grad_allreduce"),
+}
+"""Strategies of blocks that run in one process with a rank's widths."""
+
+Run = Callable[[PreTrainedModel], object]
+"""Calls a model."""
 
 
 @dataclass
@@ -171,9 +181,30 @@ def suggest(config: PretrainedConfig, *, size: int = 2, cls: type[PreTrainedMode
     if cls is None or cls.__module__.startswith("transformers."):
         cls = generating_class(config)
     model = meta_model(cls, config)
-    small, flow = _observe(config, cls)
+    small, run, flow = _observe(config, cls)
     blocks, reasons = find_blocks(small, flow, model)
-    return _settle(_settle(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size)
+    suggestion = _settle(_settle(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size)
+    return _rehearse(suggestion, small, run, size)
+
+
+def _rehearse(suggestion: Suggestion, small: PreTrainedModel, run: Run, size: int) -> Suggestion:
+    """Replicate attention and MLPs that do not run with the widths of a rank: they split, or view, by numbers of their
+    own. Those with rules that need other ranks are not tried."""
+    while True:
+        tried = [block for block in suggestion.blocks if REHEARSED.issuperset(map(_strategy, block.rules.values()))]
+        alone = replace(suggestion, blocks=tried)
+        try:
+            found = misfit(small, run, alone.resolve(size, small), size) if tried else None
+        except PlanError:  # the small model does not divide as the true one does
+            return suggestion
+        if found is None:
+            return suggestion
+        suggestion = suggestion.without(alone.suspects(found)[0], found)
+
+
+def _strategy(rule: Any) -> str:
+    """The name of the strategy of a rule, as in YAML."""
+    return str(rule["strategy"] if isinstance(rule, Mapping) else rule)
 
 
 def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
@@ -205,8 +236,8 @@ def _misread(block: Block, by_name: Mapping[str, AttentionHeads]) -> bool:
     return heads is not None and block.heads is not None and (heads.query.length, heads.kv.length) != block.heads
 
 
-def _observe(config: PretrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, Flow]:
-    """A small random model of the config's architecture, and its flow."""
+def _observe(config: PretrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, Run, Flow]:
+    """A small random model of the config's architecture, a call of it or of a copy, and its flow."""
     small = shrink(config, cls)
     for owner in (small, *(getattr(small, name, None) for name in small.sub_configs)):
         if hasattr(owner, "use_cache"):
@@ -216,7 +247,7 @@ def _observe(config: PretrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreT
     with supported(f"a small {config.model_type}"), torch.random.fork_rng(devices=[]):
         model = probe.make(cls, small)
         question, *_ = probe.questions(model)
-        return model, flow_of(model, lambda: model(**question))
+        return model, lambda each: each(**question), flow_of(model, lambda: model(**question))
 
 
 def _comment(text: str, indent: int = 0) -> list[str]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..anatomy.names import base_prefix
-from ..errors import PlanError, shown
+from ..errors import PlanError, nearest, shown
 from ..logs import get_logger
-from ..plans.catalogue import available_plans
+from ..plans.catalogue import available_plans, plan_names
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 
@@ -39,23 +41,48 @@ class ChangedPlan:
         return replace(base, source=source, rules=(*kept, *own))
 
 
-def read_plan(tp_plan: Any) -> Plan | ChangedPlan | str:
-    """The plan that the caller means; "auto" and "infer" stay, and changes to "auto", until the model is known.
+@dataclass(frozen=True)
+class NamedPlan:
+    """A plan that ships with the package, by its name."""
+
+    path: Path
+
+    def plan(self, model: PreTrainedModel, *, quietly: bool) -> Plan:
+        """The plan for `model`, and those of the models inside it."""
+        plan = Plan.for_model(model, self.path)
+        assert plan is not None  # every file has rules
+        return plan
+
+
+def read_plan(tp_plan: Any) -> Plan | ChangedPlan | NamedPlan | str:
+    """The plan that the caller means; "auto", "infer", the name of a plan of ours, and changes to "auto" wait until the
+    model is known. A file counts before a name.
 
     Raises PlanError on anything else, and on a dict without rules.
     """
-    if isinstance(tp_plan, Plan | ChangedPlan):
+    if isinstance(tp_plan, Plan | ChangedPlan | NamedPlan):
         return tp_plan
     if isinstance(tp_plan, str) and tp_plan in ("auto", "infer"):
         return tp_plan
     if isinstance(tp_plan, Mapping) and tp_plan:
         return Plan.from_dict(tp_plan)
+    if isinstance(tp_plan, str) and re.fullmatch(r"[\w-]+", tp_plan) and not os.path.isfile(tp_plan):
+        names = plan_names()
+        if tp_plan in names:
+            return NamedPlan(names[tp_plan])
+        hint = nearest(tp_plan, ("auto", "infer", *names))
+        raise PlanError(
+            "tp_plan",
+            got=f"{shown(tp_plan)}, no plan of that name and no such file{hint}",
+            expected='"auto", "infer", a name that `tp-transformers plans` lists, or the path of a YAML file',
+            fix='Correct it, or pass tp_plan="auto".',
+        )
     if isinstance(tp_plan, str | os.PathLike):
         return Plan.from_yaml(os.fspath(tp_plan))
     raise PlanError(
         "tp_plan",
         got=shown(tp_plan),
-        expected='"auto", "infer", a dict of names and strategies, a Plan, or the path of a YAML file',
+        expected='"auto", "infer", a name of ours, a dict of names and strategies, a Plan, or the path of a YAML file',
         fix='Most models need tp_plan="auto".',
     )
 
@@ -78,7 +105,7 @@ def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
     return plan
 
 
-def plan_for(model: PreTrainedModel, tp_plan: Plan | ChangedPlan | str, group: TensorParallelGroup) -> Plan:
+def plan_for(model: PreTrainedModel, tp_plan: Plan | ChangedPlan | NamedPlan | str, group: TensorParallelGroup) -> Plan:
     """The plan for `model`, which is on the meta device, of what `read_plan` returned.
 
     Raises:
@@ -87,7 +114,7 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ChangedPlan | str, group: T
     """
     if isinstance(tp_plan, Plan):
         return tp_plan
-    if isinstance(tp_plan, ChangedPlan):
+    if isinstance(tp_plan, ChangedPlan | NamedPlan):
         return tp_plan.plan(model, quietly=group.rank > 0)
     if tp_plan == "auto":
         return auto_plan(model, quietly=group.rank > 0)
@@ -103,7 +130,8 @@ def _infer(model: PreTrainedModel, size: int) -> dict[str, Any]:
     size = max(2, size)
     suggestion = suggest(model.config, size=size, cls=type(model))
     logger.warning(
-        "inferred, but not proven as `tp-transformers suggest` does it; the plan for %s",
+        "inferred; one forward of a small model ran with each rank's widths, but it is not proven as `tp-transformers "
+        "suggest` does it; the plan for %s",
         "\n  ".join(suggestion.report(size)),
     )
     return suggestion.data()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from ..checkpoint.quantization.format import Quantization
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
 from ..errors import CheckpointError, TensorParallelError, UnsupportedError
 from ..marks import untyped
-from ..model.failures import watch
+from ..model.failures import begin_watch, keep_watch
 from ..model.parallelize import parallelize
 from ..model.same_inputs import guard_if_asked
 from ..plans.bind import Resolution
@@ -34,8 +35,9 @@ from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo, extract_commit_hash
-from .choose_plan import ChangedPlan, plan_for, read_plan
+from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
+from .forgotten import tell_of_one_rank, tell_of_size_alone
 from .load import LoadResult, load, pad_locally, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
@@ -48,7 +50,7 @@ Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadR
 class _Load:
     """A `from_pretrained(tp_plan=...)` that is under way."""
 
-    tp_plan: Plan | ChangedPlan | str
+    tp_plan: Plan | ChangedPlan | NamedPlan | str
     group: TensorParallelGroup
     options: Options
     sharded: Manifest | None = None
@@ -100,6 +102,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
     if kwargs.get("tp_plan") is None:
         folder = _sharded_folder(args, kwargs)
         refuse_without_tp_plan(kwargs)
+        tell_of_size_alone(kwargs.get("tp_size"))
         if folder is not None and _current.get() is None:
             refuse_without_plan(folder)
         return original(cls, *args, **kwargs)
@@ -118,6 +121,17 @@ def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs:
         _instead.reset(token)
 
 
+def _refuse_meta() -> None:
+    """Raise UnsupportedError where new tensors have no values."""
+    if torch.get_default_device().type == "meta":
+        raise UnsupportedError(
+            "tp_plan",
+            got='a load inside of torch.device("meta")',
+            expected="a device that holds values",
+            fix="Leave out that context: a load makes its model on the meta device by itself.",
+        )
+
+
 def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a `from_pretrained` that was given a `tp_plan`."""
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
@@ -126,8 +140,11 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     # 1. Find the ranks.
     instead = _instead.get()
     group = join(device_mesh) if instead is None else TensorParallelGroup(None, 0, 1, torch.device("cpu"))
-    with group.agree():
+    if instead is None and group.device_mesh is None and tp_size is None:
+        tell_of_one_rank()
+    with ExitStack() as stack, group.agree():
         # 2. Refuse what does not go together.
+        _refuse_meta()
         check_size(group, tp_size)
         options.check(name, kwargs)
         group = dataclasses.replace(group, reduce_dtype=options.tp_reduce_dtype)
@@ -140,9 +157,13 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         current = _Load(read_plan(tp_plan), group, options, sharded, instead=instead)
         if sharded is not None:
             kwargs["variant"] = VARIANT
-        # 3. If weights stay on the Hub, settle on one commit of everything.
+        # 3. From now on, ranks hear when another one fails.
+        watching = begin_watch(group, options.tp_watch)
+        if watching is not None:
+            stack.enter_context(watching)
+        # 4. If weights stay on the Hub, settle on one commit of everything.
         current.stream = _settle_stream(group, name, options, kwargs)
-        # 4. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
+        # 5. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
         token = _current.set(current)
         try:
             result = original(*args, device_map={"": group.device}, **kwargs)
@@ -153,14 +174,12 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         model = result[0] if isinstance(result, tuple) else result
         if current.resolution is None:
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
-        # 5. Cut what transformers has initialised, because the checkpoint lacked it.
+        # 6. Cut what transformers has initialised, because the checkpoint lacked it.
         current.undo()
         partition_initialized(model, current.resolution, group)
         guard_if_asked(model)
-        # 6. From now on, ranks hear when another one fails; those that something stands in for do not exist.
         TRAINER.hold_for(model)
-        if instead is None:
-            watch(model, options.tp_watch)
+        keep_watch(model, watching)
     return result
 
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from ..patches import Patch, Undo, replace, when_imported
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import auto_classes, check, modeling_utils, parallel_styles
+from . import forgotten
 from .from_pretrained import find_quantizer, from_pretrained, load_pretrained_model, resolve_files
 from .harness import MODULE as HARNESS
 from .harness import change_harness
@@ -57,6 +58,7 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
     """
 
     def __init__(self) -> None:
+        forgotten.CALLED.add("enable")
         self._turned_on = not _HOOK.is_on
         if self._turned_on:
             check()
@@ -76,6 +78,7 @@ def disable() -> None:
 
     Changes to torch that such models need are undone when the last of them is collected.
     """
+    forgotten.CALLED.add("disable")
     if _HOOK.is_on:
         _HOOK.release()
         TRAINER.release()

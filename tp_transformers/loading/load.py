@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
@@ -26,6 +25,7 @@ from ..checkpoint.reading.sameness import check_same_files
 from ..logs import get_logger
 from ..marks import untyped
 from ..plans.bind import Resolution
+from ..ranks import direct
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, Resident
 from ..strategies import take, whole_like
@@ -98,8 +98,7 @@ def load(
             outlines = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
             coming, _ = leaves({name: dense[name] for name in outlines}, outlines)
         sampled = check_same_files(group, checkpoint)
-        is_watched = request.options.tp_watch is not False
-        group.check_same({"the checkpoint": [sorted(values), sorted(packed.weights)], "tp_watch": is_watched})
+        group.check_same({"the checkpoint": [sorted(values), sorted(packed.weights)]})
         nbytes = sum(each.tensor.nbytes for each in (*in_place, *stored, *coming))
         nbytes += sum(leaf.nbytes for leaf, _ in others)
         held = sum(value.nbytes for value in values.values()) + packed.nbytes
@@ -209,7 +208,7 @@ def partition_initialized(model: nn.Module, resolution: Resolution, group: Tenso
         with group.agree():  # a rank that has failed has no part in the broadcasts
             different = dict.fromkeys(param for _, param in whole)
         for param in different:
-            dist.broadcast(param.data, group=group.process_group, group_src=0)
+            direct.broadcast(param.data, group.process_group, 0)
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
     for name, param in whole:
         if param not in made:
@@ -260,7 +259,10 @@ def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Set one parameter or buffer, marked so that transformers does not initialise it."""
+    """Set one parameter or buffer, marked so that transformers does not initialise it.
+
+    A parameter is trainable even if its class freezes it (Whisper's encoder positions): so transformers loads it.
+    """
     owner, attribute = owner_of(model, name)
     if attribute in owner._buffers:
         untyped(value)._is_hf_initialized = True
@@ -268,7 +270,7 @@ def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
         return
     meta = owner._parameters[attribute]
     assert meta is not None
-    param = SHARD.of(meta).wrap(value, requires_grad=meta.requires_grad)
+    param = SHARD.of(meta).wrap(value, requires_grad=value.is_floating_point())
     untyped(param)._is_hf_initialized = True
     owner._parameters[attribute] = param
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..anatomy.attention import KV_COUNTS, QUERY_COUNTS
+from torch import nn
+
+from ..anatomy.attention import KV_COUNTS, QUERY_COUNTS, reads_counts_of_config
 from ..slices.layout import Split, packed
+from ..strategies import LocalConfig
 
 
 @dataclass(frozen=True)
@@ -60,3 +65,19 @@ class AttentionCut:
     """Projection, parameter or attention module -> how its heads are cut."""
     whole: dict[str, str] = field(default_factory=dict)
     """Replicated child (there are more ranks than heads) -> its attention module or mixer."""
+
+
+def count_heads(model: nn.Module, name: str, heads: AttentionHeads, rank: int) -> None:
+    """Give the attention `name` of `model` the head counts of `rank`; the shared config stays as it is."""
+    module: Any = model.get_submodule(name)
+    for holder in (name, *heads.holders):
+        set_own(model.get_submodule(holder), heads.attributes(rank))
+    if hasattr(module, "config") and (heads.is_fused or reads_counts_of_config(module)):
+        module.config = LocalConfig(module.config, **heads.config_attributes(rank))
+
+
+def set_own(module: nn.Module, attributes: Mapping[str, int]) -> None:
+    """Set those attributes that the module has."""
+    for name, value in attributes.items():
+        if hasattr(module, name):
+            setattr(module, name, value)

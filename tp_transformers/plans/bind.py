@@ -249,6 +249,9 @@ class _Resolver:
                 strategy.check(self.modules[name])
             except ValueError as error:
                 self.faults.append(f"{fold_layers(name) or 'the model'}: {error}")
+            rows = getattr(self.modules[name], "num_embeddings", self.size)
+            if strategy.is_embedding and strategy.sums_own_output and rows < self.size:
+                self.faults.append(f"{name}: {rows} rows are fewer than {self.size} ranks; replicate it")
             if (
                 self.prefix
                 and not f"{name}.".startswith(f"{self.prefix}.")

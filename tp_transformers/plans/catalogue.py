@@ -25,3 +25,8 @@ def available_plans() -> Mapping[str, Path]:
     for path in sorted((wheel if wheel.is_dir() else checkout).glob("*.yaml")):
         plans.update(dict.fromkeys(model_types_of(path), path))
     return MappingProxyType(plans)
+
+
+def plan_names() -> Mapping[str, Path]:
+    """The plans by all their names: those of `available_plans`, and the names of their files."""
+    return {**{path.stem: path for path in available_plans().values()}, **available_plans()}

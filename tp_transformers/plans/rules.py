@@ -133,13 +133,13 @@ class Plan:
         )
 
     @classmethod
-    def for_model(cls, model: PreTrainedModel) -> Plan | None:
+    def for_model(cls, model: PreTrainedModel, path: Path | None = None) -> Plan | None:
         """The plan for `model.config.model_type`: ours from `model_plans/`, else what its transformers class declares.
 
-        Models inside it (a language model, a vision tower) are cut by our plans for their own types. None where there
-        is no rule at all.
+        With `path`, it is the plan of that file. Models inside it (a language model, a vision tower) are cut by our
+        plans for their own types. None where there is no rule at all.
         """
-        path = available_plans().get(model.config.model_type)
+        path = path or available_plans().get(model.config.model_type)
         whole = cls("", (), declared=True, extends_declared=True) if path is None else cls.from_yaml(path)
         plan = whole.completed(model)._with_parts(model, whole.rules)
         return plan if plan.rules else None

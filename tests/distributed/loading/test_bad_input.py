@@ -37,7 +37,7 @@ def test_bad_meshes_and_sizes(pool: Any, cases: Any) -> None:
     for size, function, says in (
         (4, bad_mesh, "MeshError: device_mesh: got 2 axes named ('dp', 'pp')"),
         (2, bad_size, "MeshError: tp_size: got 3, expected 2"),
-        (2, no_rules, 'PlanError: tp_plan: got {}, expected "auto", "infer", a dict of names and strategies'),
+        (2, no_rules, 'PlanError: tp_plan: got {}, expected "auto", "infer", a name of ours'),
     ):
         assert pool.error(size, function, folder).startswith(says)
 

@@ -219,7 +219,7 @@ def die(folder: str) -> None:
 def test_the_others_say_that_a_rank_has_ended(pool: Any, cases: Any) -> None:
     with pytest.raises(WorkerError) as caught:
         pool.run(2, die, cases(9, 3).folder, timeout=60)
-    assert caught.value.errors[0].startswith("RemoteRankError: another rank ended")
+    assert caught.value.errors[0].startswith("RemoteRankError: rank 1 gave no sign of life")
     assert caught.value.errors[1].startswith("Died")
 
 

@@ -2,56 +2,46 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
-from tests.support.models import MASK, PAD, PROMPTS, load, relative, save_as_loaded
+from tests.support.models import MASK, PROMPTS, load, relative, save_as_loaded
 from tests.support.pool import Pool
+from tests.support.remote_code import split_by_own_widths, with_code
 from tests.support.tiers import wide
 from tests.support.unplanned import unplanned
 from tp_transformers import UnsupportedError
 
 pytestmark = pytest.mark.distributed
 
-CODE = Path(__file__).parents[2] / "data" / "remote_code"
 
+class Recorder(logging.Handler):
+    """Keeps what is logged."""
 
-def with_code(folder: Path, name: str, **settings: Any) -> str:
-    """A random checkpoint of a model of CODE, in a folder with that code."""
-    folder.mkdir()
-    shutil.copy(CODE / f"modeling_{name}.py", folder)
-    kind = f"modeling_{name}.{name.capitalize()}"
-    config = {
-        "model_type": f"{name}_of_tomorrow",
-        "auto_map": {"AutoConfig": f"{kind}Config", "AutoModelForCausalLM": f"{kind}ForCausalLM"},
-        "architectures": [f"{name.capitalize()}ForCausalLM"],
-        "pad_token_id": PAD,
-        **settings,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    asked = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    model = AutoModelForCausalLM.from_config(asked, trust_remote_code=True)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=0.2)
-    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def compare(folder: str, **arguments: Any) -> dict[str, Any]:
     """Run on every rank: the largest differences from one process, and how much of the model is cut."""
     plain = AutoModelForCausalLM.from_pretrained(folder, **arguments)
-    model = load(folder, tp_plan="infer", **arguments)
+    told = Recorder()
+    logging.getLogger("tp_transformers").addHandler(told)
+    try:
+        model = load(folder, tp_plan="infer", **arguments)
+    finally:
+        logging.getLogger("tp_transformers").removeHandler(told)
     outputs = [each(PROMPTS, attention_mask=MASK, labels=PROMPTS) for each in (model, plain)]
     for output in outputs:
         output.loss.backward()
@@ -61,6 +51,7 @@ def compare(folder: str, **arguments: Any) -> dict[str, Any]:
         "logits": relative(outputs[0].logits.detach(), outputs[1].logits.detach()),
         "gradients": max(gradient_errors(model, own, all_grads).values()),
         "tokens": torch.equal(model.generate(PROMPTS, **asked), plain.generate(PROMPTS, **asked)),
+        "whole": "\n".join(told.lines),
         "share": max(model.tp_report.shares) / sum(param.nbytes for param in plain.parameters()),
     }
 
@@ -81,6 +72,16 @@ def test_a_model_with_its_own_code_is_cut(pool: Pool, tmp_path: Path, name: str,
     settings |= {"num_key_value_heads": 3} if size == 3 and name == "parallel" else {}
     folder = with_code(tmp_path / "model", name, **settings)
     assert_exact(pool.run(size, partial(compare, trust_remote_code=True), folder), 1 / size + 0.06)
+
+
+def test_a_fused_projection_of_own_widths_stays_whole(pool: Pool, tmp_path: Path) -> None:
+    folder = with_code(tmp_path / "model", "fused")
+    split_by_own_widths(folder)
+    results = pool.run(2, partial(compare, trust_remote_code=True), folder)
+    assert_exact(results, 0.8)
+    for said in (seen["whole"] for seen in results[:1]):
+        assert "whole  blocks.*.attend.back, blocks.*.attend.qkv: one forward of rank 0's shards" in said
+        assert "split_with_sizes" in said
 
 
 def test_an_architecture_without_a_plan_is_cut(pool: Pool, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
 import tp_transformers
@@ -78,7 +77,7 @@ def tied(folder: str) -> dict[str, Any]:
         "missing": sorted(info["missing_keys"]) == sorted(plain_info["missing_keys"]),
         "error": error,
         "read": bytes_read(model),
-        "local": sum((p.to_local() if isinstance(p, DTensor) else p).numel() * 4 for p in params),
+        "local": sum(tp_transformers.local_tensor(p).nbytes for p in params),
     }
 
 

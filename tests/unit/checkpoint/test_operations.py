@@ -349,5 +349,5 @@ def test_what_transformers_cannot_convert_is_one_clear_error(pool: Pool) -> None
         with pytest.raises(CheckpointError, match=r"made of experts\.0\.x") as caught:
             express(converter, TARGET, left, Model())
         assert says in str(caught.value)
-        with pytest.raises(type(caught.value.__cause__)):
+        with pytest.raises((type(caught.value.__cause__), RuntimeError)):  # whose class differs between releases
             transformers_own(converter, [(name, pattern, lazy.materialize()) for name, pattern, lazy in left], Model())

@@ -12,6 +12,7 @@ from transformers.generation.logits_process import LogitsProcessorList, TopKLogi
 from transformers.utils import ModelOutput
 
 from tp_transformers.model import generate as generation
+from tp_transformers.ranks import random_state
 
 IDS = torch.tensor([[3, 5, 7]])
 
@@ -51,10 +52,10 @@ def test_the_state_of_the_models_device_goes_along(monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setattr(torch, "get_device_module", {"cuda": module}.__getitem__)
     before = torch.get_rng_state()
-    shared = generation._random_states(torch.device("cuda", 1))
+    shared = random_state.random_states(torch.device("cuda", 1))
     torch.rand(3)
     states["cuda:1"] = torch.tensor([4])
-    generation._set_random_states(torch.device("cuda", 1), shared)
+    random_state.set_random_states(torch.device("cuda", 1), shared)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(states["cuda:1"], torch.tensor([9]))
 

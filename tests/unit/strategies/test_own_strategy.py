@@ -181,7 +181,7 @@ def test_a_strategy_of_your_own_may_cut_nothing() -> None:
         (lambda param, empty, rank, mesh: None, "not values computed from it"),
         (
             lambda param, empty, rank, mesh: torch.distributed.all_reduce(param, group=mesh.get_group()),
-            "fails without data: RuntimeError: .*process groups",
+            "fails without data: (RuntimeError: .*process groups|AttributeError: .*get_group)",
         ),
         (lambda param, empty, rank, mesh: param[:, :, :1], "fails without data: IndexError: too many indices"),
     ],

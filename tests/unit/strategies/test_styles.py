@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qw
 import tp_transformers
 from tests.support.models import llama_config, load, observe, relative
 from tp_transformers import STRATEGIES, Plan, PlanError, Rule
-from tp_transformers.model.adapters import inject as adapters
+from tp_transformers.model.adapters import cut as adapters
 from tp_transformers.plans.bind import resolve
 from tp_transformers.slices.layout import Layout, chunked
 
@@ -238,4 +238,4 @@ def test_adapters_on_styles_are_refused() -> None:
     layer = nn.Linear(4, 4)
     layer.tp_strategy = Rule("layer", COLWISE).instance.bind(layer, 2, name="layer")  # type: ignore[arg-type,union-attr]
     with pytest.raises(tp_transformers.UnsupportedError, match=r"a layer with the strategy torch.ColwiseParallel\(\)"):
-        adapters._strategies(layer)
+        adapters.strategies_of(layer)

@@ -217,7 +217,7 @@ class Layer(nn.Module):
 
 
 def test_ranks_draw_their_own_for_their_part_of_a_sequence() -> None:
-    group: Any = type("Group", (), {})()
+    group: Any = type("Group", (), {"group_name": "parts"})()
     found = []
     for rank in range(2):
         torch.manual_seed(3)

@@ -29,6 +29,8 @@ from ...slices.stored import Stored
 from ..reading.jobs import Request
 from .fetch_plan import CONNECTIONS, Bytes, Need, Part, Positions, divide, pieces
 
+_NOTHING: Bytes = np.empty(0, dtype=np.uint8)
+
 
 def fetch(
     requests: Iterable[Request],
@@ -101,6 +103,9 @@ class _Round:
         self.number = number
         self.bytes: Bytes | None = None
         """Bytes of this rank's block, once it is fetched."""
+        self.sizes: list[tuple[int, int]] = []
+        """For every rank, how many bytes it gets of this rank's block, and this rank of its block."""
+        self.outgoing = self.incoming = _NOTHING
 
     def jobs(self) -> list[Callable[[], None]]:
         """This rank's requests, each to be called in a thread of its own."""
@@ -113,25 +118,37 @@ class _Round:
         return jobs
 
     def prepare(self) -> None:
-        """Allocate memory for the blocks, so that nothing can fail while ranks wait for each other's bytes."""
+        """Allocate memory for the blocks, and for what ranks pass on, before any rank waits for another's bytes."""
         for block in self.blocks:
             for need in block.of(self.group.rank):
                 len(need.memory)
+        rank, ranks = self.group.rank, range(self.group.size)
+        self.sizes = [(self._size(rank, other), self._size(other, rank)) for other in ranks]
+        self.outgoing, self.incoming = (np.empty(max(each), dtype=np.uint8) for each in zip(*self.sizes, strict=True))
 
     def deliver(self, channel: dist.ProcessGroup | None) -> int:
-        """Pass the blocks on, once all are fetched; returns how many bytes this rank has got that it needs."""
-        rank, size = self.group.rank, self.group.size
+        """Pass the blocks on, once all are fetched; returns how many bytes this rank has got that it needs.
+
+        A rank that fails still sends and receives as many bytes as the others expect, and then raises.
+        """
+        rank, size, errors = self.group.rank, self.group.size, list[Exception]()
         count = sum(int(need.within(part.start, part.stop)[1].sum()) for part in self.ranges for need in part.needs)
         for step in range(size):
-            sent = self._pack((rank + step) % size)
-            owner = (rank - step) % size
-            got = sent if step == 0 else _swap(channel, sent, (rank + step) % size, owner, self._size(owner))
+            to, owner = (rank + step) % size, (rank - step) % size
+            sent, got = self.outgoing[: self.sizes[to][0]], self.incoming[: self.sizes[owner][1]]
+            with _kept(errors):
+                self._pack(to, sent)
+            if step:
+                _swap(channel, sent, to, got, owner)
+            with _kept(errors):
+                self._unpack(owner, got if step else sent)
             count += len(got)
-            self._unpack(owner, got)
+        if errors:
+            raise errors[0]
         for number, parts in ((self.stop - 1, self.blocks), (self.number, self.ranges)):
             for need in (need for part in parts for need in part.needs if need.last_part <= number):
                 need.finish()
-        self.bytes = None
+        self.bytes, self.outgoing, self.incoming = None, _NOTHING, _NOTHING
         return count
 
     def _portions(self, owner: int, rank: int) -> Iterator[tuple[Need, Positions, Positions, Positions]]:
@@ -141,20 +158,18 @@ class _Round:
                 offsets, lengths, positions = need.within(block.start, block.stop)
                 yield need, offsets - block.start, lengths, positions
 
-    def _size(self, owner: int) -> int:
-        return sum(int(lengths.sum()) for _, _, lengths, _ in self._portions(owner, self.group.rank))
+    def _size(self, owner: int, rank: int) -> int:
+        """Bytes of the block of `owner` that `rank` needs."""
+        return sum(int(lengths.sum()) for _, _, lengths, _ in self._portions(owner, rank))
 
-    def _pack(self, rank: int) -> Bytes:
-        """The bytes of this rank's block that `rank` needs, one after the other."""
-        portions = list(self._portions(self.group.rank, rank))
-        packed = np.empty(sum(int(lengths.sum()) for _, _, lengths, _ in portions), dtype=np.uint8)
+    def _pack(self, rank: int, packed: Bytes) -> None:
+        """Copy the bytes of this rank's block that `rank` needs into `packed`, one after the other."""
         filled = 0
-        for _, offsets, lengths, _ in portions:
+        for _, offsets, lengths, _ in self._portions(self.group.rank, rank):
             assert self.bytes is not None
             ends = filled + np.cumsum(lengths)
             _copy(packed, ends - lengths, self.bytes, offsets, lengths)
             filled = int(ends[-1]) if len(ends) else filled
-        return packed
 
     def _unpack(self, owner: int, packed: Bytes) -> None:
         """Copy the bytes that `owner` has packed for this rank into place."""
@@ -195,18 +210,25 @@ def _copy(target: Bytes, starts: Positions, source: Bytes, offsets: Positions, l
         target[start : start + length] = source[offset : offset + length]
 
 
-def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, sender: int, size: int) -> Bytes:
-    """Send `sent` to one rank while `size` bytes come from another."""
-    got = np.empty(size, dtype=np.uint8)
+def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, got: Bytes, sender: int) -> None:
+    """Send `sent` to one rank while another one fills `got`."""
     works = []
     if len(sent):
         works.append(dist.isend(torch.from_numpy(sent), group=channel, group_dst=to))
-    if size:
+    if len(got):
         works.append(dist.irecv(torch.from_numpy(got), group=channel, group_src=sender))
     for work in works:
         assert work is not None
         work.wait()
-    return got
+
+
+@contextmanager
+def _kept(errors: list[Exception]) -> Iterator[None]:
+    """Add the error that the block raises to `errors`."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from ...errors import UnsupportedError
 from ...slices.layout import Piece
 from ...strategies import ParamShard, local_tensor
 
@@ -142,7 +143,10 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     It is `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, flattened, since how parameters are
     grouped differs with the number of ranks. The state of parameters that are plain tensors knows its place too.
     `load_optimizer_state_dict` gives it back.
+
+    Raises UnsupportedError where a state is no tensor and no number (GaLore's projectors, bitsandbytes' states).
     """
+    _check_values(optimizer)
     params = dict(model.named_parameters(remove_duplicate=False))
     state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=_FLAT)}
     for key, value in state.items():
@@ -160,6 +164,18 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
         for key, value in state.items()
     }
     set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
+
+
+def _check_values(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state_dict()["state"].values():
+        for name, value in state.items():
+            if not isinstance(value, Tensor | int | float):
+                raise UnsupportedError(
+                    f"optimizer_state_dict of {type(optimizer).__name__}",
+                    got=f"a state {name} of type {type(value).__name__}",
+                    expected="tensors and numbers",
+                    fix="Save optimizer.state_dict() by torch.save, a file for each rank, for as many ranks.",
+                )
 
 
 def _name(key: str) -> str:

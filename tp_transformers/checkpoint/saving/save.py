@@ -28,6 +28,7 @@ from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import local_tensor, shard_of, whole_like
+from ...strategies.shards.replicas import sample, warn_of_drift
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import WholeModel
 from ..quantization.format import Format
@@ -114,6 +115,8 @@ def save_pretrained(
                 for file, contents in cut.filename_to_tensors.items():
                     writer = Writer(save.staging / names[file], {name: state[name] for name in contents})
                     writers[file] = stack.enter_context(closing(writer))
+
+        warn_of_drift(group.gather(sample(model, group)), group.rank)
 
         # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
         def write(values: dict[str, Tensor]) -> None:

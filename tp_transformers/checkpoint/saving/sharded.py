@@ -21,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import CheckpointError, UnsupportedError
 from ...marks import untyped
 from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
+from ...ranks.watch import watched_ranks
 from ...strategies import layout_of, local_tensor, whole_like
+from ...strategies.shards.replicas import sample, warn_of_drift
 from ..conversion.convert import identity
 from .folder import SaveFolder
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
@@ -57,7 +59,8 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
         raise UnsupportedError(
             "save_sharded does not write what FSDP has cut once more. Call model.save_pretrained(folder) on all ranks."
         )
-    _by_first_copy(group, partial(_save, model, Path(folder), group))
+    with watched_ranks(group):
+        _by_first_copy(group, partial(_save, model, Path(folder), group))
 
 
 def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
@@ -91,7 +94,9 @@ def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None
 def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
     """Write the files of one copy, then the manifest."""
     dense, packed = saved_state(model)
-    state, save = dense | packed, group.gather(secrets.token_hex(4))[0]
+    everyone = group.gather((secrets.token_hex(4), sample(model, group)))
+    warn_of_drift([values for _, values in everyone], group.rank)
+    state, save = dense | packed, everyone[0][0]
     path = rank_path(folder, save, group.rank, group.size)
 
     def write() -> RankFile:

@@ -148,6 +148,29 @@ def _break_reads_of_rank_1(cache: str) -> None:
         stream("org/model", None, cache)
 
 
+@pytest.mark.parametrize("after", [0, 7])
+def test_a_rank_without_memory_in_a_round_stops_the_others(
+    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, after: int
+) -> None:
+    served.add("org/model", cases(9, 3).folder)
+    error = hub_pool.error(3, _end_memory_of_rank_1, str(tmp_path), after, timeout=60)
+    assert error == "RemoteRankError: rank 1: MemoryError: none left"
+
+
+def _end_memory_of_rank_1(cache: str, after: int) -> None:
+    count, original = 0, exchange._copy
+
+    def copy(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if os.environ["RANK"] == "1" and count > after:
+            raise MemoryError("none left")
+        original(*args)
+
+    with mock.patch.object(exchange, "_copy", copy):
+        stream("org/model", None, cache)
+
+
 @pytest.mark.parametrize("thread", ["download", "fetch"])
 def test_a_rank_without_threads_stops_the_others(
     hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, thread: str

@@ -1,0 +1,125 @@
+"""One forward of a small model with a rank's heads and widths, in one process: each projection gives a rank's features.
+
+All weights stay whole. What a rank does not compute itself (a sum over ranks, a norm of all heads) is what it was in a
+forward of the whole model, so that no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..anatomy.linears import features, has_inputs_first
+from ..anatomy.norms import is_norm
+from ..errors import error_text, shorten
+from ..plans.attention_heads import count_heads
+from ..plans.bind import Resolution
+from ..slices.layout import Layout
+from ..strategies.shards.slicing import take
+from .small.trace import Trace, traced
+
+TOLERANCE = 1e-3
+"""Relative error of the features of a rank in fp32, which are those of the whole model up to rounding."""
+
+Calls = list[tuple[Tensor, Tensor]]
+"""The input and the output of every call of a module."""
+
+
+def misfit(
+    model: PreTrainedModel, run: Callable[[PreTrainedModel], object], resolution: Resolution, size: int
+) -> str | None:
+    """What a forward of one of `size` ranks fails with, and in which module; None where all compute as one process.
+
+    Args:
+        model: a small one with weights.
+        run: calls a model.
+        resolution: of a plan that cuts attention and MLPs of `model` alone.
+    """
+    cut = {name for name, layout in resolution.layouts.items() if layout is not None}
+    modules = {name.rpartition(".")[0]: model.get_submodule(name.rpartition(".")[0]) for name in cut}
+    calls: dict[str, Calls] = {name: [] for name in modules}
+    with torch.no_grad(), _hooked(_record(module, calls[name]) for name, module in modules.items()):
+        run(model)
+    for rank in _different(resolution, size):
+        local = copy.deepcopy(model)
+        for name, heads in resolution.attention.items():
+            count_heads(local, name, heads, rank)
+        trace = Trace()
+        try:
+            with torch.no_grad(), _hooked(_cut(local, resolution, calls, rank)), traced(local, trace):
+                run(local)
+        except Exception as error:  # whatever a forward raises at such widths
+            where = trace.running[-1].name if trace.running else type(model).__name__
+            told = shorten(" ".join(error_text(error).split()), 300)
+            return f"one forward of rank {rank}'s shards of {size} fails in {where}: {told}"
+    return None
+
+
+def _different(resolution: Resolution, size: int) -> list[int]:
+    """The first rank of each set of widths."""
+    splits = [layout.split for layout in resolution.layouts.values() if layout is not None]
+    widths = [tuple(split.widths[rank] for split in splits) for rank in range(size)]
+    return sorted({each: rank for rank, each in reversed(list(enumerate(widths)))}.values())
+
+
+class _hooked:  # noqa: N801 - used as a function
+    """Removes hooks on exit."""
+
+    def __init__(self, hooks: Iterator[Any]) -> None:
+        self._hooks = hooks
+        self._made: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._made = list(self._hooks)
+
+    def __exit__(self, *exception: object) -> None:
+        for hook in self._made:
+            hook.remove()
+
+
+def _record(module: nn.Module, calls: Calls) -> Any:
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            calls.append((args[0].clone(), output.clone()))
+
+    return module.register_forward_hook(after)
+
+
+def _cut(model: nn.Module, resolution: Resolution, calls: Mapping[str, Calls], rank: int) -> Iterator[Any]:
+    """Hooks by which modules give and take a rank's features; parameters that attention reads itself are cut."""
+    for name, layout in resolution.layouts.items():
+        owner, _, kind = name.rpartition(".")
+        module, param = model.get_submodule(owner), model.get_parameter(name)
+        if layout is None:
+            continue
+        norms_all = is_norm(module) and param.ndim == 1
+        if features(module) is None and not norms_all:
+            module._parameters[kind] = nn.Parameter(take(param.detach(), layout, rank), requires_grad=False)
+        elif kind == "weight":
+            last = Layout(-1, layout.split)
+            takes_cut = features(module) is not None and (layout.dim % 2 == 0) == has_inputs_first(module)
+            if takes_cut or norms_all:
+                yield module.register_forward_pre_hook(_whole_input(iter(calls[owner]), last, rank))
+            if not takes_cut:
+                yield module.register_forward_hook(lambda _, args, output, last=last: take(output, last, rank))
+
+
+def _whole_input(calls: Iterator[tuple[Tensor, Tensor]], layout: Layout, rank: int) -> Callable[..., Any]:
+    """A hook that compares an input with the rank's part of what it was, and gives all of that."""
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole, _ = next(calls)
+        own = take(whole, layout, rank)
+        if args[0].shape != own.shape:
+            raise ValueError(f"its input is {list(args[0].shape)}, not {list(own.shape)}")
+        error = float((args[0] - own).norm() / own.norm().clamp_min(torch.finfo(own.dtype).tiny))
+        if not error < TOLERANCE:
+            raise ValueError(f"its input is another one (relative error {error:.1e})")
+        return (whole, *args[1:])
+
+    return before

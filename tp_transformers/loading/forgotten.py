@@ -1,0 +1,63 @@
+"""A line, once a process, where a step of a launch was forgotten: `enable()`, torchrun, or `tp_plan`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from functools import cache
+from typing import Any
+
+from ..logs import get_logger
+from ..ranks.environment import launcher
+
+logger = get_logger(__name__)
+
+CALLED: set[str] = set()
+"""Those of "enable" and "disable" that were called in this process."""
+
+
+@cache
+def tell_of_one_rank() -> None:
+    """Say that one process without a launcher holds the whole model."""
+    logger.warning(
+        "tp_plan in one process, which holds the whole model: launch N ranks with `tp-transformers run -n N script.py` "
+        "or `torchrun --nproc-per-node N script.py`, or pass tp_size=1 where one is meant"
+    )
+
+
+def tell_of_size_alone(tp_size: Any) -> None:
+    """Say that transformers' own tensor parallelism serves a `tp_size` without a `tp_plan`."""
+    if tp_size not in (None, 1) and _is_first():
+        _tell_of_size_alone(tp_size)
+
+
+@cache
+def _tell_of_size_alone(tp_size: Any) -> None:
+    logger.warning(
+        'tp_size=%s without tp_plan loads by transformers\' own tensor parallelism: pass tp_plan="auto" to load by '
+        "tp_transformers, or call tp_transformers.disable() before it where transformers' own is meant",
+        tp_size,
+    )
+
+
+def tell_of_no_hook() -> None:
+    """Say at the end of a process that transformers itself has cut a model, since `enable()` was not called.
+
+    A load cannot say it: nothing of transformers is changed before `enable()`.
+    """
+    if CALLED or launcher() is None or not _is_first():
+        return
+    kind = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    models = (each for each in gc.get_objects() if issubclass(type(each), kind))
+    if any((getattr(model, "_tp_size", None) or 1) > 1 for model in models):
+        logger.warning(
+            "tp_transformers was imported, but a model was cut by transformers' own tensor parallelism: call "
+            "tp_transformers.enable() before from_pretrained, or launch with `tp-transformers run -n N script.py`"
+        )
+
+
+def _is_first() -> bool:
+    """True on rank 0, and without ranks."""
+    found = launcher()
+    return found is None or os.environ[found.rank] == "0"
