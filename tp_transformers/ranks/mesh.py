@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -140,3 +142,36 @@ def _stop_process_group() -> None:
     """At exit, end the group that we started: torch warns of one that is left, and NCCL may hang on it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    _await_gloo_threads()
+
+
+def _await_gloo_threads(seconds: float = 5.0) -> None:
+    """Wait until gloo's threads sleep, `seconds` at most.
+
+    After a collective they drop its tensors, for which they take the GIL. Python ends a thread that asks for the GIL
+    while the interpreter finalizes, and C++ then aborts the process ("terminate called without an active exception").
+    Destroying the group does not stop them, as models and meshes still refer to it.
+    """
+    deadline, before = time.monotonic() + seconds, None
+    switches = _context_switches("pt_gloo_runloop")
+    while (switches is None or switches != before) and time.monotonic() < deadline:
+        time.sleep(0.01)  # without the GIL
+        before, switches = switches, _context_switches("pt_gloo_runloop")
+
+
+def _context_switches(name: str) -> list[str] | None:
+    """Context switches of this process' threads of a name; None while one of them runs. Empty where there is no /proc.
+
+    A thread that waits for the GIL wakes every 5 ms, so its count changes.
+    """
+    found = []
+    for thread in Path("/proc/self/task").glob("*"):
+        try:
+            status = (thread / "status").read_text()
+        except OSError:  # it has ended
+            continue
+        if status.startswith(f"Name:\t{name}\n"):
+            if "State:\tR" in status:
+                return None
+            found += [line for line in status.splitlines() if "ctxt_switches" in line]
+    return found

@@ -107,6 +107,26 @@ def test_memory_is_used_where_all_ranks_see_it(
         assert why in output
 
 
+ENDS_AT_ONCE = """
+import os, sys
+os.environ["TP_TRANSFORMERS_SHARED_MEMORY"] = "0"
+import torch
+from tp_transformers.ranks import direct
+from tp_transformers.ranks.mesh import join
+
+group = join()
+tensors = [torch.ones(300_000) for _ in range(20)]
+sys.setswitchinterval(1000)  # gloo's threads, which take the GIL after a collective, get it late
+for x in tensors:
+    direct.all_reduce(x, group.process_group)
+"""
+
+
+def test_a_process_that_ends_just_after_a_collective_of_gloo_is_not_aborted(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ENDS_AT_ONCE)
+    assert [(code, output) for code, output in launch([""] * 4, tmp_path / "script.py")] == [(0, "")] * 4
+
+
 def test_eight_ranks_fit_into_the_memory_that_docker_gives() -> None:
     assert nbytes(8) <= 64 << 20
 
