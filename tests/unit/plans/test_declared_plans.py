@@ -48,6 +48,7 @@ NOT_LOADED = {
             "ernie4_5_vl_moe_text",
             "ernie4_5_vl_moe_vision",
             "gemma3n_text",
+            "hunyuan_vl_text",
             "llama4",
             "nemotron",
             "neomme",
@@ -66,6 +67,8 @@ NOT_LOADED = {
     "esmc": "layers.*.self_attn.k_norm.weight: it stands among heads that are cut",
     "gemma4_vision": "a Gemma4ClippableLinear is no linear or embedding",
     "glm5_next_text": "o_proj leave their features sharded, k_proj, q_proj, v_proj do not",
+    "gpt_oss": "cuts a matrix of model.layers.*",
+    "inkling2_loop_text": "gate_up_proj and down_proj would be cut along different features",
     "inkling2_text": "gate_up_proj and down_proj would be cut along different features",
     "inkling_text": "gate_up_proj and down_proj would be cut along different features",
     "muse_spark": "cuts a matrix of model.audio_tower.layers.*, model.vision_tower.layers.*",
@@ -73,7 +76,7 @@ NOT_LOADED = {
 }
 """model_type -> why its declared plan does not load it, in what we say of it, in one release of transformers or all."""
 
-ONLY_EVEN = {"axk2", "gpt_neox", "hy_v4", "muse_glimmer_vision", "muse_glimmer"}
+ONLY_EVEN = {"axk2", "codegen", "gpt_neox", "hy_v4", "hy_v4_vl_text", "muse_glimmer_vision", "muse_glimmer"}
 """Architectures whose attention is not recognised: 2 ranks, which divide their heads, will do, 3 will not."""
 
 ONLY_A_HEAD = ("bamba", "dbrx", "diffllama", "falcon_h1", "gpt_oss", "hunyuan_v1_dense", "lfm2")

@@ -154,6 +154,14 @@ def _cut(step: _Step) -> list[LazyTensor]:
     return made
 
 
+def _first_rows(step: _Step) -> list[LazyTensor]:
+    """One tensor -> its first rows, as many as transformers keeps. Raises ValueError where it adds rows."""
+    source, (like,) = step.only_source, step.wanted
+    if like.shape[0] > source.shape[0]:
+        raise ValueError(f"{step.operation}: rows that the source does not have")
+    return [source.select(0, [(0, like.shape[0])])]
+
+
 def _transpose(step: _Step) -> list[LazyTensor]:
     """One tensor -> two of its dims swapped."""
     source = step.only_source
@@ -192,6 +200,7 @@ _TABLE: dict[str, Callable[[_Step], list[LazyTensor]]] = {
     "Chunk": _cut,
     "Concatenate": _concatenate,
     "ErnieFuseAndSplitTextVisionExperts": _fuse_experts,
+    "Inkling2UnpadVocab": _first_rows,
     "Interleave": _permute,
     "MergeModulelist": _merge,
     "PermuteForRope": _permute,

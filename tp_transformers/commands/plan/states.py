@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ...anatomy.names import layer_number
+from ...anatomy.names import CACHES, layer_number
 from ...errors import error_text, shorten
 from ...plans.mixers import MixerHeads
 
 TOKENS = 8
 """Tokens that a mixer computes: more than the kernels of convolutions are long, whose states are of one size."""
-CACHES = ("cache_params", "past_key_values")
-"""Names that mixers have for the argument of their cache."""
 STATES = ("conv_states", "recurrent_states")
 """Names of the states of a layer of a cache."""
 

@@ -76,8 +76,10 @@ def push_peft_model(peft_model: Any, repo_id: str, **options: Any) -> Any:
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the active adapter that transformers' `add_adapter` or `load_adapter` gave a model, whole, from rank 0."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     group = GROUP.of(model)
-    (name,) = model.active_adapters()
+    (name,) = next(module for module in model.modules() if isinstance(module, BaseTunerLayer)).active_adapters
     adapter = _adapter(model, model.state_dict(keep_vars=True), name)
     whole = {f"base_model.model.{key}": gather(value, group) for key, value in adapter.items()}
     with group.agree():

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import ModelOutput
 
+from ...anatomy.names import CACHES
 from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
 from ...ranks.collectives import Group, all_gather_uneven, scale_gradient, scatter_to_region
 from ...ranks.group import agreed
@@ -203,8 +204,8 @@ class BatchStates(TensorParallelLayer):
 
 def _kind(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:
     """(kind, dtype of a mask): the facts of a forward's arguments that the ranks share; see `Batch.agree`."""
-    cache, mask, config = given.get("past_key_values"), given.get("attention_mask"), module.config
-    if cache is not None:
+    mask, config = given.get("attention_mask"), module.config
+    if any(given.get(name) is not None for name in CACHES):
         return _CACHE, 0
     if given.get("cu_seq_lens_q") is not None:
         return _PACKED, 0
