@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     ReduceScatterOptions,
     _resolve_process_group,
 )
+from torch.fx.node import has_side_effect
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UnsupportedError
 from ..marks import untyped
@@ -90,15 +93,6 @@ def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = SUM
         dist.all_reduce(x, op, group=group)
     elif (work := backend.allreduce([x], _SUM)) is not None:
         work.wait()
-
-
-def start_all_reduce(x: Tensor, group: Group) -> dist.Work | None:
-    """Begin to sum `x` over the ranks in place; None where that is done, since memory has nothing to do meanwhile."""
-    if memory_of(group) is None:
-        work: dist.Work | None = dist.all_reduce(x, group=group, async_op=True)
-        return work
-    all_reduce(x, group)
-    return None
 
 
 def all_reduced(x: Tensor, group: Group) -> Tensor:
@@ -205,8 +199,11 @@ def _find(group: Group, x: Tensor) -> Any:
 
 # The same as operators, which torch.compile keeps in its graphs as they are. They make new tensors, so that a graph may
 # keep their inputs, and find the process group by its name when they run: after `renew_process_group`, the new one.
+# A graph keeps all of them, also where a rank has no use for its result, and calls them in the order of the forward,
+# also where shards of other lengths let another order take less memory: ranks have graphs of their own.
 
 _LIBRARY = torch.library.Library("tp_transformers", "DEF")
+_OPERATORS: list[Any] = []
 
 
 def _has_operators(x: Tensor, group: Group) -> bool:
@@ -217,9 +214,29 @@ def _has_operators(x: Tensor, group: Group) -> bool:
 def _operator(schema: str, function: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = _LIBRARY.define(schema)
     _LIBRARY.impl(name, function, "CPU")
-    torch.library.register_fake(f"tp_transformers::{name}", shape, lib=_LIBRARY)
-    found: Callable[..., Tensor] = getattr(torch.ops.tp_transformers, name).default
+    found: torch._ops.OpOverload[..., Tensor] = getattr(torch.ops.tp_transformers, name).default
+    has_side_effect(found)
+
+    def traced(*args: Any) -> Tensor:
+        _keep_order()
+        return shape(*args)
+
+    torch.library.register_fake(f"tp_transformers::{name}", traced, lib=_LIBRARY)
+    _OPERATORS.append(found)
     return found
+
+
+@cache
+def _keep_order() -> None:
+    """Let Inductor take the operators for collectives, as those of torch, which it neither reorders nor drops."""
+    with _disable_current_modes():
+        from torch._inductor import ir
+        from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+        for operator in _OPERATORS:
+            add_layout_constraint(operator, constrain_to_fx_strides)
+            make = partial(ir._CollectiveKernel.create_out_of_place, operator)
+            register_lowering(operator)(lambda *args, make=make: ir.TensorBox.create(make(*args)))
 
 
 def _group(name: str) -> Group:

@@ -29,6 +29,8 @@ class Report:
     """The traceback."""
     follows: bool
     """True if the error says that another rank cannot be reached: that one failed first."""
+    is_last: bool = False
+    """True if this rank can make no collective any more."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ def left(rank: int) -> Failure:
 
 
 def is_alike(reports: Mapping[int, Report], size: int) -> bool:
-    """True if all `size` ranks failed after as many collectives, so that none waits for another."""
-    return len(reports) == size and len({report.collectives for report in reports.values()}) == 1
+    """True if all `size` ranks failed after as many collectives, so that none waits for another, and can go on."""
+    counts = {report.collectives for report in reports.values()}
+    return len(reports) == size and len(counts) == 1 and not any(report.is_last for report in reports.values())
 
 
 def judge(

@@ -201,12 +201,14 @@ class Watch:
         known = FAILURE.find(error)
         if known is not None:  # of the ranks of another watch
             self._rule(known)
+        memory = memory_of(self.process_group)
         report = Report(
             order=self._store.add(f"order {self._round}", 1),
             collectives=self._collectives() - self._entered,
             error=error_text(error),
             trace="".join(traceback.format_exception(error))[-TRACE:],
             follows=follows(error),
+            is_last=memory is not None and bool(memory.ended),
         )
         self._store.set(f"report {self._round} {self.group.rank}", json.dumps(asdict(report)))
         self._store.add(f"reports {self._round}", 1)

@@ -57,7 +57,7 @@ class Average:
         """Number of buckets that have left in this backward."""
         self._left: set[nn.Parameter] = set()
         """The parameters of those."""
-        self._travelling: list[tuple[list[nn.Parameter], Tensor, dist.Work | None]] = []
+        self._travelling: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
         """Buckets with the gradients that were sent, one after the other; zeros where there is none."""
         self._came: set[nn.Parameter] = set()
         self._late: set[nn.Parameter] = set()
@@ -116,7 +116,9 @@ class Average:
         bucket = self._buckets[self._next]
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in bucket]
         flat = torch.cat([local_tensor(grad).reshape(-1) for grad in grads]).to(self.reduce_dtype or grads[0].dtype)
-        work = direct.start_all_reduce(flat, self.process_group)
+        # Not through shared memory, where a rank would wait for copies that are in a collective of their tp ranks.
+        work = dist.all_reduce(flat, group=self.process_group, async_op=True)
+        assert work is not None
         self._travelling.append((bucket, flat, work))
         self._left.update(bucket)
         self._next += 1
@@ -125,8 +127,7 @@ class Average:
     def _receive(self) -> None:
         """Wait for the bucket that left first; its means are the gradients of those parameters that have one."""
         bucket, flat, work = self._travelling.pop(0)
-        if work is not None:
-            work.wait()
+        work.wait()
         flat /= self.process_group.size()
         for param, mean in zip(bucket, flat.split([local_tensor(param).numel() for param in bucket]), strict=True):
             if param.grad is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import get_backend_config
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, get_backend_config
 
 from ...logs import get_logger
 from ..environment import machine_name
@@ -59,7 +59,9 @@ def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
     """The memory of this rank, or None on all ranks and the reason."""
     rank = group.rank()
     machines: dict[str, list[int]] = {}
-    for each, (machine, why) in enumerate(_exchange((machine_name(), _obstacle()), group)):
+    answers = _exchange((machine_name(), _obstacle(), secrets.token_hex(8)), group)
+    name = answers[0][2]
+    for each, (machine, why, _) in enumerate(answers):
         if why:
             return None, f"{why} (rank {each})"
         machines.setdefault(machine, []).append(each)
@@ -73,8 +75,10 @@ def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
     memory = SharedMemory(segment, timeout.total_seconds()) if segment is not None else None
     if len(machines) == 1:
         return memory, ""
-    firsts = [dist.get_global_rank(group, ranks[0]) for ranks in machines.values()]
-    return SeveralMachines(memory, _group_of(firsts, timeout) if rank == own[0] else None), ""
+    firsts = [ranks[0] for ranks in machines.values()]
+    return SeveralMachines(
+        memory, _connect(firsts.index(rank), len(firsts), name, timeout) if rank in firsts else None
+    ), ""
 
 
 def _obstacle() -> str:
@@ -120,10 +124,9 @@ def _map(group: dist.ProcessGroup, ranks: list[int]) -> tuple[Segment | None, st
     return segment, next((why for why in _exchange(why, group) if why), "")
 
 
-def _group_of(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
-    """A new process group, which these ranks alone make."""
-    made: dist.ProcessGroup = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)  # type: ignore[assignment]
-    return made
+def _connect(rank: int, size: int, name: str, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Gloo between some ranks, under a new `name`: not a group of torch's, which would outlive the one it serves."""
+    return dist.ProcessGroupGloo(PrefixStore(f"tp_transformers/{name}", _get_default_store()), rank, size, timeout)
 
 
 def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:

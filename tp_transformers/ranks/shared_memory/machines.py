@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...marks import untyped
 from .transport import SUM, SharedMemory, Transport
 
 
@@ -17,10 +18,15 @@ class SeveralMachines(Transport):
     It sums; for all other collectives the ranks call the backend. Dispatch modes do not see it.
     """
 
-    def __init__(self, memory: SharedMemory | None, firsts: dist.ProcessGroup | None) -> None:
+    def __init__(self, memory: SharedMemory | None, firsts: dist.ProcessGroupGloo | None) -> None:
         """`memory`: that of this machine, None for its only rank. `firsts`: every machine's first rank, on those."""
         self.memory, self.firsts = memory, firsts
         self.collectives = 0
+
+    @property
+    def ended(self) -> str:
+        """See `Transport`."""
+        return self.memory.ended if self.memory is not None else ""
 
     def end(self, why: str) -> None:
         """Let collectives that wait in memory, and all later ones, raise; from any thread."""
@@ -31,10 +37,15 @@ class SeveralMachines(Transport):
         """Sum `x` over the ranks in place, or take the maximum; all ranks have the same bits."""
         self.collectives += 1
         with _disable_current_modes() if by_backend else nullcontext():
+            dense = x.detach().contiguous()
             if self.memory is not None:
-                self.memory.all_reduce(x, op)
+                self.memory.all_reduce(dense, op)
             if self.firsts is not None:
-                dist.all_reduce(x, op, group=self.firsts)
+                options = untyped(dist.AllreduceOptions())
+                options.reduceOp = op
+                untyped(self.firsts).allreduce([dense], options).wait()
             if self.memory is not None:
-                self.memory.broadcast(x, 0)
+                self.memory.broadcast(dense, 0)
+            if not x.is_contiguous():
+                x.detach().copy_(dense)
         return True

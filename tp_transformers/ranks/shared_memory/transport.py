@@ -19,8 +19,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, wraps
 from math import prod
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,8 @@ _ALL_REDUCE, _MAXIMUM, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _BROADCAST, _M
 _BY_BACKEND = 1 << 62
 """In the word of a collective: this rank calls the backend."""
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_NUMBERS = {dtype: number << 8 for number, dtype in enumerate(_DTYPES)}
+"""Of each dtype, where it stands in the word of a collective."""
 _SHORT = (torch.float16, torch.bfloat16)
 
 
@@ -55,6 +59,11 @@ class Transport:
 
     collectives: int
     """How many this rank has begun."""
+
+    @property
+    def ended(self) -> str:
+        """Why no collective can follow; "" where one can."""
+        return ""
 
     def end(self, why: str) -> None:
         """Let collectives that wait, and all later ones, raise; from any thread."""
@@ -86,6 +95,38 @@ class Transport:
         return None
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_turn(
+    collective: Callable[Concatenate[SharedMemory, P], R],
+) -> Callable[Concatenate[SharedMemory, P], R]:
+    """Let threads make a collective one after the other; one that is broken off half-way is the last.
+
+    After an error between its steps, such as an interrupt, the other ranks could take what this rank writes next for a
+    part of it. A signal handler that interrupts a collective would wait for it forever: there it raises.
+    """
+
+    @wraps(collective)
+    def in_turn(self: SharedMemory, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        thread = threading.get_ident()
+        if self._thread == thread:
+            raise self._error("called by a signal handler inside of another one; set a flag there, and call it later")
+        with self._lock:
+            begun, self._thread = self.collectives, thread
+            try:
+                return collective(self, *args, **kwargs)
+            except BaseException:
+                if self.collectives != begun:
+                    self._ended = self._ended or "an earlier one was broken off"
+                raise
+            finally:
+                self._thread = 0
+
+    return in_turn
+
+
 class SharedMemory(Transport):
     """One process group's transport between ranks of one machine, seen from one of them."""
 
@@ -97,79 +138,94 @@ class SharedMemory(Transport):
         self._others = [rank * WORDS for rank in range(self.size) if rank != self.rank]
         self._looks = MANY_LOOKS if self.size <= len(os.sched_getaffinity(0)) else FEW_LOOKS
         self._count = self._turn = 0
-        self._slots: dict[tuple[torch.Size, torch.dtype], tuple[list[list[Tensor]], int]] = {}
-        self._lock = threading.Lock()
+        self._slots: dict[tuple[torch.Size, torch.dtype], list[list[Tensor]]] = {}
+        self._lock, self._thread = threading.Lock(), 0
         self._ended = ""
         self.collectives = 0
         _ALL.add(self)
+
+    @property
+    def ended(self) -> str:
+        """See `Transport`."""
+        return self._ended
 
     def end(self, why: str) -> None:
         """See `Transport`."""
         self._ended = why
 
+    @_in_turn
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
         """See `Transport`."""
+        x = x.detach() if x.requires_grad else x
         kind, nbytes = _MAXIMUM if op == MAX else _ALL_REDUCE, x.nbytes
+        _check(kind, x.dtype)
+        word = nbytes << 16 | _NUMBERS[x.dtype] | kind
         if nbytes <= (SLOT if self.size == 2 else ONE_STEP):
-            with self._lock:
-                slots = self._write(x, kind, by_backend)
-                if slots is None:
-                    return False
-                _combine(slots, op, x)
+            slots = self._write(x, word, by_backend)
+            if slots is None:
+                return False
+            _combine(slots, op, x)
             return True
         flat = x.reshape(-1)
-        with self._lock:
-            for piece in flat.split(SLOT // x.itemsize):
-                slots = self._write(piece, kind, by_backend)
-                if slots is None:
-                    return False
-                parts, results = [slot.tensor_split(self.size) for slot in slots], piece.tensor_split(self.size)
-                own = results[self.rank]
-                _combine([part[self.rank] for part in parts], op, own)
-                parts[self.rank][self.rank].copy_(own)
-                self._step()
-                for rank, result in enumerate(results):
-                    if rank != self.rank:
-                        result.copy_(parts[rank][rank])
+        for piece in flat.split(SLOT // x.itemsize):
+            slots = self._write(piece, word, by_backend)
+            if slots is None:
+                return False
+            parts, results = [slot.tensor_split(self.size) for slot in slots], piece.tensor_split(self.size)
+            own = results[self.rank]
+            _combine([part[self.rank] for part in parts], op, own)
+            parts[self.rank][self.rank].copy_(own)
+            self._step()
+            for rank, result in enumerate(results):
+                if rank != self.rank:
+                    result.copy_(parts[rank][rank])
         if not x.is_contiguous():
             x.copy_(flat.view_as(x))
         return True
 
+    @_in_turn
     def all_gather(self, x: Tensor, outs: Sequence[Tensor], *, by_backend: bool = False) -> bool:
         """See `Transport`."""
-        with self._lock:
-            for piece, *pieces in _pieces(SLOT, x, *outs):
-                slots = self._write(piece, _ALL_GATHER, by_backend)
-                if slots is None:
-                    return False
-                for out, slot in zip(pieces, slots, strict=True):
-                    out.copy_(slot)
+        word = x.nbytes << 16 | _NUMBERS[x.dtype] | _ALL_GATHER
+        for piece, *pieces in _pieces(SLOT, x, *outs):
+            slots = self._write(piece, word, by_backend)
+            if slots is None:
+                return False
+            for out, slot in zip(pieces, slots, strict=True):
+                out.copy_(slot)
         return True
 
+    @_in_turn
     def reduce_scatter(self, x: Tensor, own: Tensor, *, by_backend: bool = False) -> bool:
         """See `Transport`."""
+        _check(_ALL_REDUCE, x.dtype)
+        word = x.nbytes << 16 | _NUMBERS[x.dtype] | _REDUCE_SCATTER
         rows, out = x.view(self.size, -1), own.view(-1)
-        with self._lock:
-            for piece, summed in zip(
-                rows.split(_length(SLOT // self.size, x), 1), out.split(_length(SLOT // self.size, x)), strict=True
-            ):
-                slots = self._write(piece, _REDUCE_SCATTER, by_backend)
-                if slots is None:
-                    return False
-                _combine([slot[self.rank] for slot in slots], SUM, summed)
+        length = SLOT // self.size // x.itemsize
+        for piece, summed in zip(rows.split(length, 1), out.split(length), strict=True):
+            slots = self._write(piece, word, by_backend)
+            if slots is None:
+                return False
+            _combine([slot[self.rank] for slot in slots], SUM, summed)
         return True
 
+    @_in_turn
     def broadcast(self, x: Tensor, source: int, *, by_backend: bool = False) -> bool:
         """See `Transport`."""
-        with self._lock:
-            for (piece,) in _pieces(SLOT, x):
-                slots = self._write(piece, _BROADCAST, by_backend, writes=self.rank == source)
-                if slots is None:
-                    return False
-                if self.rank != source:
-                    piece.copy_(slots[source])
+        x = x.detach() if x.requires_grad else x
+        word = x.nbytes << 16 | _NUMBERS[x.dtype] | _BROADCAST
+        dense = x.contiguous()
+        for (piece,) in _pieces(SLOT, dense):
+            slots = self._write(piece, word, by_backend, writes=self.rank == source)
+            if slots is None:
+                return False
+            if self.rank != source:
+                piece.copy_(slots[source])
+        if dense is not x and self.rank != source:
+            x.copy_(dense)
         return True
 
+    @_in_turn
     def all_to_all(
         self, received: Tensor, sent: Tensor, rows: Sequence[int], counts: Sequence[int], *, by_backend: bool = False
     ) -> bool:
@@ -178,69 +234,72 @@ class SharedMemory(Transport):
         sent_bytes, received_bytes = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
         room, segment = SLOT // self.size // 16 * 16, self._segment
         starts, ends = _starts(counts, width), _starts(rows, width)
-        with self._lock:
-            longest, at = 1, 0
-            while at < longest:
-                self._begin(_ALL_TO_ALL, by_backend, length=max(counts, default=0) * width)
-                own = segment.tensor[segment.offset(self.rank, self._turn) :][:SLOT]
-                for rank in range(self.size):
-                    part = sent_bytes[starts[rank] : starts[rank + 1]][at : at + room]
-                    own[rank * room :][: len(part)] = part
-                self._publish()
-                if not self._wait(_ALL_TO_ALL):
-                    return False
-                longest = max(self._lengths())
-                for rank in range(self.size):
-                    part = received_bytes[ends[rank] : ends[rank + 1]][at : at + room]
-                    start = segment.offset(rank, self._turn) + self.rank * room
-                    part.copy_(segment.tensor[start : start + len(part)])
-                at += room
+        longest, at = 1, 0
+        while at < longest:
+            self._begin(_ALL_TO_ALL, by_backend, length=max(counts, default=0) * width)
+            own = segment.tensor[segment.offset(self.rank, self._turn) :][:SLOT]
+            for rank in range(self.size):
+                part = sent_bytes[starts[rank] : starts[rank + 1]][at : at + room]
+                own[rank * room :][: len(part)] = part
+            self._publish()
+            if not self._wait(_ALL_TO_ALL):
+                return False
+            longest = max(self._lengths())
+            for rank in range(self.size):
+                part = received_bytes[ends[rank] : ends[rank + 1]][at : at + room]
+                start = segment.offset(rank, self._turn) + self.rank * room
+                part.copy_(segment.tensor[start : start + len(part)])
+            at += room
         return True
 
+    @_in_turn
     def messages(self, message: bytes) -> list[bytes]:
         """See `Transport`."""
         segment, found = self._segment, [bytearray() for _ in range(self.size)]
-        with self._lock:
-            longest, at = 1, 0
-            while at < longest:
-                self._begin(_MESSAGES, False, length=len(message))
-                part, start = message[at : at + SLOT], segment.offset(self.rank, self._turn)
-                segment.bytes[start : start + len(part)] = part
-                self._publish()
-                self._wait(_MESSAGES)
-                lengths = self._lengths()
-                longest = max(lengths)
-                for rank, length in enumerate(lengths):
-                    start = segment.offset(rank, self._turn)
-                    found[rank] += segment.bytes[start : start + min(max(length - at, 0), SLOT)]
-                at += SLOT
+        longest, at = 1, 0
+        while at < longest:
+            self._begin(_MESSAGES, False, length=len(message))
+            part, start = message[at : at + SLOT], segment.offset(self.rank, self._turn)
+            segment.bytes[start : start + len(part)] = part
+            self._publish()
+            self._wait(_MESSAGES)
+            lengths = self._lengths()
+            longest = max(lengths)
+            for rank, length in enumerate(lengths):
+                start = segment.offset(rank, self._turn)
+                found[rank] += segment.bytes[start : start + min(max(length - at, 0), SLOT)]
+            at += SLOT
         return [bytes(each) for each in found]
 
     # One step: begin, write, publish, wait.
 
-    def _write(self, x: Tensor, kind: int, by_backend: bool, *, writes: bool = True) -> list[Tensor] | None:
-        """All ranks' slots as tensors such as `x`, which have their values; None where the backend is called."""
-        key = x.shape, x.dtype
-        found = self._slots.get(key)
-        if found is None:
+    def _write(self, x: Tensor, word: int, by_backend: bool, *, writes: bool = True) -> list[Tensor] | None:
+        """All ranks' slots as tensors such as `x`, which have their values; None where the backend is called.
+
+        `word`: what all ranks have to write for this collective: its bytes, dtype and kind.
+        """
+        self._begin(word, by_backend)
+        if by_backend:  # a dispatch mode listens, which is not to see, or make, a slot
+            self._publish()
+            self._wait(word)
+            return None
+        slots = self._slots.get((x.shape, x.dtype))
+        if slots is None:
             if len(self._slots) > 256:
                 self._slots.clear()
-            found = self._slots[key] = self._segment.slots(*key), x.nbytes << 16 | _DTYPES.index(x.dtype) << 8
-        slots, told = found
-        kind |= told
-        self._begin(kind, by_backend)
+            slots = self._slots[x.shape, x.dtype] = self._segment.slots(x.shape, x.dtype)
         each = slots[self._turn]
-        if writes and not by_backend:
-            each[self.rank].copy_(x)
+        if writes:
+            each[self.rank].copy_(x.detach() if x.requires_grad else x)
         self._publish()
-        return each if self._wait(kind) else None
+        return each if self._wait(word) else None
 
-    def _begin(self, kind: int, by_backend: bool, length: int = 0) -> None:
+    def _begin(self, word: int, by_backend: bool, length: int = 0) -> None:
         if self._ended:
             raise self._error(self._ended)
         self.collectives += 1
         self._turn ^= 1
-        self._words[self._own + KIND + self._turn] = kind | (_BY_BACKEND if by_backend else 0)
+        self._words[self._own + KIND + self._turn] = word | (_BY_BACKEND if by_backend else 0)
         self._words[self._own + LENGTH + self._turn] = length
 
     def _publish(self) -> None:
@@ -255,16 +314,16 @@ class SharedMemory(Transport):
             if words[base] < count:
                 self._until(base, count)
 
-    def _wait(self, kind: int) -> bool:
+    def _wait(self, word: int) -> bool:
         """Wait until all ranks have come to the same collective; False where one of them calls the backend."""
         words, count, turn = self._words, self._count, self._turn + KIND
-        is_by_backend = words[self._own + turn] != kind
+        is_by_backend = words[self._own + turn] != word
         for base in self._others:
             if words[base] < count:
                 self._until(base, count)
             told = words[base + turn]
-            if told != kind:
-                if told & ~_BY_BACKEND != kind:
+            if told != word:
+                if told & ~_BY_BACKEND != word:
                     self._until(base, 1 << 62)  # it is in another collective: both wait until that is told, or ended
                 is_by_backend = True
         return not is_by_backend
@@ -275,27 +334,22 @@ class SharedMemory(Transport):
     def _until(self, base: int, count: int) -> None:
         """Wait until the rank whose words begin at `base` has counted up to `count`.
 
-        Raises DistBackendError where the collectives have been ended, the rank's process has, or time is up; then, and
-        after an interrupt, no other one may follow, since the ranks could still read what it would write.
+        Raises DistBackendError where the collectives have been ended, the rank's process has, or time is up.
         """
         words, rank = self._words, base // WORDS
-        try:
-            for _ in range(self._looks):
-                if words[base] >= count:
-                    return
-            began, waited = time.monotonic(), 0.0
-            while words[base] < count:
-                if self._ended:
-                    raise self._error(self._ended)
-                if waited > self.timeout:
-                    raise self._error(f"waited {waited:.0f} s, the timeout of the group, for rank {rank} of it")
-                if waited > NAP and self._segment.has_ended(rank) and words[base] < count:
-                    raise self._error(f"rank {rank} of the group has ended")
-                self._segment.sleep(rank, count, NAP)
-                waited = time.monotonic() - began
-        except BaseException:
-            self._ended = self._ended or "an earlier one was broken off"
-            raise
+        for _ in range(self._looks):
+            if words[base] >= count:
+                return
+        began, waited = time.monotonic(), 0.0
+        while words[base] < count:
+            if self._ended:
+                raise self._error(self._ended)
+            if waited > self.timeout:
+                raise self._error(f"waited {waited:.0f} s, the timeout of the group, for rank {rank} of it")
+            if waited > NAP and self._segment.has_ended(rank) and words[base] < count:
+                raise self._error(f"rank {rank} of the group has ended")
+            self._segment.sleep(rank, count, NAP)
+            waited = time.monotonic() - began
 
     def _error(self, text: str) -> dist.DistBackendError:
         return dist.DistBackendError(f"a collective through shared memory: {text}")
@@ -307,11 +361,18 @@ _ALL: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 def _leave() -> None:
     for each in _ALL:
         each.end("this process is a fork of a rank")
-        each._lock = threading.Lock()  # another thread of the rank may have had it
+        each._lock, each._thread = threading.Lock(), 0  # a thread of the rank may have had it
         each._segment.leave()
 
 
 os.register_at_fork(after_in_child=_leave)
+
+
+@cache
+def _check(kind: int, dtype: torch.dtype) -> None:
+    """Raise torch's error where it has no sum, or maximum, of a dtype, before a rank begins a collective."""
+    numbers = [torch.empty(1, dtype=dtype) for _ in range(3)]
+    _combine(numbers[:2], MAX if kind == _MAXIMUM else SUM, numbers[2])
 
 
 def _combine(slots: Sequence[Tensor], op: dist.ReduceOp.RedOpType, out: Tensor) -> None:
@@ -332,17 +393,12 @@ def _combine(slots: Sequence[Tensor], op: dist.ReduceOp.RedOpType, out: Tensor) 
             out += each
 
 
-def _length(nbytes: int, x: Tensor) -> int:
-    """Elements of the dtype of `x` in so many bytes."""
-    return nbytes // x.itemsize
-
-
 def _pieces(nbytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors, or contiguous ones of the same shape in pieces of at most so many bytes."""
     if tensors[0].nbytes <= nbytes:
         yield tensors
     else:
-        yield from zip(*(each.view(-1).split(_length(nbytes, each)) for each in tensors), strict=True)
+        yield from zip(*(each.view(-1).split(nbytes // each.itemsize) for each in tensors), strict=True)
 
 
 def _starts(counts: Sequence[int], width: int) -> list[int]:

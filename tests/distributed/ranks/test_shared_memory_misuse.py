@@ -1,0 +1,263 @@
+"""Collectives through shared memory where they are traced, watched, broken off, or called out of step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.models import PROMPTS, load
+from tests.support.pool import Pool
+from tp_transformers import RemoteRankError, renew_process_group
+from tp_transformers.ranks import direct
+from tp_transformers.ranks.collectives import reduce_scatter_from_region
+from tp_transformers.ranks.mesh import join
+from tp_transformers.ranks.shared_memory.joining import memory_of, share
+from tp_transformers.ranks.shared_memory.segment import SLOT
+from tp_transformers.ranks.shared_memory.transport import SharedMemory
+
+pytestmark = pytest.mark.distributed
+
+
+# -- under torch.compile
+
+
+def sums_of_uneven_shards() -> tuple[list[float], list[float]]:
+    """Run on every rank: two sums of one graph, of shards whose lengths suggest another order on each rank."""
+    group, size = join(), 64
+    width = (64, 96)[group.rank]
+
+    def two(x: Tensor, a: Tensor, a2: Tensor, b: Tensor, b2: Tensor, b3: Tensor) -> tuple[Tensor, Tensor]:
+        wide, narrow = torch.mm(x, a), torch.mm(torch.mm(x, b), b2)
+        first = torch.mm(narrow, b3)
+        direct.all_reduce(first, group.process_group)
+        second = torch.mm(wide, a2)
+        direct.all_reduce(second, group.process_group)
+        return first, second
+
+    x = torch.full((size, size), 1 / size)
+    weights = (
+        torch.full((size, width), 1.0),
+        torch.full((width, size), 100 / width),
+        torch.ones(size, 8),
+        torch.full((8, 8), 1 / 8),
+        torch.full((8, size), 1 / 8),
+    )
+    with torch.no_grad():
+        pairs = two(x, *weights), torch.compile(two)(x, *weights)
+    eager, compiled = ([round(value[0, 0].item(), 3) for value in pair] for pair in pairs)
+    return eager, compiled
+
+
+def test_a_compiled_graph_keeps_the_order_of_collectives(pool: Pool) -> None:
+    for eager, compiled in pool.run(2, sums_of_uneven_shards):
+        assert eager == compiled == [2.0, 200.0]
+
+
+def unused_results() -> tuple[list[int], list[float]]:
+    """Run on every rank: collectives whose result one rank has no use for."""
+    group = join()
+    assert group.process_group is not None
+    widths = (4, 0)
+
+    def of_rows(x: Tensor) -> Tensor:
+        return reduce_scatter_from_region(x, widths, group.process_group, dim=0).sum()
+
+    def of_a_slice(x: Tensor) -> Tensor:
+        total = x * 2
+        direct.all_reduce(total, group.process_group)
+        return total[: widths[group.rank]].sum()
+
+    memory, counts, results = memory_of(group.process_group), [], []
+    assert memory is not None
+    with torch.no_grad():
+        for function in (of_rows, of_a_slice):
+            compiled = torch.compile(function)
+            before = memory.collectives
+            results.append(compiled(torch.ones(4, 3)).item())
+            counts.append(memory.collectives - before)
+    return counts, results
+
+
+def test_a_compiled_graph_makes_collectives_that_a_rank_has_no_use_for(pool: Pool) -> None:
+    assert pool.run(2, unused_results) == [([1, 1], [24.0, 48.0]), ([1, 1], [0.0, 0.0])]
+
+
+# -- under a dispatch mode
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the dtypes that operators give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.dtypes.add(result.dtype)
+        return result
+
+
+def after_modes() -> tuple[set[torch.dtype], list[float]]:
+    """Run on every rank: what a mode sees of a first sum of its shape, and a sum after one with fake tensors."""
+    group = join()
+    with Seen() as seen:
+        direct.all_reduce(torch.ones(13), group.process_group)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        direct.all_reduce(torch.ones(7), group.process_group)
+    x = torch.ones(7)
+    direct.all_reduce(x, group.process_group)
+    return seen.dtypes, x.tolist()
+
+
+def test_modes_neither_see_nor_make_slots(pool: Pool) -> None:
+    for dtypes, summed in pool.run(2, after_modes):
+        assert dtypes == {torch.float32}
+        assert summed == [2.0] * 7
+
+
+# -- tensors of any kind
+
+
+def odd_tensors() -> list[bool]:
+    """Run on every rank: non-contiguous tensors, parameters, and dtypes that torch cannot add."""
+    group = join()
+    pg = group.process_group
+    assert pg is not None
+    numbers = torch.arange(600 * 1024, dtype=torch.float)  # more than a slot
+    sent = numbers.view(600, 1024).t()
+    taken = sent.clone(memory_format=torch.preserve_format) * (group.rank == 0)
+    direct.broadcast(taken, pg, 0)
+    column = torch.ones(8, 2)
+    direct.all_reduce(column[:, 0], pg)
+    param = torch.nn.Parameter(torch.ones(3))
+    gathered = direct.all_gather(param, pg)
+    direct.all_reduce(param, pg)
+    with pytest.raises(NotImplementedError, match="add_stub"):
+        direct.all_reduce(torch.ones(4).to(torch.uint16), pg)
+    after = torch.ones(3)
+    direct.all_reduce(after, pg)
+    return [
+        torch.equal(taken, sent),
+        column.tolist() == [[2.0, 1.0]] * 8,
+        gathered.tolist() == [1.0] * 6,
+        param.tolist() == after.tolist() == [2.0] * 3,
+    ]
+
+
+def test_tensors_of_any_kind(pool: Pool) -> None:
+    assert pool.run(2, odd_tensors) == [[True] * 4] * 2
+
+
+# -- broken off, or out of step
+
+
+def broken_off() -> tuple[str, str]:
+    """Run on every rank: an error of a signal handler between the steps of a collective, and one after it."""
+    group, patch = join(), pytest.MonkeyPatch()
+    second = dist.new_group(timeout=timedelta(seconds=2))
+    share(second)
+    raised = []
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with patch.context() as context:
+        if group.rank == 0:
+            context.setattr(SharedMemory, "_wait", stop)
+        try:
+            direct.all_reduce(torch.ones(3), second)
+        except KeyboardInterrupt:
+            raised.append("interrupted")
+    try:
+        direct.all_reduce(torch.ones(3), second)
+    except dist.DistBackendError as error:
+        raised.append(str(error))
+    dist.barrier()
+    return raised[0] if group.rank == 0 else "", raised[-1]
+
+
+def test_a_collective_that_is_broken_off_anywhere_is_the_last(pool: Pool) -> None:
+    (first, after), (_, other) = pool.run(2, broken_off)
+    assert first == "interrupted"
+    assert "an earlier one was broken off" in after
+    assert "the timeout of the group, for rank 0 of it" in other
+
+
+def in_a_handler() -> str:
+    """Run on every rank: a collective of a signal handler that comes while rank 0 waits in another one."""
+    group = join()
+    second = dist.new_group(timeout=timedelta(seconds=20))
+    share(second)
+    memory, raised = memory_of(second), ""
+    assert memory is not None
+    if group.rank == 0:
+        before = signal.signal(signal.SIGUSR1, lambda *_: memory.messages(b""))
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        try:
+            direct.all_reduce(torch.ones(3), second)
+        except dist.DistBackendError as error:
+            raised = str(error)
+        signal.signal(signal.SIGUSR1, before)
+    dist.barrier()
+    return raised
+
+
+def test_a_signal_handler_may_not_call_a_collective_inside_of_another(pool: Pool) -> None:
+    first, _ = pool.run(2, in_a_handler)
+    assert "called by a signal handler inside of another one" in first
+
+
+def of_other_lengths() -> list[str]:
+    """Run on every rank: one tensor of two slots on rank 0, two of one slot on rank 1."""
+    group = join()
+    second = dist.new_group(timeout=timedelta(seconds=0.5))
+    share(second)
+    raised = []
+    for length in ([2 * SLOT], [SLOT, SLOT])[group.rank]:
+        try:
+            direct.all_reduce(torch.ones(length // 4), second)
+        except dist.DistBackendError as error:
+            raised.append(str(error))
+    dist.barrier()
+    return raised
+
+
+def test_pieces_of_a_long_tensor_are_not_taken_for_short_ones(pool: Pool) -> None:
+    first, second = pool.run(2, of_other_lengths)
+    assert "the timeout of the group" in first[0]
+    assert "the timeout of the group" in second[0]
+    assert len(second) == 2
+
+
+def interrupted_everywhere(folder: str) -> tuple[str, bool]:
+    """Run on every rank: the collectives of all ranks are broken off, and their process group is renewed."""
+    model = load(folder)
+    expected = model(PROMPTS).logits
+    memory = memory_of(model.tp_group.process_group)
+    assert memory is not None
+    memory.end("an earlier one was broken off")
+    dist.barrier()
+    said = ""
+    for _ in range(2):
+        try:
+            model(PROMPTS)
+        except (RemoteRankError, dist.DistBackendError) as error:
+            said = type(error).__name__
+    renew_process_group(model)
+    return said, torch.equal(model(PROMPTS).logits, expected)
+
+
+def test_ranks_that_were_all_interrupted_go_on_with_a_new_process_group(pool: Pool, cases: Any) -> None:
+    assert pool.run(2, interrupted_everywhere, cases(9, 3).folder) == [("RemoteRankError", True)] * 2
