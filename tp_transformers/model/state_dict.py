@@ -32,6 +32,7 @@ from ..strategies import (
     shard_of,
     whole_like,
 )
+from ..strategies.parameters.sharded import full_values, is_sharded, local_values
 
 
 def keep_state(module: nn.Module) -> None:
@@ -108,6 +109,8 @@ def _own_part(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
     if isinstance(value, DTensor):
         placements = param.placements if isinstance(param, DTensor) else (shard.placement,)
         return local_tensor(value) if value.placements == placements else None
+    if is_sharded(value):
+        value = local_values(value) if value.tp_shard.layout == shard.layout else full_values(value)
     value = value.detach()
     if value.shape == shard.shape:
         return shard.own(value)

@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UnsupportedError
 from ..marks import untyped
+from .shared_memory.interface import MAX as MAX
+from .shared_memory.interface import SUM as SUM
+from .shared_memory.interface import Transport
 from .shared_memory.joining import NAMES, memory_of
-from .shared_memory.transport import MAX as MAX
-from .shared_memory.transport import SUM as SUM
-from .shared_memory.transport import Transport
 
 Group = dist.ProcessGroup
 

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.models import PROMPTS, load, relative
 from tests.support.pool import Pool
-from tp_transformers.ranks import direct
 from tp_transformers.training import averaging
 
 pytestmark = pytest.mark.distributed
@@ -70,18 +69,20 @@ def steps(folder: str) -> dict[str, Any]:
 
     for name in ("the first", "the second"):
         events: list[str] = []
-        start = direct.start_all_reduce
+        all_reduce = dist.all_reduce
 
-        def watched(tensor: Tensor, group: Any, start: Any = start, events: Any = events) -> Any:
-            events.append("sent" if group is axis else "other")
-            return start(tensor, group)
+        def watched(
+            tensor: Tensor, *args: Any, all_reduce: Any = all_reduce, events: Any = events, **kwargs: Any
+        ) -> Any:
+            events.append("sent" if kwargs.get("group") is axis else "other")
+            return all_reduce(tensor, *args, **kwargs)
 
-        direct.start_all_reduce = watched
+        dist.all_reduce = watched
         handle = model.model.embed_tokens.weight.register_hook(
             lambda grad, events=events: events.append("last gradient")
         )
         loss(model, texts[copy]).backward()
-        direct.start_all_reduce = start
+        dist.all_reduce = all_reduce
         handle.remove()
         found[f"sent early, {name}"] = events[: events.index("last gradient")].count("sent")
         whole()

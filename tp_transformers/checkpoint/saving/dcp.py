@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from ...errors import UnsupportedError
 from ...slices.layout import Piece
 from ...strategies import ParamShard, local_tensor
+from ...strategies.parameters.sharded import as_shard, local_values
+from ...strategies.parameters.tensors import ShardTensor
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,37 +32,22 @@ if TYPE_CHECKING:
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class LocalShard(Tensor):
-    """This rank's values of a parameter, and their place in it, as torch.distributed.checkpoint asks.
+class LocalShard(ShardTensor):
+    """A shard in a state dict, which says its place in the parameter as torch.distributed.checkpoint asks.
 
-    It computes as a plain tensor does, and is one when it is pickled or copied. Values that several ranks hold are
-    saved by the first of them, and loaded by all.
+    Values that several ranks hold are saved by the first of them, and loaded by all.
     """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     tp_shard: ParamShard
 
     @staticmethod
     def of(local: Tensor, shard: ParamShard) -> LocalShard:
-        """`local` itself, in the place that `shard` gives."""
-        tensor = local.detach().as_subclass(LocalShard)
-        tensor.tp_shard = shard
-        return tensor
-
-    def size(self, dim: int | None = None) -> Any:
-        """Size of the complete parameter, as of a DTensor: checkpoints compare it. `shape` is this rank's."""
-        return self.tp_shard.shape if dim is None else self.tp_shard.shape[dim]
+        """The values `local` in the place that `shard` gives, in the same memory."""
+        return as_shard(local.detach(), LocalShard, shard)  # type: ignore[no-any-return]
 
     def plain(self) -> Tensor:
         """The same memory as a plain tensor."""
-        return self.as_subclass(Tensor)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.plain().clone()
+        return local_values(self)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         layout, rank = self._layout, self.tp_shard.group.rank

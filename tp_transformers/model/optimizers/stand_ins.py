@@ -17,7 +17,7 @@ from ...marks import Mark
 from ...ranks import direct
 from ...ranks.random_state import random_state, set_random_state
 from ...strategies import ParamShard, local_tensor, settle_gradient, shard_of
-from ...strategies.parameters.sharded import is_sharded, know
+from ...strategies.parameters.sharded import has_changed, is_sharded, know
 from ...strategies.parameters.tensors import HAS_LOCAL
 
 TENSORS: Mark[dict[Tensor, nn.Parameter]] = Mark("tp_stand_ins")
@@ -60,6 +60,8 @@ class StandIn:
 
     def give(self) -> None:
         """Give the parameter and its gradient what has become of them; no collective."""
+        if is_sharded(self.param):
+            has_changed(self.param)
         for target, source in ((self.param, self.tensor), (self.param.grad, self.tensor.grad)):
             if target is not None and source is not None:
                 local, part = local_tensor(target), self._own(source.detach())
@@ -76,8 +78,9 @@ class StandIn:
 
     def enter_state(self, state: dict[str, Any]) -> None:
         """Replace the values of a state between steps by those for the stand-in, in place."""
-        local_shape = local_tensor(self.param).shape
+        local_shape = None if isinstance(self.param, DTensor) else local_tensor(self.param).shape
         for key, value in state.items():
+            # A state dict of plain shards that was pickled has ordinary tensors; one of DTensors has DTensors.
             if isinstance(value, HAS_LOCAL) or (isinstance(value, Tensor) and value.shape == local_shape):
                 local = value._local_tensor if isinstance(value, HAS_LOCAL) else value
                 if isinstance(value, DTensor):
@@ -86,6 +89,12 @@ class StandIn:
                     assert self.shard is not None
                     local = self.shard.full(local)
                 state[key] = local
+            elif isinstance(value, Tensor) and self.shard is not None and self._is_full(value):
+                state[key] = self.shard.own(value).clone()  # as one process has it, or a user has made it
+
+    def _is_full(self, value: Tensor) -> bool:
+        """True for a full value where the optimizer steps on a shard."""
+        return not self.is_gathered and value.shape == self.param.shape != local_tensor(self.param).shape
 
     def leave_state(self, state: dict[str, Any]) -> Iterator[str]:
         """The reverse of `enter_state`; yields the names of values that could not be told from shards later."""

@@ -17,9 +17,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, 
 from ...logs import get_logger
 from ..environment import machine_name
 from ..messages import exchange
+from .interface import Transport
 from .machines import SeveralMachines
 from .segment import TOKEN, WORDS, Segment, is_supported
-from .transport import SharedMemory, Transport
+from .transport import SharedMemory
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...marks import untyped
-from .transport import SUM, SharedMemory, Transport
+from .interface import SUM, Transport
+from .transport import SharedMemory
 
 
 class SeveralMachines(Transport):

@@ -38,9 +38,9 @@ def _copy_deeply(func: Any, tensor: Any, memo: dict[int, Any]) -> Any:
     if id(tensor) not in memo:
         copied = memo[id(tensor)] = know(local_values(tensor).detach().clone(), tensor)
         copied.requires_grad_(tensor.requires_grad)
-        if getattr(tensor, "_is_param", False):
+        if getattr(tensor, "_is_param", False):  # torch's parameters are copied without a gradient
             copied._is_param = True
-        if tensor.grad is not None:
+        elif tensor.grad is not None:
             copied.grad = tensor.grad.clone()
     return memo[id(tensor)]
 

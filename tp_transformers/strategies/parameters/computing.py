@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +17,19 @@ from ...errors import UnsupportedError
 from ...marks import untyped
 from .attributes import ATTRIBUTES
 from .functions import DRAWS_LIKE, FILLS, MAKES, OF_LISTS, READS, SHAPES, fits, is_by_value, is_in_place, name_of
-from .sharded import as_torch, empty_full, full_values, is_sharded, know, local_values, own_values, write
+from .sharded import (
+    WATCHERS,
+    as_torch,
+    empty_full,
+    full_values,
+    has_changed,
+    is_sharded,
+    know,
+    local_values,
+    memory_of,
+    own_values,
+    write,
+)
 
 
 def compute(func: Any, args: Any, kwargs: Any) -> Any:
@@ -101,6 +114,7 @@ def _by_value(func: Any, like: Any, target: Any, args: Any, kwargs: Any) -> Any:
     with as_torch():
         result = func(*args, **kwargs)
     if target is not None:
+        has_changed(target)
         if isinstance(target, DTensor):
             torch.autograd.graph.increment_version(target)
         return target
@@ -153,36 +167,51 @@ def _fill(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
 
 def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute on full tensors, which all ranks gather; of those that the function changes, each rank keeps its part."""
-    found: dict[int, tuple[Any, Tensor, int]] = {}
+    sources: dict[int, tuple[Source, int]] = {}
 
     def gather(leaf: Any) -> Any:
         if not is_sharded(leaf):
             return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-        if id(leaf) not in found:
-            full = full_values(leaf)
-            found[id(leaf)] = leaf, full, full._version
-        return found[id(leaf)][1]
+        if id(leaf) not in sources:
+            source = _gathered(leaf)
+            sources[id(leaf)] = source, _version(source.full)
+        return sources[id(leaf)][0].full
 
-    args, kwargs = tree_map(gather, (args, kwargs))
+    given = tree_map(gather, (args, kwargs))
     with as_torch():
-        result = func(*args, **kwargs)
-    for leaf, full, version in found.values():
-        if full._version == version:
+        result = func(*given[0], **given[1])
+    is_unseen = is_in_place(name_of(func)) and (name_of(func) in _UNSEEN or torch.is_inference_mode_enabled())
+    for key, (source, version) in sources.items():
+        full, is_target = source.full, is_unseen and key == id(args[0])
+        if _version(full) == version and not is_target:
             continue
-        if full.shape != leaf.tp_shard.shape:
+        if full.shape != source.shard.tp_shard.shape:
             raise UnsupportedError(
                 f"{name_of(func)} on a tensor-parallel parameter",
                 got=f"another shape, {tuple(full.shape)}",
-                expected=f"that of the parameter, {tuple(leaf.tp_shard.shape)}",
+                expected=f"that of the parameter, {tuple(source.shard.tp_shard.shape)}",
                 fix="Make a tensor of that shape with tp_transformers.full_tensor(param).",
             )
-        write(leaf, full)
-        result = leaf if result is full else result
-    return _views(result, [Source(leaf, full) for leaf, full, _ in found.values()])
+        source.write()
+        result = source.shard if result is full else result
+    return _views(result, [source for source, _ in sources.values()])
+
+
+def _gathered(shard: Any) -> Source:
+    """The full tensor of a shard: the one that views of it share, else a new one, through which gradients go back."""
+    if not (shard.requires_grad and torch.is_grad_enabled()):
+        for source in WATCHERS:
+            if source.memory == memory_of(shard):
+                source.refresh()
+                return source  # type: ignore[no-any-return]
+    return Source(shard, full_values(shard))
 
 
 class Gathered(Tensor):
-    """A view of a full tensor that was gathered from shards; a change of it reaches them."""
+    """A view of a full tensor that was gathered from shards.
+
+    A change of it reaches them, and it has their values of now: it is gathered again where they have changed since.
+    """
 
     tp_source: Source
 
@@ -192,17 +221,27 @@ class Gathered(Tensor):
         kwargs, name = kwargs or {}, name_of(func)
         if _shards_in(args, kwargs):
             return compute(func, args, kwargs)
+        views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Gathered)]
+        sources = list(dict.fromkeys(view.tp_source for view in views))
+        if name not in READS and name not in SHAPES:
+            for source in sources:
+                source.refresh()
         meshes = [leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
         if meshes:
             args, kwargs = tree_map_only(Gathered, partial(_replicated, mesh=meshes[0]), (args, kwargs))
-        changed = args[0].tp_source if is_in_place(name) and isinstance(args[0], Gathered) else None
-        if changed is not None:
-            changed.check(name)
         with as_torch():
+            before = [_version(view) for view in views]
             result = func(*args, **kwargs)
-        if changed is not None:
-            changed.write()
-        return _views(result, [leaf.tp_source for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Gathered)])
+            changed = [view for view, version in zip(views, before, strict=True) if _version(view) != version]
+            if views and (views[0].is_inference() or name in _UNSEEN) and is_in_place(name):
+                changed = views[:1]
+        for source in dict.fromkeys(view.tp_source for view in changed):
+            source.write()
+        return _views(result, sources)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -213,28 +252,25 @@ class Source:
     """A full tensor that was gathered, and the shard that it was gathered from."""
 
     def __init__(self, shard: Any, full: Tensor) -> None:
-        self.shard, self.full = shard, full
-        self.version = shard._version
+        self.shard, self.full, self.is_stale = shard, full, False
+        self.memory = memory_of(shard)
 
-    def check(self, name: str) -> None:
-        """Raise UnsupportedError where the shard has been changed since: the copy has values of before."""
-        if self.shard._version != self.version:
-            raise UnsupportedError(
-                f"{name} on a view of a shard",
-                got="a copy that was gathered before the parameter was changed",
-                expected="a view of what it holds now",
-                fix="Take the view again.",
-            )
+    def refresh(self) -> None:
+        """Gather the values again, into the same memory, where they have changed; then all ranks have to."""
+        if self.is_stale:
+            with torch.no_grad(), as_torch():
+                self.full.copy_(full_values(self.shard))
+            self.is_stale = False
 
     def write(self) -> None:
         """Let each rank keep its part of the full tensor."""
         with torch.no_grad():
             write(self.shard, self.full)
-        self.version = self.shard._version
+        self.is_stale = False
 
 
 def _views(result: Any, sources: Sequence[Source]) -> Any:
-    """`result`, in which views of full tensors know where these came from."""
+    """`result`, in which views of full tensors know where these came from; arrays of NumPy cannot be written to."""
     with as_torch():
         held = {source.full.untyped_storage().data_ptr(): source for source in sources}
 
@@ -242,8 +278,11 @@ def _views(result: Any, sources: Sequence[Source]) -> Any:
         if type(leaf) is Tensor and not leaf.requires_grad:
             source = held.get(leaf.untyped_storage().data_ptr())
             if source is not None:
+                WATCHERS.add(source)
                 untyped(leaf).__class__ = Gathered
                 untyped(leaf).tp_source = source
+        elif isinstance(leaf, np.ndarray):
+            leaf.flags.writeable = False
         return leaf
 
     return tree_map(known, result)
@@ -256,6 +295,8 @@ def _keeps_shape(tensor: Any, args: Any) -> bool:
     return isinstance(given, list | tuple) and tuple(given) == tuple(tensor.tp_shard.shape)
 
 
+_UNSEEN = frozenset(("apply_", "map2_", "map_"))
+"""Functions that change a tensor, and not its version."""
 _RESHAPES = frozenset(("expand", "expand_as", "reshape", "reshape_as", "view", "view_as"))
 _LIKE_ANOTHER = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
 """Methods that ask another tensor for its shape, dtype or device alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -48,6 +49,13 @@ class Sharded:
 
     __slots__ = ()
     tp_shard: Shard
+
+    def __copy__(self) -> Any:
+        """The same shard in the same memory, for `copy.copy`, which would pickle it otherwise."""
+        copied = know(local_values(self).detach(), self).requires_grad_(untyped(self).requires_grad)
+        if getattr(self, "_is_param", False):
+            copied._is_param = True
+        return copied
 
 
 def is_sharded(value: object) -> TypeGuard[Any]:
@@ -143,9 +151,28 @@ def empty_full(tensor: Any) -> Tensor:
         return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.tp_shard.shape)
 
 
+WATCHERS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Full tensors that were gathered and have views: each with the `memory` of a shard, and whether it `is_stale`."""
+
+
+def memory_of(tensor: Any) -> tuple[Any, ...]:
+    """What two tensors have alike that share the memory of a shard, also of one without values, on every rank."""
+    local = local_values(tensor)
+    return local.untyped_storage()._cdata, local.storage_offset(), local.numel()
+
+
+def has_changed(tensor: Any) -> None:
+    """Note that views of the full tensor have values of before; all ranks do so at the same point of their code."""
+    if WATCHERS:
+        memory = memory_of(tensor)
+        for each in WATCHERS:
+            each.is_stale |= each.memory == memory
+
+
 def write(tensor: Any, full: Tensor) -> None:
     """Let `tensor` hold this rank's part of `full`."""
     own = tensor.tp_shard.own(full)
+    has_changed(tensor)
     with as_torch():
         if isinstance(tensor, DTensor):
             tensor._local_tensor.copy_(own.detach())

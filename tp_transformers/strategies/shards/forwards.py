@@ -104,11 +104,13 @@ def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
     @wraps(nn.Embedding.forward)
     def forward(module: Any, input: Tensor) -> Any:
         weight = module._parameters.get("weight")
-        if torch.is_grad_enabled() or type(input) is not Tensor or module.max_norm is not None or weight is None:
+        if torch.is_grad_enabled() or type(input) is not Tensor or module.max_norm is not None:
             return otherwise(module, input)
+        if not isinstance(weight, HAS_LOCAL):
+            return otherwise(module, input)  # it may be a full one
         strategy: Any = module.tp_strategy
         rows, outside = own_rows(input, strategy.input_split, strategy.rank)
-        output = embedding(rows, weight._local_tensor if isinstance(weight, HAS_LOCAL) else weight)
+        output = embedding(rows, weight._local_tensor)
         output.masked_fill_(outside.unsqueeze(-1), 0)
         direct.all_reduce(output, strategy.group_of(mesh))
         return output

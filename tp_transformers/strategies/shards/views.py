@@ -117,4 +117,6 @@ def _wrap_arriving(grad: Tensor, spec: Any, shard: Any) -> Tensor:
 def _wrap_recorded(grad: Tensor, spec: Any, shard: Any) -> Tensor:
     if spec is None:
         return as_shard(grad.view_as(grad), ShardTensor, shard)  # type: ignore[no-any-return]
-    return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    layout: Any = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
+    recorded = DTensor.from_local(grad, spec.mesh, spec.placements, **layout)
+    return recorded if shard is None else as_shard(recorded, ShardDTensor, shard)

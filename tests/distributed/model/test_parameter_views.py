@@ -1,0 +1,223 @@
+"""Views and copies of parameters that are shards, held against those of the full tensors in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from tests.support.models import PROMPTS, load, load_both, relative
+from tests.support.pool import Pool
+from tp_transformers import full_tensor
+
+pytestmark = pytest.mark.distributed
+
+NAMES = ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.mlp.gate_proj.weight", "lm_head.weight")
+TOLERANCE = 1e-4
+"""fp32 sums in another order."""
+
+
+def two_halves(w: Tensor) -> None:
+    first, second = w.data[: len(w) // 2], w.data[len(w) // 2 :]
+    first.fill_(1.0)
+    second.fill_(2.0)
+    first.add_(3.0)
+
+
+def rows_by_number(w: Tensor) -> None:
+    rows = {index: w.data[index] for index in range(4)}
+    for index, row in rows.items():
+        row.mul_(index)
+
+
+def lists(w: Tensor) -> None:
+    torch._foreach_zero_([w.data[0], w.data[1]])
+
+
+def into_a_view(w: Tensor) -> None:
+    torch.add(torch.ones(w.shape[1]), 1, out=w.data[0])
+
+
+def activation(w: Tensor) -> None:
+    nn.functional.relu(w.detach()[1], inplace=True)
+
+
+def initial_values(w: Tensor) -> None:
+    torch.manual_seed(3)
+    nn.init.normal_(w.data[-3:], std=0.02)
+    nn.init.eye_(w.data[:4])
+
+
+def by_value(w: Tensor) -> None:
+    w.detach().apply_(lambda value: value + 1)
+
+
+def in_inference(w: Tensor) -> None:
+    with torch.inference_mode():
+        w.data[2].zero_()
+
+
+def after_a_step(w: Tensor) -> None:
+    row, transposed = w.detach()[5], w.detach().T
+    w.grad = torch.ones_like(w)
+    torch.optim.SGD([w], lr=1.0).step()
+    row.mul_(0.5)
+    with torch.no_grad():
+        w.add_(2.0)
+    w.data[0] = (transposed @ torch.ones(len(w)))[: w.shape[1]]
+
+
+CHANGES: tuple[Callable[[Tensor], None], ...] = (
+    two_halves,
+    rows_by_number,
+    lists,
+    into_a_view,
+    activation,
+    initial_values,
+    by_value,
+    in_inference,
+    after_a_step,
+)
+
+
+def changed(folder: str) -> dict[str, bool]:
+    """Run on every rank: whether each change of a view leaves the parameter as that of the full tensor."""
+    model, found = load(folder), {}
+    for name in NAMES:
+        param = model.get_parameter(name)
+        for change in CHANGES:
+            full = nn.Parameter(full_tensor(param).clone())
+            change(full)
+            change(param)
+            found[f"{change.__name__} {name}"] = torch.allclose(full_tensor(param), full, rtol=1e-5, atol=1e-5)
+        array = param.detach().numpy()
+        with pytest.raises(ValueError, match="read-only"):
+            np.multiply(array, 2, out=array)
+    return found
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
+def test_changes_of_views_are_those_of_the_full_tensor(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
+    for found in pool.run(2, changed, cases(*heads).folder):
+        assert all(found.values()), [name for name, is_right in found.items() if not is_right]
+
+
+def copies(folder: str) -> dict[str, bool]:
+    """Run on every rank: copies of values that go back, state dicts, and a replaced embedding."""
+    model = load(folder)
+    model(PROMPTS).logits.sum().backward()
+    copied = copy.deepcopy(model)
+    found = {"a copy has no gradients": all(param.grad is None for param in copied.parameters())}
+
+    twins = [(param, copy.copy(param)) for param in model.parameters()]
+    found["twins"] = all(isinstance(twin, nn.Parameter) and torch.equal(twin, param) for param, twin in twins)
+
+    fulls = {name: full_tensor(param).clone() for name, param in model.named_parameters()}
+    best = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    model.load_state_dict(best)
+    found["loaded"] = all(torch.equal(full_tensor(param), fulls[name]) for name, param in model.named_parameters())
+
+    state = model.state_dict()
+    found["shapes"] = all(state[name].shape == full.shape == state[name].size() for name, full in fulls.items())
+    found["norms"] = all(torch.allclose(state[name].norm(), full.norm()) for name, full in fulls.items())
+    means = {name: (state[name] + full) / 2 for name, full in fulls.items()}
+    found["means"] = all(
+        torch.equal(full_tensor(model.get_parameter(name), means[name]), fulls[name]) for name in fulls
+    )
+
+    with torch.no_grad():
+        logits = model(PROMPTS).logits
+        model.model.embed_tokens.weight = nn.Parameter(fulls["model.embed_tokens.weight"])
+        found["embedded"] = relative(model(PROMPTS).logits, logits) < TOLERANCE
+    return found
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
+def test_copies_of_values_and_full_ones_in_their_place(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
+    for found in pool.run(2, copies, cases(*heads).folder):
+        assert all(found.values()), found
+
+
+def penalty(model: Any) -> Tensor:
+    """Backward of a penalty on the norm of gradients; returns it."""
+    params = [model.get_parameter(name) for name in NAMES]
+    grads = torch.autograd.grad(model(PROMPTS).logits.square().mean(), params, create_graph=True)
+    value = sum(grad.pow(2).sum() for grad in grads) + torch.cat([grad.reshape(-1) for grad in grads]).norm()
+    value.backward()
+    return value.detach()
+
+
+def gradients_of_a_penalty(folder: str) -> float:
+    """Run on every rank: the largest relative difference to one process' penalty and its gradients."""
+    model, alone = load(folder, attn_implementation="eager"), AutoModelForCausalLM.from_pretrained(folder)
+    alone.set_attn_implementation("eager")
+    differences = [relative(penalty(model), penalty(alone))]
+    for name, param in alone.named_parameters():
+        differences.append(relative(full_tensor(model.get_parameter(name), model.get_parameter(name).grad), param.grad))
+    return max(differences)
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
+def test_a_penalty_on_gradients_is_that_of_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
+    assert max(pool.run(2, gradients_of_a_penalty, cases(*heads).folder)) < TOLERANCE
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a table of the size of the first rows, which is no shard, and needs complete parameters."""
+
+    tp_scope = "parameter"
+
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            table = self.state[param].setdefault("table", torch.zeros(self.rows, param.shape[1]))
+            table += 1
+        super().step(closure)
+
+
+def tables(folder: str, rows: int) -> list[float]:
+    """Run on every rank: a state of an optimizer that has the shape of one rank's shard of a DTensor."""
+    model = load(folder)
+    head = model.lm_head.weight
+    optimizer = Counting([head], lr=0.1)
+    optimizer.rows = rows  # type: ignore[attr-defined]
+    for _ in range(3):
+        head.grad = torch.zeros_like(head)
+        optimizer.step()
+    return optimizer.state[head]["table"].unique().tolist()  # type: ignore[no-any-return]
+
+
+def full_states(folder: str) -> float:
+    """Run on every rank: a step of AdamW with the states of one process, against that of one process."""
+    model, alone = load_both(folder)
+    torch.manual_seed(0)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, alone)]
+    for param, mine in zip(alone.parameters(), model.parameters(), strict=True):
+        param.grad = torch.randn_like(param)
+        mine.grad = param.grad.clone()
+        for optimizer, each in zip(optimizers, (mine, param), strict=True):
+            averages = {"exp_avg": torch.ones(each.shape), "exp_avg_sq": torch.ones(each.shape)}
+            optimizer.state[each].update(step=torch.tensor(3.0), **averages)
+    for optimizer in optimizers:
+        optimizer.step()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return max(relative(full_tensor(mine), param) for mine, param in pairs)
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
+def test_states_may_be_those_of_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
+    assert max(pool.run(2, full_states, cases(*heads).folder)) < TOLERANCE
+
+
+def test_a_whole_state_is_not_taken_for_a_shard_of_a_dtensor(pool: Pool, cases: Any) -> None:
+    case = cases(8, 4)
+    rows = AutoModelForCausalLM.from_pretrained(case.folder).lm_head.weight.shape[0] // 2
+    assert pool.run(2, tables, case.folder, rows) == [[3.0]] * 2
