@@ -199,3 +199,17 @@ def test_a_wrong_request_is_told_on_stderr(arguments: list[str], says: str, caps
     captured = capsys.readouterr()
     assert says in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["verify", "model", "--timeout", "-1"], "--timeout: got -1, expected seconds above 0"),
+        (["suggest", "model", ".", "--force"], ".: got a folder, expected a file"),
+    ],
+)
+def test_arguments_that_cannot_be_are_told_before_the_work(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert says in capsys.readouterr().err

@@ -69,7 +69,8 @@ def serve(model: Any, name: str, asked: Any, sockets: list[socket.socket]) -> No
     managers: list[Any] = []
     served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": name.rpartition("/")[0]}
     replace(ModelManager, "_load_model", lambda original, self, *args, **kwargs: model)
-    replace(ModelManager, "get_gen_models", lambda original, *args, **kwargs: [served])  # others are in the Hub's cache
+    if hasattr(ModelManager, "get_gen_models"):  # up to transformers 5.23, it lists what is in the Hub's cache
+        replace(ModelManager, "get_gen_models", lambda original, *args, **kwargs: [served])
     replace(CBGenerateManager, "init_cb", init)
     replace(server, "run", lambda original, self: original(self, sockets=sockets))
     limits = ("cb_num_blocks", "cb_max_memory_percent")

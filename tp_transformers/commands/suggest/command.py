@@ -38,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     out, size = arguments.out, arguments.tp_size
     if size < 2:
         raise UsageError(describe("--tp-size", got=str(size), expected="2 or more", fix="Give a number of ranks."))
+    if out.is_dir():
+        raise UsageError(describe(str(out), got="a folder", expected="a file", fix="Name the plan: OUT.yaml."))
     if out.exists() and not arguments.force:
         raise UsageError(describe(str(out), got="a file that is there", expected="a new one", fix="Pass --force."))
     if not out.parent.is_dir():

@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "--tp-size", got=arguments.tp_size, expected="numbers such as 2 or 2,3", fix="Give some."
         ) from None
+    if arguments.timeout <= 0:
+        raise UsageError("--timeout", got=f"{arguments.timeout:g}", expected="seconds above 0", fix="Leave it out.")
     logging.disable_progress_bar()
     verdicts = verify(
         arguments.model,

@@ -142,7 +142,7 @@ def verify(
             tell(f"one process computes with a small {config.model_type} of {count:,} parameters")
             proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout, seed, launch or with_torchrun)
             for size, resolution in resolutions.items():
-                tell(f"{size} rank{'s' * (size > 1)} compute{'s' * (size == 1)} the same")
+                tell(f"{size} ranks are to compute the same" if size > 1 else "1 rank is to compute the same")
                 verdicts[size] = proof.run(model, resolution, verdicts[size])
     return [verdicts[size] for size in sizes]
 
