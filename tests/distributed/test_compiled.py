@@ -18,7 +18,7 @@ from tests.support.architectures import (
     gradient_errors,
 )
 from tests.support.compiling import PHASES, observe
-from tests.support.models import PROMPTS, load, relative, save_as_loaded
+from tests.support.models import PROMPTS, load, load_both, relative, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
@@ -169,3 +169,19 @@ def test_a_compiled_model_drops_what_an_eager_one_drops(pool: Pool, cases: Any) 
         assert torch.equal(compiled["state"], results[0][0]["state"])
         for name in eager.keys() - {"state"}:
             assert relative(compiled[name], eager[name]) < GRADIENT_TOLERANCE, name
+
+
+def trained_by_inductor(folder: str) -> float:
+    """Run on every rank: the largest relative difference to gradients of one process, by Inductor's own kernels."""
+    model, alone = load_both(folder)
+    mine, whole = (each.model.layers[0].self_attn.k_proj for each in (model, alone))
+    inputs = [torch.randn(2, 5, whole.in_features, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    for module, x in zip((torch.compile(mine, fullgraph=True), whole), inputs, strict=True):
+        module(x.requires_grad_()).square().sum().backward()
+    weight = tp_transformers.full_tensor(mine.weight, mine.weight.grad)
+    return max(relative(inputs[0].grad, inputs[1].grad), relative(weight, whole.weight.grad))
+
+
+def test_inductor_trains_plain_shards(pool: Pool, cases: Any) -> None:
+    """Its kernels are called with the parameters themselves, which compute as full tensors anywhere else."""
+    assert max(pool.run(2, trained_by_inductor, cases(9, 3).folder)) < 1e-4  # fp32 sums in another order

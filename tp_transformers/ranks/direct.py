@@ -82,7 +82,7 @@ def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = SUM
         return
     if torch.compiler.is_dynamo_compiling():
         if _has_operators(x, group):
-            x.copy_(_op_all_reduce(x, op == MAX, group.group_name))
+            x.copy_(_op_all_reduce(x, op is MAX, group.group_name))
         else:
             dist.all_reduce(x, op, group=group)
         return

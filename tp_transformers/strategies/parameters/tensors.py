@@ -11,6 +11,7 @@ A forward of a module that is cut sees local tensors, so that nothing of this ru
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import safetensors.torch
@@ -31,6 +32,16 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
+def _is_generated() -> bool:
+    """True in a call by code of Inductor's, in which a shard is what this rank holds: it drops the `alias` of one."""
+    frame = sys._getframe(2)
+    for _ in range(3):  # a call of an operator is one more frame
+        if frame is None or "extern_kernels" in frame.f_globals:
+            return frame is not None
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 class ShardTensor(Sharded, Tensor):
     """A plain tensor that holds this rank's shard: of uneven or replicated heads, of experts that are not cut, ...
 
@@ -48,7 +59,7 @@ class ShardTensor(Sharded, Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute by value, or on full tensors; see the module."""
-        if _is_traced():
+        if _is_traced() or _is_generated():
             with as_torch():
                 return func(*args, **(kwargs or {}))
         return compute(func, args, kwargs or {})
