@@ -190,10 +190,11 @@ class SharedMemory(Transport):
         longest, at = 1, 0
         while at < longest:
             self._begin(_ALL_TO_ALL, by_backend, length=max(counts, default=0) * width)
-            own = segment.tensor[segment.offset(self.rank, self._turn) :][:SLOT]
-            for rank in range(self.size):
-                part = sent_bytes[starts[rank] : starts[rank + 1]][at : at + room]
-                own[rank * room :][: len(part)] = part
+            if not by_backend:
+                own = segment.tensor[segment.offset(self.rank, self._turn) :][:SLOT]
+                for rank in range(self.size):
+                    part = sent_bytes[starts[rank] : starts[rank + 1]][at : at + room]
+                    own[rank * room :][: len(part)] = part
             self._publish()
             if not self._wait(_ALL_TO_ALL):
                 return False
