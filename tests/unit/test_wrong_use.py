@@ -206,6 +206,13 @@ ON_THE_COMMAND_LINE: dict[str, tuple[list[str], str]] = {
     "plan of a folder of something else": (["plan", "{scratch}", "--tp-size", "2"], "without config.json"),
     "plan drawn nowhere": (["plan", MODEL, "--tp-size", "2", "--png", "/no/dir/x.png"], "/no/dir/x.png"),
     "verify on ranks in words": (["verify", MODEL, "--tp-size", "2,x"], "--tp-size: got 2,x"),
+    "plan for a memory without its unit": (
+        ["plan", MODEL, "--tp-size", "2", "--gpu-memory", "24"],
+        "expected a number of bytes with its unit",
+    ),
+    "verify of no folder": (["verify", "./no/such", "--tp-size", "2"], "got no such folder"),
+    "suggest for no folder": (["suggest", "./no/such", "{scratch}/out.yaml"], "got no such folder"),
+    "shard of no folder": (["shard", "./no/such", "{scratch}/out", "--tp-size", "2"], "got no such folder"),
     "verify with a plan that is not there": (["verify", MODEL, "--tp-size", "2", "--plan", "no.yaml"], "no such file"),
     "suggest without a file": (["suggest", MODEL], "required: OUT.yaml"),
     "suggest over a file": (["suggest", MODEL, "{file}"], "Pass --force"),

@@ -25,6 +25,13 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
     path = os.fspath(name)
     if os.path.isfile(path) and os.path.basename(path) == "config.json":
         name = os.path.dirname(path) or "."  # the folder may hold code of its own
+    elif os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, where.get("subfolder") or "", "config.json")):
+            fix = "Name the folder of a model, or a model on the Hub (org/name)."
+            raise UsageError(describe(path, got="a folder without config.json", expected="one with it", fix=fix))
+    elif is_path(path) and not os.path.exists(path):
+        fix = "Correct the path, or name a model on the Hub (org/name)."
+        raise UsageError(describe(path, got="no such folder", expected="one with config.json", fix=fix))
     try:
         where = {"trust_remote_code": False, **where}
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(name, **where)
@@ -37,6 +44,11 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
         )
         raise UsageError(describe(str(name), got=got, expected=expected, fix="See its path or name.")) from error
     return config
+
+
+def is_path(name: str) -> bool:
+    """True for what cannot be the name of a model on the Hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def own_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel] | None:

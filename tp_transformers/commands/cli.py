@@ -92,3 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tell(command: str, line: str) -> None:
     """Say on stderr what a command is doing."""
     print(f"tp-transformers {command}: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -94,7 +94,9 @@ class Suggestion:
     def text(self, verdict: str) -> str:
         """The plan as commented YAML; `verdict` is the result of its proof."""
         config = self.model.config
-        page = type(config).__module__.split(".")[-2]
+        module = type(config).__module__
+        is_documented = module.startswith("transformers.models.")
+        page = f": https://huggingface.co/docs/transformers/model_doc/{module.split('.')[-2]}" * is_documented
         header = (
             f"Suggested from what reaches what in a small random model of {type(self.model).__name__} (transformers "
             f"{transformers.__version__}, model_type {config.model_type}). {verdict}"
@@ -103,7 +105,7 @@ class Suggestion:
         remarks = {name: f"inferred: {why}" for name, why in remarks.items()}
         remarks |= {name: f"whole: {why}" for name, why in self.whole.items()}
         by_name = {self.relative(name) or name: why for name, why in remarks.items()}
-        lines = [f"# {config.model_type}: https://huggingface.co/docs/transformers/model_doc/{page}", *_comment(header)]
+        lines = [f"# {config.model_type}{page}", *_comment(header)]
         for section, value in self.data().items():
             if isinstance(value, str):
                 lines.append(f"{section}: {value}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..anatomy.classes import is_path
 from ..errors import CheckpointError, PlanError, UnsupportedError, nearest, shown
 from ..plans.parse import is_names
 from ..plans.rules import Plan
@@ -115,7 +116,7 @@ class Options:
             raise UnsupportedError(
                 "dtype", got=repr(dtype), expected='"auto" or a dtype of torch', fix='Pass "bfloat16", for example.'
             )
-        if isinstance(name, str | os.PathLike) and _is_path(os.fspath(name)) and not os.path.exists(name):
+        if isinstance(name, str | os.PathLike) and is_path(os.fspath(name)) and not os.path.exists(name):
             fix = "Correct the path, or name a model on the Hub (org/name)."
             raise CheckpointError(f"checkpoint {name}", got="no such folder", expected="one", fix=fix)
 
@@ -135,8 +136,3 @@ def refuse_without_tp_plan(kwargs: Mapping[str, Any]) -> None:
             expected="them together",
             fix=f'Pass tp_plan="auto", or leave out {", ".join(given)}.',
         )
-
-
-def _is_path(name: str) -> bool:
-    """True if it cannot be a name on the Hub."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1

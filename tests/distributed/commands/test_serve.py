@@ -180,12 +180,39 @@ def test_a_port_in_use_is_told_before_the_load(folder: str, capfd: pytest.Captur
     )
 
 
-def test_an_option_misspelt_is_told_once(folder: str) -> None:
-    command = [sys.executable, "-m", "tp_transformers", "serve", folder, "-n", "2", "--prot", "8000"]
+REFUSED = {
+    "an option misspelt": (["{folder}", "--prot", "8000"], "No such option: --prot"),
+    "no folder": (["./no/such"], "./no/such: got no such folder"),
+    "an empty folder": (["{empty}"], "got a folder without config.json"),
+    "no weights": (["{bare}"], "no file named model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_told_once(folder: str, tmp_path: Path, name: str) -> None:
+    empty, bare = tmp_path / "empty", tmp_path / "bare"
+    empty.mkdir()
+    bare.mkdir()
+    shutil.copy(Path(folder) / "config.json", bare)
+    arguments, said = REFUSED[name]
+    arguments = [each.format(folder=folder, empty=empty, bare=bare) for each in arguments]
+    command = [sys.executable, "-m", "tp_transformers", "serve", *arguments, "-n", "2", "--port", str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.count("No such option: --prot") == 1
+    assert done.returncode == 2
+    assert done.stderr.count(said) == 1
+    assert "Traceback" not in done.stderr
     assert "Loading" not in done.stderr
+
+
+def test_an_interrupt_ends_an_answer(folder: str) -> None:
+    with served(folder, 2) as (client, process):
+        chat = [{"role": "user", "content": QUESTIONS[0]}]
+        answer = client.chat.completions.create(
+            model=folder, messages=chat, max_tokens=5000, temperature=0, stream=True
+        )
+        next(iter(answer))
+        process.send_signal(signal.SIGINT)
+        wait_for_end(folder)
 
 
 def test_a_stop_before_any_request_ends_all(folder: str) -> None:

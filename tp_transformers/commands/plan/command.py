@@ -17,6 +17,8 @@ CONTEXT = 4096
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 """Short names of dtypes."""
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+LEAST = 1000
+"""Bytes of a rank's memory; who asks for fewer has left out the unit."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +89,8 @@ def _dtype(text: str) -> Any:
 def _bytes(text: str) -> int:
     """The number of bytes that `text` says. Raises UsageError where it says none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    if found is None or found[2] not in UNITS or not float(found[1]):
+    count = 0 if found is None or found[2] not in UNITS else int(float(found[1]) * UNITS[found[2]])
+    if count < LEAST:
         fix = "Say it as 24GB (10^9 bytes) or 24GiB (2^30)."
-        raise UsageError(describe("--gpu-memory", got=repr(text), expected="a number of bytes", fix=fix))
-    return int(float(found[1]) * UNITS[found[2]])
+        raise UsageError(describe("--gpu-memory", got=repr(text), expected="a number of bytes with its unit", fix=fix))
+    return count

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ...anatomy.classes import model_class, read_config
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
-from ...errors import CheckpointError, TensorParallelError, UsageError, describe
+from ...errors import CheckpointError, TensorParallelError
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.request import LoadRequest, express, open_checkpoint, packing
@@ -91,12 +91,6 @@ def survey(
     """
     if os.path.isfile(name) and os.path.basename(name) == "config.json":
         name = os.path.dirname(name) or "."
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        fix = "Name the folder of a model, or a model on the Hub (org/name)."
-        raise UsageError(describe(name, got="a folder without config.json", expected="one with it", fix=fix))
-    if not os.path.isdir(name) and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        fix = "Correct the path, or name a model on the Hub (org/name)."
-        raise UsageError(describe(name, got="no such folder", expected="one with config.json", fix=fix))
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     kwargs: dict[str, Any] = {**where, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
     kwargs["tp_dequantize"] = not packed

@@ -19,14 +19,20 @@ from ...text import spans
 
 FOLDER = "TP_TRANSFORMERS_ERRORS"
 """Environment variable with the folder of errors; without it, each rank prints its own."""
+REFUSED = 2
+"""Exit code of a rank, and of a command, that cannot serve a request."""
 _CODES = "codes.json"
 _OURS = {runpy.__file__, "<frozen runpy>", str(Path(__file__).parents[2] / "__main__.py"), __file__}
 """Files of the frames between Python and a script."""
 
 
 @contextmanager
-def keep_errors() -> Iterator[None]:
-    """Let an error that ends this rank go to a file in place of stderr, where the launcher wants it so."""
+def keep_errors(*refusals: type[Exception]) -> Iterator[None]:
+    """Let an error that ends this rank go to a file in place of stderr, where the launcher wants it so.
+
+    Args:
+        refusals: classes of errors that say all in their text, without a traceback; the rank ends with exit code 2.
+    """
     folder = os.environ.get(FOLDER)
     if not folder:
         yield
@@ -45,6 +51,9 @@ def keep_errors() -> Iterator[None]:
     sys.excepthook = keep  # stays: it is called after this block
     try:
         yield
+    except refusals as refused:
+        _write(folder, str(refused), "")
+        raise SystemExit(REFUSED) from None
     except SystemExit as ended:
         if not isinstance(ended.code, str):
             raise
@@ -74,8 +83,12 @@ def told(folder: Path, command: str) -> Iterator[str]:
     own = {text: ranks for text, ranks in alike.items() if not text.startswith(f"{RemoteRankError.__name__}: ")}
     subject = f"tp-transformers {command}"
     for number, (text, ranks) in enumerate((own or alike).items()):
+        trace = errors[ranks[0]][1].rstrip()
+        if not trace:
+            yield f"{subject}: {text}"
+            continue
         if number == 0:
-            yield errors[ranks[0]][1].rstrip()
+            yield trace
         said = "this error" if number == 0 else text.splitlines()[0] if text else "an error"
         yield f"{subject}: {_ranks(ranks)} ended with {said}"
     silent: dict[str, list[int]] = {}

@@ -23,7 +23,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBGenerateManager
 
-from ...errors import UsageError
+from ...errors import TensorParallelError, UsageError
 from ...loading.hook import enable
 from ...patches import replace
 from ...ranks.launch import end_with_parent
@@ -34,7 +34,7 @@ CPU_MEMORY = 0.1
 """Share of the memory that is free on a CPU, for the caches of all ranks; transformers would take all, on each."""
 
 STOP = 5.0
-"""Seconds in which the ranks end a batch."""
+"""Seconds in which the server ends its answers, and then the ranks a batch."""
 
 _SETTINGS = "tp_transformers/serve"
 """Key of the settings in the store; empty where there was no request."""
@@ -66,13 +66,17 @@ def serve(model: Any, name: str, asked: Any, sockets: list[socket.socket]) -> No
         original(self, model, gen_config)
         managers.append(self)
 
+    def run(original: Any, self: Any) -> None:
+        self.config.timeout_graceful_shutdown = int(STOP)  # else it waits until the last answer has been read
+        original(self, sockets=sockets)
+
     managers: list[Any] = []
     served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": name.rpartition("/")[0]}
     replace(ModelManager, "_load_model", lambda original, self, *args, **kwargs: model)
     if hasattr(ModelManager, "get_gen_models"):  # up to transformers 5.23, it lists what is in the Hub's cache
         replace(ModelManager, "get_gen_models", lambda original, *args, **kwargs: [served])
     replace(CBGenerateManager, "init_cb", init)
-    replace(server, "run", lambda original, self: original(self, sockets=sockets))
+    replace(server, "run", run)
     limits = ("cb_num_blocks", "cb_max_memory_percent")
     if model.device.type == "cpu" and all(asked.params[limit] is None for limit in limits):
         asked.params["cb_max_memory_percent"] = CPU_MEMORY / model.tp_size
@@ -126,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    with keep_errors():
+    with keep_errors(TensorParallelError):
         code = main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)  # a thread may wait for a rank that has ended

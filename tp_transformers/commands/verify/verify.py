@@ -8,6 +8,7 @@ gradients from it, and so does every number of ranks, each started by torchrun.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -155,6 +156,8 @@ def with_torchrun(folder: Path, reports: Path, size: int, timeout: float) -> int
         try:
             return torchrun(program, ranks=size, timeout=timeout, output=output)
         except subprocess.TimeoutExpired:
+            output.seek(0, os.SEEK_END)
+            output.write(f"\nThe ranks did not end in {timeout:g} s: a larger --timeout gives them more.\n".encode())
             return 1
 
 
