@@ -22,10 +22,9 @@ from tp_transformers.infer.suggestion import suggest
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.rules import Plan
 from tp_transformers.plans.shares import largest_share
+from tp_transformers.slices.layout import Layout
 
-FOUND = [
-    name for name in MIXERS if name not in ("zamba", "zamba2", "kimi_linear", "olmo_hybrid", "rwkv", "xlstm", "minimax")
-]
+FOUND = [name for name in MIXERS if name not in ("zamba2", "kimi_linear", "olmo_hybrid", "rwkv", "xlstm", "minimax")]
 """Mixers that are made up of parts, in models whose other modules are found too."""
 
 
@@ -69,6 +68,14 @@ def test_what_is_whole_has_a_reason(name: str, share: float, whole: dict[str, st
         assert reason in suggestion.text("").replace("\n  # ", " ")
 
 
+def indices(layout: Layout | None) -> Any:
+    """The dimension, and what each rank holds of it in order: ranges that meet are one."""
+    if layout is None:
+        return None
+    ranges = layout.split.ranges
+    return layout.dim, [[index for start, stop in held for index in range(start, stop)] for held in ranges]
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(8, 2), (8, 1), (4, 4)])
 @pytest.mark.parametrize("name", wide(FOUND, 2))
 def test_mixers_are_cut_as_by_a_plan_that_was_written(name: str, heads: int, groups: int) -> None:
@@ -79,20 +86,15 @@ def test_mixers_are_cut_as_by_a_plan_that_was_written(name: str, heads: int, gro
     for size in (2, 3):
         found, expected = suggestion.resolve(size), resolve(written, suggestion.model, size)
         inside = [name for name in expected.layouts if any(is_inside(name, mixer) for mixer in expected.mixers)]
-        assert {name: found.layouts.get(name) for name in inside} == {name: expected.layouts[name] for name in inside}
+        ours, theirs = ({name: indices(each.layouts.get(name)) for name in inside} for each in (found, expected))
+        assert ours == theirs
         assert inside
         assert found.uncovered == ()
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    wide(
-        [
-            ("rwkv", "which is not in rwkv.blocks.*.attention, stands before"),
-            ("zamba", "in_proj is not made up of parts that are values, heads or groups in order"),
-        ],
-        1,
-    ),
+    [("rwkv", "which is not in rwkv.blocks.*.attention, stands before")],
 )
 def test_mixers_that_no_part_describes_are_whole(name: str, reason: str) -> None:
     model = MIXERS[name].make(8, 2)
