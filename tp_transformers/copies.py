@@ -1,4 +1,4 @@
-"""Objects that are copied and not pickled: what one rank holds, tied to the process groups that it shares.
+"""Objects that are copied and not pickled: shards of one rank, tied to the process groups that it shares.
 
 Python asks `__reduce_ex__` for both. A class has no `__deepcopy__` for this: `copy.deepcopy` looks for that on an
 instance, so that a wrapper that forwards unknown attributes (PEFT's, torch.compile's) would be copied as its inner
@@ -17,7 +17,7 @@ def copied_only(owner: object, subject: str, got: str, shared: tuple[object, ...
 
     Args:
         owner: an object with a `__getstate__`.
-        subject: the subject of the error, `got` what was to be pickled.
+        subject: the subject of the error, `got` the object that was to be pickled.
         shared: objects that a deep copy shares with the original.
     """
     state: Any = owner.__getstate__() if hasattr(owner, "__getstate__") else vars(owner)  # object's own: Python 3.11

@@ -1,6 +1,6 @@
-"""The errors that this package raises for what a user can mend.
+"""Errors that a user can fix.
 
-A message says what it is about, what was found, what was expected, and what to do.
+A message names its subject, the value found, the expected value, and the remedy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class TensorParallelError(Exception):
     """Base of all errors raised by tp_transformers."""
 
     def __init__(self, subject: str, *, got: str | None = None, expected: str = "", fix: str = "") -> None:
-        """A message in its usual form: subject, got, expected, what to do; without `got`, the subject is all of it."""
+        """A message in its usual form: subject, got, expected, fix; without `got`, the subject is all of it."""
         super().__init__(subject if got is None else describe(subject, got=got, expected=expected, fix=fix))
 
 
@@ -26,7 +26,7 @@ class PlanError(TensorParallelError, ValueError):
 
 
 class MeshError(TensorParallelError, ValueError):
-    """The ranks, devices or DeviceMesh do not fit what was asked for."""
+    """The ranks, devices or DeviceMesh do not fit the request."""
 
 
 class CheckpointError(TensorParallelError, OSError):
@@ -46,7 +46,7 @@ class UsageError(TensorParallelError, ValueError):
 
 
 def describe(subject: str, *, got: str, expected: str, fix: str) -> str:
-    """Return a message in its usual form: subject, got, expected, what to do."""
+    """Return a message in its usual form: subject, got, expected, fix."""
     return f"{subject}: got {got}, expected {expected}. {fix}"
 
 

@@ -19,7 +19,7 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module, whose records know their rank."""
+    """The logger of a module; its records know their rank."""
     logger = logging.getLogger(name)
     if _say_rank not in logger.filters:
         logger.addFilter(_say_rank)
@@ -27,7 +27,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def _say_rank(record: logging.LogRecord) -> bool:
-    """A filter that lets everything pass; of loggers rather than handlers, so that all handlers see what it adds."""
+    """A filter that lets everything pass; of loggers rather than handlers, so that all handlers see its additions."""
     dist = sys.modules.get("torch.distributed")  # nothing has been initialised where it was not imported
     rank, size = 0, 1
     if dist is not None and dist.is_available() and dist.is_initialized():

@@ -77,7 +77,8 @@ def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Undo:
 
 
 def when_imported(name: str, install: Callable[[], Undo]) -> Undo:
-    """Run `install` at once where the module `name` is imported, else when it has been; returns what undoes either."""
+    """Run `install` at once where the module `name` is imported, else when it has been; returns a function that undoes
+    either."""
     if name in sys.modules:
         return install()
     waiting = _Waiting(name, install)
@@ -86,7 +87,7 @@ def when_imported(name: str, install: Callable[[], Undo]) -> Undo:
 
 
 class _Waiting(MetaPathFinder):
-    """A finder in `sys.meta_path` that finds what the others do, and runs a function after one module's code."""
+    """A finder in `sys.meta_path` that asks the others, and runs a function after one module's code."""
 
     def __init__(self, name: str, install: Callable[[], Undo]) -> None:
         self._name, self._install = name, install

@@ -6,7 +6,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import tp_transformers
@@ -18,6 +18,14 @@ LIMIT = 0.05
 
 OPENINGS = ("What", "Which", "Whether", "Of", "Where", "That", "Whom", "Whose", "Whoever", "Whatever", "Whichever")
 """First words of sentences that name no thing."""
+
+INDIRECT = re.compile(
+    r"\b(?:what|whose|(?:after|along|around|at|before|by|for|from|in|of|on|to|with) which)\b", re.IGNORECASE
+)
+"""Words of clauses that a noun says more plainly; 1.4% of torchtitan's sentences have one."""
+
+MOST_INDIRECT = 0.04
+"""Share of sentences that may have one."""
 
 DIALECT = ("as ever", "is told", "are told", "told apart", "stands there", "comes into its own")
 """Phrases for which the field has words of its own."""
@@ -45,15 +53,28 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string.lstrip("# ")
 
 
-def test_sentences_name_a_thing_first() -> None:
+def check(is_fault: Callable[[str], object], limit: float) -> None:
+    """Print the sentences that are faults, and fail where their share is above the limit."""
     found, faults = 0, []
     for path in sorted(ROOT.rglob("*.py")):
         for line, text in texts(path):
             for sentence in sentences(text):
                 found += 1
-                opening = re.split(r"\W", sentence, maxsplit=1)[0].capitalize()
-                if opening in OPENINGS or any(phrase in sentence for phrase in DIALECT):
+                if is_fault(sentence):
                     faults.append(f"{path.relative_to(ROOT)}:{line}: {sentence[:100]}")
     share = len(faults) / found
     print(*faults, sep="\n")
-    assert share <= LIMIT, f"{len(faults)} of {found} sentences ({share:.1%})"
+    assert share <= limit, f"{len(faults)} of {found} sentences ({share:.1%})"
+
+
+def begins_indirectly(sentence: str) -> bool:
+    opening = re.split(r"\W", sentence, maxsplit=1)[0].capitalize()
+    return opening in OPENINGS or any(phrase in sentence for phrase in DIALECT)
+
+
+def test_sentences_name_a_thing_first() -> None:
+    check(begins_indirectly, LIMIT)
+
+
+def test_sentences_name_a_thing_throughout() -> None:
+    check(lambda sentence: INDIRECT.search(re.sub("`[^`]*`", "", sentence)), MOST_INDIRECT)

@@ -1,1 +1,1 @@
-"""The parts of a transformers model. No other package asks a module what it is."""
+"""The parts of a transformers model. No other package asks for the kind of a module."""

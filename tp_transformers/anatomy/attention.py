@@ -1,4 +1,4 @@
-"""Attention: whether a module is attention, of which kind, and how many heads it has.
+"""Attention: whether a module is attention, its kind, and its numbers of heads.
 
 transformers' attention modules have no class in common: they are known by their class's name, their attributes and
 their configs.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
-"""The attributes in which transformers' attention modules, or their configs, keep counts and sizes of heads."""
+"""Attributes of transformers' attention modules, or of their configs, with counts and sizes of heads."""
 LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Names, in configs of latent attention, of the widths of the latent and of its heads' keys and values."""
 

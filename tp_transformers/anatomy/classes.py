@@ -47,7 +47,7 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
 
 
 def is_path(name: str) -> bool:
-    """True for what cannot be the name of a model on the Hub."""
+    """True for a text that cannot be the name of a model on the Hub."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 

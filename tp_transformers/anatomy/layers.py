@@ -9,7 +9,7 @@ from torch import nn
 
 
 def stacks(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """The outermost lists of modules, by name: the layers that repeat in a model, in which experts may be lists too.
+    """The outermost lists of modules, by name: the layers that repeat in a model; experts in them may be lists too.
 
     `name` is the model's own in the names.
     """
@@ -36,7 +36,7 @@ def layer_around(model: nn.Module, name: str) -> str | None:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of which a model is a stack, inner ones first: the units in which FSDP gathers parameters.
+    """The layers of a model that is a stack of them, inner ones first: the units in which FSDP gathers parameters.
 
     They are the modules that transformers would not spread over devices (`_no_split_modules`); where the class names
     none, the members of its outermost lists.

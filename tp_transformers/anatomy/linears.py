@@ -10,7 +10,7 @@ from transformers import Conv1D
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """(input, output) features of a linear or an embedding, whose input is a row; None for any other module.
+    """(input, output) features of a linear or an embedding, with a row as its input; None for any other module.
 
     Linears of experts, one matrix of (experts, out, in) that is given tokens sorted by expert, count as one linear.
     """
@@ -47,7 +47,7 @@ def has_inputs_first(module: nn.Module) -> bool:
 
 
 def embeds_states(module: nn.Module, config: Any) -> bool:
-    """True for an embedding of hidden states, of which norms and sums take all features."""
+    """True for an embedding of hidden states; norms and sums take all its features."""
     return isinstance(module, nn.Embedding) and module.embedding_dim == getattr(config, "hidden_size", None)
 
 

@@ -12,7 +12,7 @@ from .linears import features
 
 HEAD_COUNTS = ("num_heads", "num_v_heads", "num_attention_heads", "n_mamba_heads")
 GROUP_COUNTS = ("n_groups", "num_k_heads")
-"""Groups of heads, each of which shares a B and a C (state spaces), or a query and a key (delta nets)."""
+"""Groups of heads; each group shares a B and a C (state spaces), or a query and a key (delta nets)."""
 VALUE_WIDTHS = ("intermediate_size", "value_dim", "qkv_dim", "lru_width", "v_dim", "attention_hidden_size")
 """Features of all heads."""
 KEY_WIDTHS = ("key_dim", "groups_time_state_size", "qk_dim")

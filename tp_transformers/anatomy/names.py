@@ -76,7 +76,7 @@ def untie(model: PreTrainedModel, name: str) -> None:
 
 
 def inner(module: nn.Module, name: str) -> Any:
-    """What a dotted name stands for in a module; None where there is nothing."""
+    """The object with a dotted name in a module; None where there is nothing."""
     found: Any = module
     for step in name.split("."):
         found = getattr(found, step, None)

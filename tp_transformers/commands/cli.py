@@ -1,7 +1,7 @@
 """The command line: `tp-transformers COMMAND`, or `python -m tp_transformers COMMAND`.
 
 Results go to stdout, everything else to stderr. Exit codes: 0, all is well; 1, the answer is no; 2, the request cannot
-be served, and stderr says why and what to do.
+be served, and stderr says why, and the remedy.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(command: str, line: str) -> None:
-    """Say on stderr what a command is doing."""
+    """Log the steps of a command on stderr."""
     print(f"tp-transformers {command}: {line}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What is found out about an architecture, block by block."""
+"""Findings about an architecture, block by block."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> t
 
 
 def _linears(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
-    """Attention and MLPs: linears whose input features can be sharded, with the linears that feed them."""
+    """Attention and MLPs: linears with input features that can be sharded, and the linears that feed them."""
     modules = {fold_lists(model, name): module for name, module in model.named_modules()}
     params = {fold_lists(model, name): param for name, param in model.named_parameters()}
     blocks = []

@@ -33,7 +33,7 @@ class Feeds:
 def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]:
     """{parameter: the features it makes or takes}, for merged experts.
 
-    The down projection is the matrix whose gradient changes in one slice along a dim, for each change of another
+    The down projection is the matrix with a gradient that changes in one slice along a dim, for each change of another
     parameter. The result is empty without one. `args` and `kwargs` are those of the module's forward.
     """
     params = {name: param.detach().double() for name, param in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""Roles of what belongs to a mixer (state spaces, delta nets, short convolutions), from the features that it reaches.
+"""Roles of the parts of a mixer (state spaces, delta nets, short convolutions), from the features that it reaches.
 
 In the input of the output projection, a value feature reaches itself; a number of a head, that head; a feature that a
 group of heads shares (B and C, a query and a key), those heads. Mamba's inner projection takes all values, and reaches
@@ -47,7 +47,7 @@ class Heads:
 
 
 def mixer_block(consumer: str, flow: Flow, modules: Mapping[str, nn.Module]) -> Block | None:
-    """The mixer whose output projection is `consumer`; None if that is a projection within one.
+    """The mixer with the output projection `consumer`; None if that is a projection within one.
 
     Raises Refused if a plan cannot name such a mixer.
     """

@@ -1,4 +1,4 @@
-"""The flow of features between linears: a small model is run once, and gradients show what each input depends on.
+"""The flow of features between linears: a small model is run once, and gradients show the dependencies of each input.
 
 The output of every linear and embedding is detached from its past, so that the gradient of one input feature of a
 linear ends at the linears that feed it directly. `Link.reaches` is exact: without a dependence the gradient is zero.
@@ -20,7 +20,7 @@ from .experts import Feeds, probe_experts
 from .seen import Seen, read_outside
 
 CHUNK = 64
-"""Features whose gradients are computed at once."""
+"""Features with gradients that are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Paths to the input features of the output projection of a mixer, from what is in it and before it.
+    """Paths to the input features of the output projection of a mixer, from modules in it and before it.
 
     An element is an output feature of a linear, or an index along the first dim of a parameter or buffer that is
     longer than 1.
@@ -68,13 +68,13 @@ class Flow:
     readers: dict[str, set[str]] = field(default_factory=dict)
     """Module -> the linears that it feeds; "" for the model's output."""
     norms: dict[str, str] = field(default_factory=dict)
-    """Norm -> the module whose output it normalises; links ignore its mean."""
+    """Norm -> the module that makes its input; links ignore its mean."""
     biased: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     """Module -> shapes of its keyword arguments that are tensors."""
     experts: dict[str, dict[str, Feeds]] = field(default_factory=dict)
     """Module of merged experts -> its parameters and the features they make or take."""
     outside: set[str] = field(default_factory=set)
-    """Modules whose parameters another module's forward reads, so that they have to be plain tensors."""
+    """Modules with parameters that another module's forward reads, so that they have to be plain tensors."""
     ran: set[str] = field(default_factory=set)
     """The linears, embeddings and experts that ran."""
 
@@ -133,7 +133,7 @@ def _trace(seen: Seen, flow: Flow, consumer: str, x: Tensor) -> None:
 
 
 def _mixed(seen: Seen, flow: Flow, consumer: str, x: Tensor) -> Mixed:
-    """Find what reaches the input `x: (batch, tokens, features)` of a linear in a mixer, feature by feature."""
+    """Find the paths to the input `x: (batch, tokens, features)` of a linear in a mixer, feature by feature."""
     made, params = len(seen.leaves), [each for each in seen.others if each[0] in flow.between[consumer]]
     targets = [*seen.leaves, *params, *seen.read]
     dims = [each.ndim - 1 if at < made else first_long_dim(each.shape) for at, (_, each) in enumerate(targets)]

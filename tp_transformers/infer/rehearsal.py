@@ -1,7 +1,7 @@
 """One forward of a small model with a rank's heads and widths, in one process: each projection gives a rank's features.
 
-All weights stay whole. What a rank does not compute itself (a sum over ranks, a norm of all heads) is what it was in a
-forward of the whole model, so that no rank waits for another.
+All weights stay whole. Values that a rank does not compute itself (a sum over ranks, a norm of all heads) are those of
+a forward of the whole model, so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Calls = list[tuple[Tensor, Tensor]]
 def misfit(
     model: PreTrainedModel, run: Callable[[PreTrainedModel], object], resolution: Resolution, size: int
 ) -> str | None:
-    """What a forward of one of `size` ranks fails with, and in which module; None where all compute as one process.
+    """The error of a forward of one of `size` ranks, and its module; None where all compute as one process.
 
     Args:
         model: a small one with weights.
@@ -91,7 +91,7 @@ def _record(module: nn.Module, calls: Calls) -> Any:
 
 
 def _cut(model: nn.Module, resolution: Resolution, calls: Mapping[str, Calls], rank: int) -> Iterator[Any]:
-    """Hooks by which modules give and take a rank's features; parameters that attention reads itself are cut."""
+    """Hooks that let modules give and take a rank's features; parameters that attention reads itself are cut."""
     for name, layout in resolution.layouts.items():
         owner, _, kind = name.rpartition(".")
         module, param = model.get_submodule(owner), model.get_parameter(name)
@@ -110,7 +110,7 @@ def _cut(model: nn.Module, resolution: Resolution, calls: Mapping[str, Calls], r
 
 
 def _whole_input(calls: Iterator[tuple[Tensor, Tensor]], layout: Layout, rank: int) -> Callable[..., Any]:
-    """A hook that compares an input with the rank's part of what it was, and gives all of that."""
+    """A hook that compares an input with the rank's part of the recorded one, and gives the whole recorded one."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         whole, _ = next(calls)

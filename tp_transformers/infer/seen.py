@@ -1,4 +1,4 @@
-"""A record of one run of a small model: what its modules are given, and what they make."""
+"""A record of one run of a small model: the inputs and the outputs of its modules."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TINY = 1e-6
 
 
 class Seen:
-    """Hooks on a model, and what they record; names are folded."""
+    """Hooks on a model, and their records; names are folded."""
 
     ran: set[str]
     """The linears, embeddings and experts that ran."""
     norms: dict[str, str]
-    """Norm -> the module whose output it normalises."""
+    """Norm -> the module that makes its input."""
     biased: dict[str, dict[str, tuple[int, ...]]]
     """Module -> shapes of its keyword arguments that are tensors."""
     leaves: list[tuple[str, Tensor]]
@@ -42,7 +42,7 @@ class Seen:
     """Module of merged experts -> it, and its arguments."""
 
     def __init__(self, model: PreTrainedModel, outside: set[str]) -> None:
-        """Hook the modules of `model`; `outside`: modules whose parameters another module's forward reads."""
+        """Hook the modules of `model`; `outside`: modules with parameters that another module's forward reads."""
         self.ran, self.norms, self.biased, self.experts = set(), {}, {}, {}
         self.leaves, self.inputs, self.read = [], [], []
         self._outputs: dict[int, tuple[str, Tensor]] = {}
@@ -150,7 +150,7 @@ class _DetachedMeans(TorchFunctionMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Records the modules that are not `running` and whose parameters (`owners`, by id) something computes with."""
+    """Records the modules that are not `running` and have parameters (`owners`, by id) that something computes with."""
 
     def __init__(self, owners: Mapping[int, set[str]], running: set[str]) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class _Reads(TorchFunctionMode):
 
 
 def read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
-    """Modules whose parameters something else computes with, as Whisper's encoder does with its positions."""
+    """Modules with parameters that something else computes with, as Whisper's encoder does with its positions."""
     running: set[str] = set()
     owners: dict[int, set[str]] = {}
     handles = []

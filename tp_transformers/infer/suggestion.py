@@ -51,7 +51,7 @@ class Suggestion:
     reasons: dict[str, str]
     """Folded name of a replicated module -> reason, if that is not obvious."""
     plain: set[str] = field(default_factory=set)
-    """Modules whose parameters other modules compute with, so that they are plain tensors."""
+    """Modules with parameters that other modules compute with, so that they are plain tensors."""
 
     @property
     def whole(self) -> dict[str, str]:
@@ -143,7 +143,7 @@ class Suggestion:
         return name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else None
 
     def suspects(self, message: str) -> list[Block]:
-        """The blocks in the order in which an error message names them, then by their number of remarks."""
+        """The blocks in the order of their names in an error message, then by their number of remarks."""
 
         message = fold_layers(message)
 

@@ -21,7 +21,7 @@ from ..ranks.group import TensorParallelGroup
 logger = get_logger(__name__)
 
 _told: set[str] = set()
-"""The model types whose declared plans were told of."""
+"""Model types with declared plans that were logged."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
 
 
 def plan_for(model: PreTrainedModel, tp_plan: Plan | ChangedPlan | NamedPlan | str, group: TensorParallelGroup) -> Plan:
-    """The plan for `model`, which is on the meta device, of what `read_plan` returned.
+    """The plan for `model`, which is on the meta device, from the result of `read_plan`.
 
     Raises:
         PlanError: there is none.

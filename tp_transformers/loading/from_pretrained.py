@@ -43,7 +43,7 @@ from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
 
 Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadResult]]
-"""Takes a model on the meta device, its plan, and what a load of it would be asked for."""
+"""Takes a model on the meta device, its plan, and the request for a load of it."""
 
 
 @dataclasses.dataclass
@@ -56,7 +56,7 @@ class _Load:
     sharded: Manifest | None = None
     """Manifest of a pre-sharded checkpoint; None for any other."""
     stream: str | None = None
-    """The commit of which weights are read from the Hub without a download."""
+    """The Hub's commit to stream weights from; None: do not stream."""
     remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
     """The files on the Hub, by the names that transformers passes on."""
     quantization: Quantization | None = None
@@ -68,13 +68,14 @@ class _Load:
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
     undo: Callable[[], None] = lambda: None
-    """Ends what was changed while transformers initialises."""
+    """Undoes the patches of the time while transformers initialises."""
 
 
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
 _instead: ContextVar[Instead | None] = ContextVar("tp_transformers_instead", default=None)
 FAILURES: ContextVar[list[TensorParallelError] | None] = ContextVar("tp_transformers_failures", default=None)
-"""Errors of loads, for a caller whose callee catches them; None while nobody asks, since they hold what was loaded."""
+"""Errors of loads, for a caller with a callee that catches them; None while nobody asks, since they hold loaded
+tensors."""
 
 
 def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +113,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
 def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs: Any) -> Any:
     """`cls.from_pretrained(name, tp_plan=..., ...)`, but `instead` runs in place of the load; in this process alone.
 
-    The hook has to be on. Returns the model, with what `instead` has made of its parameters.
+    The hook has to be on. Returns the model, with its parameters as `instead` has made them.
     """
     token = _instead.set(instead)
     try:
@@ -143,7 +144,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     if instead is None and group.device_mesh is None and tp_size is None:
         tell_of_one_rank()
     with ExitStack() as stack, group.agree():
-        # 2. Refuse what does not go together.
+        # 2. Refuse arguments that contradict one another.
         _refuse_meta()
         check_size(group, tp_size)
         options.check(name, kwargs)
@@ -174,7 +175,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         model = result[0] if isinstance(result, tuple) else result
         if current.resolution is None:
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
-        # 6. Cut what transformers has initialised, because the checkpoint lacked it.
+        # 6. Cut parameters that transformers has initialised, because the checkpoint lacked them.
         current.undo()
         partition_initialized(model, current.resolution, group)
         guard_if_asked(model)
@@ -184,7 +185,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
 
 
 def _settle_stream(group: TensorParallelGroup, name: Any, options: Options, kwargs: dict[str, Any]) -> str | None:
-    """The commit of which weights are streamed from the Hub, if they are; then `kwargs` are of it, on all ranks."""
+    """The Hub's commit to stream weights from, or None; then `kwargs` are of it, on all ranks."""
     wanted = options.streams and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
     asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
     group.check_same({"tp_stream": asked})
@@ -230,7 +231,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 def find_quantizer(original: Callable[..., Any], config: Any, quantization_config: Any, *args: Any, **kw: Any) -> Any:
     """None in place of a quantizer, so that the model is built in floating point; the rest is as transformers has it.
 
-    `config` is transformers' own copy, out of which the quantisation is taken. Raises UnsupportedError on one that
+    `config` is transformers' own copy; the quantisation is taken out of it. Raises UnsupportedError on one that
     cannot be undone while loading.
     """
     current = _current.get()
@@ -251,7 +252,7 @@ def load_pretrained_model(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Parallelize and load `model`, which is on the meta device; returns what transformers' own function does."""
+    """Parallelize and load `model`, which is on the meta device; returns the result of transformers' own function."""
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
@@ -295,7 +296,7 @@ def load_pretrained_model(
 
 
 def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
-    """The folder in which a `from_pretrained` may find a pre-sharded checkpoint; None if it looks elsewhere."""
+    """The folder where a `from_pretrained` may find a pre-sharded checkpoint; None if it looks elsewhere."""
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     if name is None or kwargs.get("variant") not in (None, VARIANT):
         return None

@@ -49,7 +49,7 @@ _HOOK = Patch(
 class enable:  # noqa: N801 - used as a function, returns its own context manager
     """Let `from_pretrained(..., tp_plan=...)` load through this package; calling it again changes nothing.
 
-    As a context manager it puts back on exit what it found:
+    As a context manager it undoes itself on exit:
 
         with tp_transformers.enable():
             model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
@@ -74,7 +74,7 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
 
 
 def disable() -> None:
-    """Put back exactly what `enable()` replaced; models that are loaded stay as they are.
+    """Undo exactly the replacements of `enable()`; models that are loaded stay as they are.
 
     Changes to torch that such models need are undone when the last of them is collected.
     """

@@ -54,7 +54,7 @@ class LoadResult:
 def load(
     model: PreTrainedModel, resolution: Resolution, group: TensorParallelGroup, request: LoadRequest
 ) -> LoadResult:
-    """Fill the parameters of a parallelized meta-device `model`, reading only what this rank keeps.
+    """Fill the parameters of a parallelized meta-device `model`, reading only this rank's shards.
 
     Steps that can fail on one rank end with a vote, so that all ranks stop with the same error.
 
@@ -137,9 +137,9 @@ def load(
             group.together(check)
         reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
 
-    # 5. Put them in place; what is missing goes back to its whole shape until it is initialised.
+    # 5. Put them in place; a missing parameter goes back to its full shape until it is initialised.
     def is_same(target: str, source: str) -> bool:
-        """The ranks decide together: what one process would see as different may be equal on some shards."""
+        """The ranks decide together: tensors that differ in one process may be equal on some shards."""
         return all(group.everywhere(lambda: same_bytes(values[target], values[source])))
 
     for name in tie(model, values, is_same, say=group.rank == 0):
@@ -178,7 +178,7 @@ def load(
 def pad_locally(
     model: nn.Module, resolution: Resolution, group: TensorParallelGroup, missing: Collection[str]
 ) -> Callable[[], None]:
-    """Let loaded embeddings count their padding row in this rank's rows; returns what undoes it.
+    """Let loaded embeddings count their padding row in this rank's rows; returns a function that undoes it.
 
     Some classes set that row to zero where transformers initialises, whether the weights are loaded or not (Youtu).
     """
@@ -233,7 +233,7 @@ def _partition(
 def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, str], bool], *, say: bool) -> set[str]:
     """If a checkpoint holds both of two tied parameters, keep one if they are the same, else untie them.
 
-    Returns those of `names` that are not kept. `say` is whether this rank tells of what it unties.
+    Returns those of `names` that are not kept. `say` is whether this rank logs the parameters that it unties.
     """
     gone = set()
     for target, source in list(tied_parameters(model).items()):

@@ -17,7 +17,7 @@ from ..plans.rules import Plan
 
 @dataclass(frozen=True)
 class Options:
-    """Those that are ours, each True, False, or None for what is said of None; `tp_batch_sharded` may be names too,
+    """Those that are ours, each True, False, or None for the default; `tp_batch_sharded` may be names too,
     `tp_reduce_dtype` is a dtype, and `tp_watch` may be a number."""
 
     allow_replicated: bool | None = None
@@ -38,7 +38,7 @@ class Options:
     """True if ranks have batches of their own, which attention, MLPs and experts gather; or the modules that gather
     them. None: as the plan says."""
     tp_reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are summed over ranks that hold the same, and over copies. None: their own."""
+    """The dtype of sums of gradients over ranks that hold the same, and over copies. None: their own."""
     tp_watch: bool | float | None = None
     """False if ranks do not watch one another, or the seconds after which a silent one counts as lost. None: 10."""
 
@@ -48,7 +48,7 @@ class Options:
         return cls(**{name: kwargs.pop(name) for name in OPTIONS if name in kwargs})
 
     def change(self, plan: Plan) -> Plan:
-        """The plan, with what is asked for in place of what it says."""
+        """The plan with the caller's options applied."""
         sequence, loss, batch = self.tp_sequence_parallel, self.tp_loss_parallel, self.tp_batch_sharded
         return replace(
             plan,
@@ -65,7 +65,7 @@ class Options:
         return os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0")
 
     def check(self, name: Any, others: Mapping[str, Any]) -> None:
-        """Refuse what does not go with `tp_plan` among the `others` of the arguments, and a folder that is not there.
+        """Refuse those of `tp_plan` that do not go with `others`, and a folder that is not there.
 
         Raises:
             PlanError: an option that there is not, or of another type; an argument that says where weights go.

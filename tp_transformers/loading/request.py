@@ -147,7 +147,7 @@ class Packing:
 
     weights: dict[str, HeldWeight]
     reads: list[Request]
-    """The reads of their members, and of what is kept for a save."""
+    """The reads of their members, and of tensors that are kept for a save."""
     kept: PackedCheckpoint | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""The reads of a load, in rounds: of what is dequantised, some weights at a time are in memory in both forms."""
+"""The reads of a load, in rounds: of weights that are dequantised, some at a time are in memory in both forms."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def fill(
     request: LoadRequest,
     progress: Callable[[int], object],
 ) -> Statistics:
-    """Read what is stored, then let the leaves that come after it fill their places; all ranks call it."""
+    """Read the stored tensors, then let the leaves that depend on them fill their places; all ranks call it."""
     here = [each for each in stored if not each.tensor.source.is_remote]
     statistics = group.together(lambda: read(here, threads=group.threads, progress=progress))
     if request.shared:
@@ -105,7 +105,7 @@ def fill_round(
 
 
 def map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The pages of the file that a shard stands in, as a tensor, if they are what the parameter holds.
+    """The pages of the file with the shard, as a tensor, if the parameter can hold them.
 
     A cut of a trailing dim is not: a view of 0.5 GB of such cuts takes 12 ms, and a copy 290, but a decode step takes 5
     to 7 times as long with it, since torch copies the weight of a bfloat16 linear that is not contiguous every time.

@@ -19,7 +19,7 @@ from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Split
 
 FIELDS = {"attentions": False, "cross_attentions": True}
-"""The fields in which a stack of layers returns attentions -> whether they are its cross-attention's."""
+"""The fields of the attentions that a stack of layers returns -> whether they are its cross-attention's."""
 
 
 def return_whole_attentions(

@@ -26,9 +26,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients; all ranks have to call it.
 
-    Every element of every gradient counts once, whoever holds it: what several ranks hold (norms, replicated KV heads)
-    for the first of them, tied parameters as one, what FSDP cuts on every rank. One all-reduce of two numbers over
-    the `tp` axis, and one over the copies if gradients are cut over them. Norms are computed in fp32 at least.
+    Every element of every gradient counts once, whoever holds it: values that several ranks hold (norms, replicated KV
+    heads) for the first of them, tied parameters as one, shards of FSDP on every rank. One all-reduce of two numbers
+    over the `tp` axis, and one over the copies if gradients are cut over them. Norms are computed in fp32 at least.
 
     Args:
         model_or_parameters: the model, or parameters of it; those without a gradient are left out.
@@ -107,7 +107,7 @@ Torch takes plain shards for parameters of one process: each rank would scale it
 
 
 def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
-    """The parts of a local gradient that count on this rank: what no lower rank holds too."""
+    """The parts of a local gradient that count on this rank: values that no lower rank holds too."""
     shard = shard_of(param)
     if shard is None and isinstance(param, DTensor) and any(isinstance(each, Shard) for each in param.placements):
         yield grad

@@ -1,4 +1,4 @@
-"""transformers' continuous batching, whose cache gets this rank's heads."""
+"""transformers' continuous batching with a cache of this rank's heads."""
 
 from __future__ import annotations
 

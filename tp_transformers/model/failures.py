@@ -1,7 +1,7 @@
 """Calls of a model that fail on one rank alone: all ranks hear of it, and raise. See `ranks.watch`.
 
 Forwards, `generate`, backwards, steps of optimizers, and errors that end the process are watched; `fail_together` is
-for what users write around them.
+for the code of users around them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def fail_together(model: Any) -> AbstractContextManager[Any]:
 
 
 class WatchedModel:
-    """A module whose outermost calls are watched."""
+    """A module with outermost calls that are watched."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the module's own class."""
@@ -103,7 +103,7 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _watched_step(original: Callable[..., Any], step: Callable[..., Any]) -> Any:
-    """What torch makes of the `step` of an optimizer's class, watched."""
+    """The `step` of an optimizer's class as torch wraps it, watched."""
     hooked = original(step)
 
     @wraps(hooked)
@@ -150,7 +150,7 @@ WATCHED_CALLS = (
 def renew_process_group(model: nn.Module) -> None:
     """Start a new process group in place of one that has ended since a rank failed; all ranks have to call it.
 
-    Models that are loaded work as before: parameters, optimizers and random states are what they were. Caches and
+    Models that are loaded work as before: parameters, optimizers and random states are unchanged. Caches and
     recorded forwards of before are not to be used; other process groups have to be made again.
 
     Raises:

@@ -51,8 +51,8 @@ class TensorParallelGeneration(_Model):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The `generate` of the model's own class, which all ranks have to call, with the same inputs.
 
-        Every rank draws what one process with rank 0's random state draws. A streamer may be given to some ranks alone,
-        and so may stopping criteria: where one of them says stop, or fails, all ranks do.
+        Every rank draws the numbers of one process with rank 0's random state. A streamer may be given to some ranks
+        alone, and so may stopping criteria: where one of them says stop, or fails, all ranks do.
 
         Raises:
             MeshError: if the ranks' inputs differ, or tokens that a user's own code chose; the message names them.
@@ -77,7 +77,7 @@ class TensorParallelGeneration(_Model):
 
     def _get_static_cache_init_shape(self) -> Any:
         """(KV heads, head size), each a number or one for every layer, where transformers counts this rank's heads
-        right; None elsewhere, so that a cache takes its shape from what it is given first.
+        right; None elsewhere, so that a cache takes its shape from its first input.
         """
         shape = super()._get_static_cache_init_shape()
         for name, heads in self.tp_resolution.attention.items():
@@ -111,7 +111,7 @@ _call: ContextVar[_Call | None] = ContextVar("generate", default=None)
 
 @contextmanager
 def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Bring the ranks' random states together; put guards around what only some of them have."""
+    """Bring the ranks' random states together; put guards around the calls that only some of them have."""
     group: TensorParallelGroup = model.tp_group
     marks = {name: mark(value) for name, value in arguments.items() if name not in OWN and value is not None}
     marks["generation_config"] = mark(arguments.get("generation_config") or getattr(model, "generation_config", None))
@@ -139,7 +139,7 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
 class _SharedCriteria(StoppingCriteriaList):
     """Stop a sequence where any rank would, and raise where ranks have taken different tokens.
 
-    Clocks differ, and so may what users bring along. One all-reduce of three numbers a sequence in every step.
+    Clocks differ, and so may objects of users. One all-reduce of three numbers a sequence in every step.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, group: TensorParallelGroup, call: _Call) -> None:
@@ -197,7 +197,7 @@ def _chooses(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class _GuardedStreamer(BaseStreamer):
-    """A streamer whose failure is kept until all ranks can hear of it; on a rank without one, nothing."""
+    """A streamer that keeps its failure until all ranks can hear of it; on a rank without one, nothing."""
 
     def __init__(self, streamer: BaseStreamer | None, call: _Call) -> None:
         self.streamer, self.call = streamer, call
@@ -250,7 +250,7 @@ def _check_marks(ranks: Sequence[Mapping[str, str]]) -> None:
 
 
 def mark(value: Any) -> str:
-    """A short text that differs where values do: by what is in tensors and in plain data, by type for all else."""
+    """A short text that differs where values do: by value for tensors and plain data, by type for all else."""
     return hashlib.blake2b(json.dumps(_outline(value), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -106,7 +106,7 @@ def parallelize(
             if strategy.draws_alike:  # after what is inside: its own states begin in the shared one
                 SharedRandomness(group).attach(model.get_submodule(name))
 
-    # 5. The model knows what it is, and so does what is put around it.
+    # 5. The model knows that it is tensor-parallel, and so do modules around it.
     hold_patches(model)
     for module in list(model.modules()):
         if hasattr(module, "save_pretrained"):
@@ -118,7 +118,7 @@ def parallelize(
 
 
 def _local_parameter(model: nn.Module, name: str, resolution: Resolution, group: TensorParallelGroup) -> ParamShard:
-    """Swap one meta parameter for a meta parameter of this rank's shape; returns what the rank holds."""
+    """Swap one meta parameter for a meta parameter of this rank's shape; returns the rank's shards."""
     owner_name, _, param_type = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     whole: nn.Parameter = getattr(owner, param_type)
@@ -129,7 +129,7 @@ def _local_parameter(model: nn.Module, name: str, resolution: Resolution, group:
 
 
 def _owners(resolution: Resolution) -> dict[str, TensorParallelLayer]:
-    """Every module that needs attaching: those with a strategy, and those of which a rule cuts a parameter."""
+    """Every module that needs attaching: those with a strategy, and those with a parameter that a rule cuts."""
     owners = dict(resolution.module_strategies)
     for name in resolution.param_strategies:
         owners.setdefault(name.rpartition(".")[0], TensorParallelLayer())

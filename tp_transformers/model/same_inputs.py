@@ -31,10 +31,10 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
     activations draw from. It reads all inputs, from the GPU too: it is for debugging.
 
     Returns:
-        A handle, whose `remove()` ends it.
+        A handle; its `remove()` ends it.
 
     Raises:
-        UnsupportedError: for a model without a plan, or one whose ranks have batches of their own.
+        UnsupportedError: for a model without a plan, or one with ranks that have batches of their own.
     """
     group = GROUP.find(model)
     if group is None:

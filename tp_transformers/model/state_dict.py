@@ -165,7 +165,7 @@ def split_module(module: nn.Module, strategy: TensorParallelLayer, group: Tensor
 def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> nn.Module:
     """Run transformers' `resize` on whole embeddings, then cut them again; every rank has to call it.
 
-    Every rank holds the embeddings and the head whole while it runs. All take what rank 0 makes of them. Returns the
+    Every rank holds the embeddings and the head whole while it runs. All take rank 0's result. Returns the
     input embeddings.
     """
     group = GROUP.of(model)

@@ -39,7 +39,7 @@ _Model: Any = object
 
 
 class TensorParallelModel(WatchedModel, _Model):
-    """Methods of a model that is loaded with a plan, beyond those of its own class, of which it stays an instance."""
+    """Methods of a model that is loaded with a plan, beyond those of its own class; it stays an instance of that."""
 
     tp_group: TensorParallelGroup
     """The ranks that share the model."""
@@ -55,7 +55,7 @@ class TensorParallelModel(WatchedModel, _Model):
     ) -> None:
         """Write a normal checkpoint from rank 0; every rank has to call it. See `checkpoint.save.save_pretrained`.
 
-        A model to which transformers gave an adapter saves the adapter alone.
+        A model with an adapter of transformers' saves the adapter alone.
         """
         with fail_together(self):
             if push_to_hub:
@@ -92,7 +92,7 @@ class TensorParallelModel(WatchedModel, _Model):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load whole tensors, or what `state_dict()` returned on this rank; every rank has to call it."""
+        """Load full tensors, or the result of `state_dict()` on this rank; every rank has to call it."""
         with fail_together(self), self.tp_group.agree():
             refuse_packed(self, "load_state_dict")
             return super().load_state_dict(state_dict, *args, **kwargs)
@@ -139,7 +139,7 @@ class TensorParallelModel(WatchedModel, _Model):
     def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
         """Take kernels of the Hub in place of forwards; every rank has to call it.
 
-        Raises UnsupportedError on all ranks where one would leave out what a rank communicates; see `check_kernels`.
+        Raises UnsupportedError on all ranks where one would leave out communication; see `check_kernels`.
         """
         use = partial(super().set_use_kernels, use_kernels, *args, **kwargs)
         if not use_kernels:

@@ -1,4 +1,4 @@
-"""The plans that ship with the package: where they are, and what they were proven with."""
+"""The plans that ship with the package: where they are, and the releases that they were proven with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import MappingProxyType
 from .yaml_file import model_types_of
 
 PROVEN_WITH = ("5.6.2", "5.17.0", "5.23.0")
-"""The releases of transformers with which CI holds every plan against one process, from the oldest to the newest.
+"""The releases of transformers that CI proves every plan with, against one process, from the oldest to the newest.
 
 A few model types take a part of their heads, or have the names of their plan, from a later release on, which `since` in
-tests/support/tiny.py has; before it a load says what does not fit. A test holds this against what CI runs."""
+tests/support/tiny.py has; before it a load names the misfit. A test compares this with CI."""
 
 
 @cache

@@ -38,7 +38,7 @@ LATENT_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "key_value": ("kv_b_proj",),
     "output": ("o_proj",),
 }
-"""The children by which attention is recognised where a plan does not name it (a dict, a declared plan)."""
+"""The children that identify attention where a plan does not name it (a dict, a declared plan)."""
 
 
 def cut_attention(
@@ -51,10 +51,10 @@ def cut_attention(
     faults: list[str],
     cut: AttentionCut,
 ) -> AttentionCut:
-    """Cut every attention module whose projections stay sharded by whole heads.
+    """Cut every attention module with projections that stay sharded by whole heads.
 
     Args:
-        plan: names the attention modules; where it names none, and in parts whose plans name none, they are
+        plan: names the attention modules; where it names none, and in parts with plans that name none, they are
             recognised by PROJECTIONS.
         module_rules: the rule of every module that has one; those that a declared plan left out are added.
         param_rules: the rule of every parameter that has one of its own.
@@ -124,7 +124,7 @@ def _complete_declared(
     param_rules: Mapping[str, Rule],
     query_heads: tuple[int, int | None],
 ) -> None:
-    """Add what a plan that transformers declares leaves out: gates and biases a query head, norms within heads."""
+    """Complete a plan that transformers declares: gates and biases a query head, norms within heads."""
     count, head_dim = query_heads
     known = {child for names in roles.values() for child in names}
     for child, rule in param_rules.items():

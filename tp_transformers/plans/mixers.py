@@ -114,7 +114,7 @@ def mixer_rules(pattern: str, children: Mapping[str, Mapping[str, Parts]]) -> It
 
 
 def _children(value: Any) -> dict[str, Parts] | None:
-    """Child -> its parts; None where that is not what `value` says."""
+    """Child -> its parts; None where `value` says otherwise."""
     if not isinstance(value, Mapping):
         names = names_of(value or ())
         return None if names is None else dict.fromkeys(names, ("value",))
@@ -148,7 +148,7 @@ def cut_mixers(
     Args:
         faults: list to which faults are added.
         splits: children by their full names, to which those of the mixers are added.
-        whole: child -> its mixer, to which those are added that every rank holds, there being fewer heads than ranks.
+        whole: child -> its mixer; those are added that every rank holds, there being fewer heads than ranks.
         module_rules: the rule of every module that has one; those of projections change that are gathered.
     """
     cut: dict[str, MixerHeads] = {}
@@ -197,7 +197,7 @@ def _present(module: nn.Module, children: Mapping[str, Parts]) -> Iterator[tuple
 def _cut(
     module: nn.Module, own: Mapping[str, Mapping[str, Parts]], stated: Mapping[str, Parts], size: int
 ) -> MixerHeads:
-    """The heads of one mixer, whose children are `own`, and its states `stated`.
+    """The heads of one mixer with the children `own` and the states `stated`.
 
     Raises ValueError where its parameters are not made up of their parts.
     """

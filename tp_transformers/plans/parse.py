@@ -1,4 +1,4 @@
-"""Plans as data: data of a YAML file or a dict -> what rules are made of, and every fault of the form.
+"""Plans as data: data of a YAML file or a dict -> the parts of rules, and every fault of the form.
 
 `model_plans/README.md` describes the format; `model_plans/llama.yaml` is an example.
 """
@@ -13,7 +13,7 @@ from ..errors import PlanError, describe, nearest, shorten, shown
 from ..strategies import TensorParallelLayer, as_strategy
 
 BATCH_SHARDED_INPUT = "batch-sharded"
-"""Layout, in a rule, of an input of which every rank has samples of its own."""
+"""Layout, in a rule, of an input with samples of each rank's own."""
 
 ATTENTION_ROLES = (
     *("query", "key", "value", "key_value", "fused", "interleaved", "output"),
@@ -21,7 +21,7 @@ ATTENTION_ROLES = (
 )
 """Roles of an attention module's children; see `model_plans/README.md`."""
 ATTENTION_FLAGS = ("optional", "gathered")
-"""What an attention module's entry may say beside its roles, as true or false."""
+"""Fields of an attention module's entry beside its roles, true or false."""
 
 IMPLIED: Mapping[str, Any] = {
     "query": "colwise",
@@ -147,7 +147,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_parts(value: Any) -> bool:
-    """True for a tuple of numbers and names; what they mean depends on the module."""
+    """True for a tuple of numbers and names; their meaning depends on the module."""
     return isinstance(value, tuple) and all(is_name(part) or is_number(part) for part in value)
 
 

@@ -1,4 +1,4 @@
-"""Patterns: names of a plan, in which a star stands for a layer number."""
+"""Patterns: names of a plan; a star stands for a layer number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name in a model, in which `*` stands for a layer number."""
+    """A name in a model; `*` stands for a layer number."""
 
     pattern: str
     in_base_model: bool = field(default=False, kw_only=True)

@@ -56,4 +56,4 @@ class Attention(Pattern):
     gathered: bool = False
     """True if projections are cut, but their outputs gathered, so that every rank computes with all heads."""
     blocks: Mapping[str, int] = field(default_factory=dict)
-    """Role -> blocks in which heads are stored, one after the other; a rank has a share of each."""
+    """Role -> blocks of heads, stored one after the other; a rank has a share of each."""

@@ -79,7 +79,7 @@ class Plan:
     def parse(cls, data: Any, *, source: str, extending: tuple[Path, ...] = ()) -> Plan:
         """A plan from data in the form of the YAML files. Raises PlanError with every fault of the form.
 
-        `extending` are the files whose `extends:` led here.
+        `extending` are the files with `extends:` that led here.
         """
         faults = check_sections(data, source)
         base = cls(source, ())
@@ -134,7 +134,7 @@ class Plan:
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, path: Path | None = None) -> Plan | None:
-        """The plan for `model.config.model_type`: ours from `model_plans/`, else what its transformers class declares.
+        """The plan for `model.config.model_type`: ours from `model_plans/`, else that of its transformers class.
 
         With `path`, it is the plan of that file. Models inside it (a language model, a vision tower) are cut by our
         plans for their own types. None where there is no rule at all.
@@ -171,7 +171,7 @@ class Plan:
     def _with_parts(self, model: PreTrainedModel, own: Sequence[Rule]) -> Plan:
         """This plan with our plans for the parts of `model`, at the names that they have in it.
 
-        A part in which this plan has rules keeps those, unless it completes a declared plan: then its `own` rules come
+        A part with rules in this plan keeps those, unless it completes a declared plan: then its `own` rules come
         before those of the parts. The plan of the language model cuts the output embedding, too.
 
             llava ─┬─ vision_tower    clip_vision_model ── clip_vision_model.yaml, at model.vision_tower
@@ -215,7 +215,7 @@ class Plan:
         return max((part for part in self.parts if is_inside(name, part)), key=len, default="")
 
     def names_attention(self, name: str, prefix: str) -> bool:
-        """True if the plan for what is around the module `name`, a part or the model, names its attention."""
+        """True if the plan of the model around the module `name`, a part or the model, names its attention."""
         return any(self.part_around(entry.full(prefix)) == self.part_around(name) for entry in self.attention)
 
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:

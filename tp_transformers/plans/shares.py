@@ -50,7 +50,7 @@ def check_layers_are_cut(
 
 
 def _whole_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> dict[str, tuple[int, int]]:
-    """Stacks of layers of which every rank would hold some whole: {folded name: (such layers, all layers)}."""
+    """Stacks of layers that every rank would hold some of in full: {folded name: (such layers, all layers)}."""
     is_whole: dict[str, bool] = {}
     for name, param in model.named_parameters():
         layer = layer_around(model, name)

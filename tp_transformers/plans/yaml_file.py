@@ -104,7 +104,7 @@ _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times fa
 
 
 class _PlanLoader(_SafeLoader):
-    """A loader that refuses two rules of one name, of which YAML would silently keep the last.
+    """A loader that refuses two rules of one name; YAML would silently keep the last.
 
     It raises YAMLError for all that cannot be built.
     """

@@ -139,7 +139,7 @@ def exchange_rows(tensors: Sequence[Tensor], sent: Counts, received: Counts, gro
             gradient.
         sent: rows for every rank, this one included; any may be 0.
         received: rows from every rank.
-        group: the ranks, all of which have to call it, also those without any rows.
+        group: the ranks; all have to call it, also those without any rows.
 
     Returns:
         A tensor for each: (sum of `received`, its width), by the rank that rows come from.

@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Launcher:
-    """The environment variables in which a launcher gives a process its rank."""
+    """The environment variables of launchers that give a process its rank."""
 
     name: str
     rank: str
@@ -61,7 +61,7 @@ def launcher() -> Launcher | None:
 def rendezvous() -> dict[str, Any]:
     """The rank and the size that `init_process_group` takes, for a process that a launcher started.
 
-    Raises MeshError where nothing says at which address the ranks meet.
+    Raises MeshError where the ranks have no address to meet.
     """
     found = launcher()
     assert found is not None

@@ -1,4 +1,4 @@
-"""Which rank failed first, judged from what the ranks report and from their signs of life."""
+"""Which rank failed first, judged from the reports of the ranks and their signs of life."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRACE = 3.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank that failed tells the others."""
+    """The report of a rank that failed."""
 
     order: int
     """Its place among the ranks that failed."""
@@ -49,7 +49,7 @@ class Failure:
     """True if no rank failed, but they wait in different calls: all ranks raise it, this one too."""
 
     def to_error(self) -> RemoteRankError:
-        """What all other ranks raise, with the same message."""
+        """The error of all other ranks, with the same message."""
         advice = "Call tp_transformers.renew_process_group(model) on all ranks to go on, or end them."
         trace = f"\n\nTraceback of rank {self.rank}:\n{self.trace}" if self.trace else ""
         error = RemoteRankError(
@@ -91,7 +91,7 @@ def judge(
     """The failure that all ranks raise; None as long as it is not known.
 
     Args:
-        reports: what each rank that failed says, by its place in the group; at least one.
+        reports: the report of each rank that failed, by its place in the group; at least one.
         before: each rank's signs of life when the first report was seen, a number that grows; below 0 once it left.
         now: the same `seconds` later.
         seconds: those that have passed.
@@ -112,7 +112,7 @@ def judge(
 
 
 def follows(error: BaseException) -> bool:
-    """True if `error` is of a collective, or of a vote, in which another rank was missing."""
+    """True if `error` is of a collective, or of a vote, that another rank was missing from."""
     if is_agreed(error):
         return error.__cause__ is not None and follows(error.__cause__)
     return isinstance(error, RuntimeError) and (

@@ -47,7 +47,7 @@ class TensorParallelGroup:
     copies: tuple[tuple[int, ...], ...] | None = None
     """The world ranks of every copy of a model that is data-parallel; else None."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients of shared parameters are summed over the ranks; None for the gradients' own."""
+    """Dtype of sums over the ranks of gradients of shared parameters; None for the gradients' own."""
     mesh: DeviceMesh | None = None
     """The mesh of all copies of the model, its `tp` axis included; None without a process group."""
 
@@ -112,7 +112,7 @@ class TensorParallelGroup:
         return [pickle.loads(each) for each in messages]
 
     def everywhere(self, function: Callable[[], T]) -> list[T]:
-        """What `function()` returns on every rank, gathered in one collective; where it fails on one, all fail."""
+        """The results of `function()` on every rank, gathered in one collective; where it fails on one, all fail."""
         answers: list[T]
         with self.agree() as answers:
             answers.append(function())
@@ -188,7 +188,7 @@ class TensorParallelGroup:
         the message names. So a fault on one rank leaves no other waiting.
         Blocks may nest; an error that has been agreed on inside passes through the outer ones without a second vote.
         Keep collectives out of the block, or guard them with a block of their own.
-        What the block appends to the list that it is given goes with the vote: afterwards the list has all ranks'.
+        The vote carries the values that the block appends to its list: afterwards the list has all ranks'.
         """
         failure: Exception | None = None
         answers: list[Any] = []
@@ -204,7 +204,7 @@ class TensorParallelGroup:
         answers[:] = [answer for _, each in votes for answer in each]
 
     def _raise(self, failure: Exception | None, reports: Sequence[Report | None]) -> None:
-        """Raise what all ranks raise, if one reports an error: the own `failure` if they are alike on all."""
+        """Raise the error of all ranks, if one reports an error: the own `failure` if they are alike on all."""
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure

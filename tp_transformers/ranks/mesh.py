@@ -148,7 +148,7 @@ def _stop_process_group() -> None:
 def _await_gloo_threads(seconds: float = 5.0) -> None:
     """Wait until gloo's threads sleep, `seconds` at most.
 
-    After a collective they drop its tensors, for which they take the GIL. Python ends a thread that asks for the GIL
+    After a collective they take the GIL to drop its tensors. Python ends a thread that asks for the GIL
     while the interpreter finalizes, and C++ then aborts the process ("terminate called without an active exception").
     Destroying the group does not stop them, as models and meshes still refer to it.
     """

@@ -32,7 +32,7 @@ _NAMES = {
     "_clip": "clip_grad_norm_",
     "step_of": "an optimizer's step",
 }
-"""Names of calls for the functions in which they begin, where those are others."""
+"""Names of calls by the functions that begin them, where those have others."""
 
 
 @dataclass(frozen=True)

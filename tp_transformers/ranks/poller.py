@@ -15,14 +15,14 @@ logger = get_logger(__name__)
 BEAT = 0.5
 """Seconds between two polls."""
 SOON = 0.005
-"""Seconds between two polls while somebody waits for what they bring."""
+"""Seconds between two polls while somebody waits for their result."""
 
 ENDING = 30.0
 """Seconds that the thread has to end: one that still asks a store while Python ends would abort the process."""
 
 
 class Polled(Protocol):
-    """What the thread polls, for as long as others hold it."""
+    """A task that the thread polls for as long as others hold it."""
 
     @property
     def is_urgent(self) -> bool:

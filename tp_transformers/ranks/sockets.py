@@ -28,7 +28,7 @@ def innermost(store: Store) -> Store:
 
 
 def store_of_ranks() -> Store | None:
-    """A connection of its own to the store at which the ranks met; None where that is a user's own, in Python."""
+    """A connection of its own to the store of the launch; None where that is a user's own, in Python."""
     try:
         found: Store = untyped(innermost(_get_default_store())).clone()
     except RuntimeError:
@@ -54,7 +54,7 @@ def between(own: dict[int, Ends], others: list[Ends]) -> dict[int, Ends]:
 
 
 def shut(found: dict[int, Ends]) -> None:
-    """Shut the connections that are still the same; what waits on either end of one raises."""
+    """Shut the connections that are still the same; a call that waits on either end of one raises."""
     for descriptor, ends in found.items():
         with _opened(descriptor) as connection, suppress(OSError):
             if connection is not None and _ends(connection) == ends:
@@ -63,7 +63,7 @@ def shut(found: dict[int, Ends]) -> None:
 
 @contextmanager
 def _opened(descriptor: int) -> Iterator[socket.socket | None]:
-    """A duplicate of a socket, which stays what it is when gloo closes it; None for other descriptors."""
+    """A duplicate of a socket that stays open when gloo closes the socket; None for other descriptors."""
     connection = None
     with suppress(OSError):
         own = os.dup(descriptor)

@@ -1,4 +1,4 @@
-"""Word of the ranks that have not made a call in which this one waits for them.
+"""Messages about ranks that this one waits for in a call.
 
 Each rank says in the store where it is, once it has begun no collective between two polls. A rank that has waited in a
 collective for PATIENCE seconds logs which others are elsewhere, and where: they may come later. Where all ranks wait,
@@ -28,7 +28,7 @@ Above the seconds after which ranks that wait for one another's jobs meet (`grou
 
 
 class Waits:
-    """What one rank says, and hears of the others, for one watch."""
+    """The messages that one rank sends, and gets from the others, for one watch."""
 
     def __init__(self, group: TensorParallelGroup, store: Store) -> None:
         """Nothing is said before `look`; `store` is that of the watch."""

@@ -1,4 +1,4 @@
-"""Word of a rank that failed alone, beside the collectives in which the others wait for it.
+"""Messages of a rank that failed alone, beside the collectives that the others wait in.
 
     rank 1 raises in a forward ─ its report ─> store <─ polled ─ a thread of every rank
       all ranks report, after as many collectives: they failed alike; each raises its own error, and may go on
@@ -40,18 +40,18 @@ LIMIT = 10.0
 TRACE = 6000
 """Characters of a traceback that other ranks are told."""
 LEFT = -(1 << 40)
-"""What a rank adds to its signs of life when its model is gone."""
+"""The last sign of life of a rank when its model is gone."""
 
 
 class Watch:
-    """The ranks of one model, each of which hears when another one fails or is lost.
+    """The ranks of one model; each hears when another one fails or is lost.
 
     `with watch:` surrounds a call that all ranks make; it may be nested. If the call fails on some ranks and not on
     others, all raise, and every later call raises RemoteRankError at once.
     """
 
     failure: Failure | None
-    """What ended the process group; None while it lives."""
+    """The reason for the end of the process group; None while it lives."""
     process_group: Any
     """The ranks' process group, which stays known where it has been destroyed."""
     number: int
@@ -94,7 +94,7 @@ class Watch:
 
     @property
     def meeting(self) -> Store:
-        """A store in which the ranks can meet once more."""
+        """A store for the ranks to meet once more."""
         return PrefixStore("a new process group", self._store)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:

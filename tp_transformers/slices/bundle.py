@@ -42,7 +42,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Member:
-    """One of the stored tensors; a dim of which the cut is None is read completely, whatever is selected."""
+    """One of the stored tensors; a dim without a cut is read completely, whatever is selected."""
 
     tensor: LazyTensor
     cuts: tuple[Cut | None, ...]
@@ -86,7 +86,7 @@ class Bundle(Expression):
         return Bundle(self.members, self.whole, self.dtype, self.decode, tuple(selection))
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """The members into memory of their own, then what they stand for into place."""
+        """The members into memory of their own, then their value into place."""
         units = [
             math.lcm(*(cut.unit for member in self.members.values() for cut in member.cuts if cut and cut.dim == dim))
             for dim in range(len(self.whole))
@@ -146,7 +146,7 @@ class _Hull:
         return [(self.position(start), self.position(start) + stop - start) for start, stop in self.ranges]
 
     def places(self, cut: Cut, length: int) -> list[Place]:
-        """What the selection touches of a member of `length`."""
+        """The part of a member of `length` that the selection touches."""
         made: list[Place] = []
         for at in self._touched(cut.unit):
             start, stop = at * cut.width, min((at + 1) * cut.width, length)
@@ -169,7 +169,7 @@ class Origin:
     name: str
     shape: tuple[int, ...]
     places: Sequence[Sequence[Place]]
-    """What was read of each dim."""
+    """The range that was read of each dim."""
 
 
 @dataclass(frozen=True)

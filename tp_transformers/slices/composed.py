@@ -63,7 +63,7 @@ class Stack(Expression):
 
 
 class Concat(Expression):
-    """`parts` one after the other along `dim`, in which alone their shapes may differ."""
+    """`parts` one after the other along `dim`; their shapes differ in that dim alone."""
 
     def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
         """Raises ValueError where there are no parts, or they differ in dtype or in another dim's length."""

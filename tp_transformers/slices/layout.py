@@ -1,7 +1,7 @@
 """Slice arithmetic on plain integers: the indices of a dim that each rank holds.
 
 Nothing here knows torch.distributed: rank 2 of 4 is two integers. A `Split` says how one length is cut over the
-ranks, a `Layout` says which dim of a tensor is cut by which split.
+ranks, a `Layout` pairs a dim of a tensor with its split.
 
     even(10, 4)        [0 1 2 | 3 4 5 | 6 7 | 8 9]
     chunked(10, 4)     [0 1 2 | 3 4 5 | 6 7 8 | 9]                    as DTensor cuts
@@ -48,7 +48,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Split:
-    """How `length` indices are cut over the ranks: `ranges[rank]` lists what that rank holds, in its own order.
+    """How `length` indices are cut over the ranks: `ranges[rank]` lists the ranges of that rank, in its own order.
 
     Any two ranges are disjoint or equal; equal ones are indices that several ranks hold (replicated KV heads).
     """
@@ -201,13 +201,13 @@ def even(length: int, size: int, *, unit: int = 1) -> Split:
 
 
 def even_widths(length: int, size: int) -> tuple[int, ...]:
-    """Number of indices of every rank in `even(length, size)`, in what torch.compile can trace."""
+    """Number of indices of every rank in `even(length, size)`, by code that torch.compile can trace."""
     return tuple(length // size + (rank < length % size) for rank in range(size))
 
 
 @cache
 def chunked(length: int, size: int) -> Split:
-    """Cut `length` as `torch.chunk` does: all ranks hold as many, rounded up, but the last ones what is left."""
+    """Cut `length` as `torch.chunk` does: all ranks hold as many, rounded up, but the last ones the rest."""
     chunk = -(-length // size)
     starts = [min(rank * chunk, length) for rank in range(size + 1)]
     return Split(length, tuple(((start, stop),) for start, stop in pairwise(starts)))

@@ -77,7 +77,7 @@ class LazyTensor(ABC):
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> LazyTensor:
-        """Itself: what is read is always contiguous."""
+        """Itself: the result is always contiguous."""
         return self
 
     def to(self, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,8 @@ class Resident(LazyTensor):
 
 
 class Deferred(LazyTensor):
-    """A tensor whose whole value is computed when first needed (a converter that slices cannot be pushed through)."""
+    """A tensor with a full value that is computed when first needed (a converter that slices cannot be pushed
+    through)."""
 
     def __init__(self, compute: Callable[[], torch.Tensor], *, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.compute, self.shape, self.dtype = compute, torch.Size(shape), dtype

@@ -1,4 +1,4 @@
-"""Quantised tensors: narrow values, of which every block has a scale of its own.
+"""Quantised tensors: narrow values with a scale for each block.
 
     Scaled(values, scales, block=(2, 2))      AABB     [a b     the blocks of A times a, of B times b, ...
                                               AABB      c d]
@@ -23,7 +23,7 @@ from .lazy import LazyTensor, Leaf
 from .stored import Selection, compose, lengths
 
 _TILE = 1 << 18
-"""Elements that are multiplied at a time: what they take in float32 stays in a core's cache."""
+"""Elements that are multiplied at a time: in float32 they fit into a core's cache."""
 
 Run = tuple[int, int]
 """(index of a scale, how many consecutive indices of a destination it is for)."""
@@ -87,7 +87,7 @@ class Scaled(Expression):
 
 @dataclass(frozen=True)
 class _Factors:
-    """Factors by which values are multiplied in place, once they are read."""
+    """Factors of values that are multiplied in place, once they are read."""
 
     factors: torch.Tensor
     """(..., a, b), float32."""

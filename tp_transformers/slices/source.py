@@ -1,4 +1,4 @@
-"""A file whose bytes are read: one small interface, one class a storage."""
+"""A file to read bytes of: one small interface, one class a storage."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def _placed(ranges: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
-    """The ranges that are not empty, each with the index in the selection at which it starts."""
+    """The ranges that are not empty, each with the index of its start in the selection."""
     position = 0
     for start, stop in ranges:
         if stop > start:

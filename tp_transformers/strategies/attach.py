@@ -145,7 +145,8 @@ def join_layers(module: nn.Module) -> None:
 
 
 class _Computed(dict[str, Any]):
-    """By name, what `torch.nn.utils.parametrize` has computed for a module, which sees local tensors meanwhile."""
+    """By name, the tensors that `torch.nn.utils.parametrize` has computed for a module; it sees local ones
+    meanwhile."""
 
 
 class Forward:
@@ -158,7 +159,7 @@ class Forward:
         self.given = {**dict(zip(names, args)), **(kwargs or {})}  # noqa: B905
         """The arguments by name, until the module's own forward begins."""
         self.replaced: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """The parameters and the attributes of the module in whose place it sees local ones."""
+        """The module's own parameters and attributes, while it sees local ones."""
         self.notes: dict[str, Any] = {}
         """Values that the strategy keeps from the input to the output."""
 
@@ -220,7 +221,7 @@ def _leave_view(module: nn.Module, forward: Forward) -> None:
 def _enter_dtensor_view(
     module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Let the module see DTensors in place of the parameters that are whole; returns what was there.
+    """Let the module see DTensors in place of full parameters; returns those.
 
     The gradient of one is summed over the ranks where DTensors say that each has a part of it.
     """
@@ -238,7 +239,7 @@ def _enter_dtensor_view(
 def _enter_local_view(
     module: nn.Module, strategy: Communication, views: Mapping[str, ParamShard]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Let the module see local tensors in place of its parameters; returns what was there."""
+    """Let the module see local tensors in place of its parameters; returns those."""
     parameters = module._parameters
     computed = _view_computed(module, views) if any(name not in parameters for name in views) else {}
     seen = (
@@ -260,7 +261,7 @@ def _enter_local_view(
 
 
 def _view_computed(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Any]:
-    """Let the module see local tensors in place of those that it computes from parameters; returns what was there.
+    """Let the module see local tensors in place of those that it computes from parameters; returns those.
 
     `torch.nn.utils.parametrize` computes them in a module of `parametrizations`, which returns the local tensor
     meanwhile; `prune` and `weight_norm` leave them in an attribute.

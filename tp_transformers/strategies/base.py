@@ -106,9 +106,9 @@ class TensorParallelLayer(Communication, ParallelStyle):
     ) -> TensorParallelLayer:
         """A copy for `module`, called `name` in messages, on `size` ranks.
 
-        It cuts by `split` (heads, each of which stands for as many indices as the length has for one) where given, else
-        each of `parts` evenly, in blocks of `unit`. `widths` are attributes of the module that are cut evenly in its
-        forward. `config` is the one that counts for the module.
+        `split` counts heads; a head covers an equal number of indices. Without it, each of `parts` is cut evenly, in
+        blocks of `unit`. `widths` are attributes of the module that are cut evenly in its forward. `config` is the one
+        that counts for the module.
         """
         bound = copy.copy(self)
         bound.name = name
@@ -136,7 +136,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         return None
 
     def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout | None:
-        """Who holds what of the parameter `param_type` of `shape` over `size` ranks; None where it is replicated.
+        """The layout of the parameter `param_type` of `shape` over `size` ranks; None where it is replicated.
 
         A subclass's own `partition_tensor` is asked for every rank, with a tensor that has no data.
         Raises ValueError where the bound split or parts do not fit the shape.
@@ -196,7 +196,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         """This rank's shard of a parameter: a slice of it, plain or in a DTensor or an `nn.Parameter`.
 
         A load does not call it with values. Before there are ranks, it is called for each rank with a tensor that has
-        none, and the slice that it takes is what that rank reads.
+        none, and that rank reads the slice that it takes.
 
         Args:
             param: the whole parameter.
@@ -263,7 +263,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     @property
     def is_built_in(self) -> bool:
-        """True for a class of this package, whose attributes tell all that it communicates."""
+        """True for a class of this package: its attributes describe all its communication."""
         return type(self).__module__.startswith(f"{__package__}.")
 
     def __repr__(self) -> str:

@@ -36,9 +36,10 @@ class Communication:
     """True if the gradient of the rotary key that a projection to a latent ends with is summed (backward: all-reduce).
     """
     sums_output: bool = False
-    """True around a block whose outputs are summed over the ranks: a replicated parameter in it would count twice."""
+    """True around a block with outputs that are summed over the ranks: a replicated parameter in it would count
+    twice."""
     sums_own_output: bool = False
-    """True if a layer whose input features are sharded sums its own output over the ranks."""
+    """True if a layer with sharded input features sums its own output over the ranks."""
     leaves_partial_output: bool = False
     """True if outputs are parts of a sum over the ranks, which something around the module has to add up."""
     takes_sharded_activations = False
@@ -50,15 +51,15 @@ class Communication:
     joins_sequence = False
     """True for a block that joins the parts of the sequence, and leaves this rank's part of its output."""
     cuts_sequence = False
-    """True if what follows computes on this rank's part of the sequence."""
+    """True if the next modules compute on this rank's part of the sequence."""
     splits_batch = False
     """True if the module takes samples of each rank's own, and computes on those of all ranks."""
     is_for_identity = False
     """True for a module without parameters that returns its input."""
     shares_moments = False
-    """True around a block in which means and deviations over features that are cut are those of the whole width."""
+    """True around a block with means and deviations over all features, where features are cut."""
     exchanges_tokens = False
-    """True for experts that are sent the tokens of other ranks, each of which has tokens of its own."""
+    """True for experts that are sent the tokens of other ranks, where each rank has tokens of its own."""
     draws_between_products = False
     """True for a module that draws random numbers of its rank's own between products with parameters that are cut."""
     draws_alike = False
@@ -90,7 +91,7 @@ class Communication:
     def __init_subclass__(cls, **options: Any) -> None:
         """Derive `before` from `_prepare_input_fn` where the class has only that, and the reverse; likewise `after`.
 
-        A class has what it defines, and what a mixin brings that is no strategy.
+        A class has its own definitions, and those of a mixin that is no strategy.
         """
         super().__init_subclass__(**options)
         known = {each for base in cls.__bases__ if Communication in base.__mro__ for each in base.__mro__}
@@ -206,7 +207,7 @@ class Communication:
     def prepare_beside(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turn all arguments into what the local forward needs, once `before` has turned the first."""
+        """Convert all arguments for the local forward, once `before` has converted the first."""
         return args, keywords
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -263,7 +264,7 @@ def only(layouts: Placements) -> Placement | None:
 
 
 def as_sharded(x: Tensor, dim: int, length: int, mesh: DeviceMesh) -> DTensor:
-    """The DTensor of `length` along `dim` of which this rank holds `x`; what it holds is what torch.chunk gives it."""
+    """The DTensor of `length` along `dim` from this rank's `x`; its shard is that of torch.chunk."""
     shape = torch.Size((*x.shape[:dim], length, *x.shape[dim + 1 :]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)

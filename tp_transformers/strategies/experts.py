@@ -1,4 +1,4 @@
-"""Mixtures of experts, whose parameters are (experts, out, in); the router is whole on every rank.
+"""Mixtures of experts with parameters of (experts, out, in); the router is whole on every rank.
 
 Each expert is cut (`packed_colwise` and `rowwise` on the parameters), or each rank holds whole experts (`local`):
 
@@ -56,7 +56,8 @@ class IsolatedParallel(TensorParallelLayer):
         return super()._cut(length, size, unit)
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Learn which experts each rank holds: what is cut along dim 0; and whether this one holds anything."""
+        """Learn which experts each rank holds: parameters that are cut along dim 0; and whether this one holds
+        anything."""
         self.is_empty = any(0 in shard.local_shape for shard in shards.values())
         layouts = [shard.layout for shard in shards.values() if len(shard.shape) == 3]
         self.experts = next((layout.split for layout in layouts if layout is not None and layout.dim == 0), None)
@@ -98,7 +99,7 @@ class IsolatedParallel(TensorParallelLayer):
 
 
 class MoEExpertsParallel(IsolatedParallel):
-    """Around experts whose parameters have rules of their own.
+    """Around experts with rules for their parameters.
 
     Hidden states and routing weights are copied (backward: all-reduce), the output is summed (all-reduce).
     """

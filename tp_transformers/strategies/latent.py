@@ -1,4 +1,4 @@
-"""The projection of multi-head latent attention, whose rotary key goes past the column-parallel layers."""
+"""The projection of multi-head latent attention; its rotary key goes past the column-parallel layers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class _WeightParallel(TensorParallelLayer):
         return self.is_built_in and not self.is_embedding
 
     def check(self, module: nn.Module) -> None:
-        """They cut linears, whose weight is (out_features, in_features), Conv1D, and embeddings without parts."""
+        """They cut linears (weight: (out_features, in_features)), Conv1D, and embeddings without parts."""
         if features(module) is None:
             raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise cut")
         if self.parts is not None and self.is_embedding:

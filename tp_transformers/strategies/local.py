@@ -1,6 +1,6 @@
 """Computation that stays on its rank, and the sum that makes it whole again.
 
-A block whose modules are `local_*` computes a part of its output on every rank without communication; `gather` on the
+A block of modules that are `local_*` computes a part of its output on every rank without communication; `gather` on the
 block copies its input (backward: all-reduce) and sums its output (all-reduce), once for all that is inside.
 
     x ──f── [ local_colwise ── local_rowwise ] ── part ──g── whole
@@ -47,7 +47,7 @@ class LocalColwiseParallel(_LocalMixin, ColwiseParallel):
     """Cut the output features; nothing is communicated: `x ── [A | B] ── [xA | xB]`."""
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: what B computes with this rank's features sums A's gradient."""
+        """See `TensorParallelLayer.adapter`: B's computation with this rank's features sums A's gradient."""
         return ReplicateSumGradParallel(), LocalColwiseParallel()
 
 

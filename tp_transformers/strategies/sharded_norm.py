@@ -47,7 +47,7 @@ class ShardedNormParallel(TensorParallelLayer):
         return {"normalized_shape": layout.local_shape(self.shape, rank)}
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Keep what a LayerNorm's output is computed with."""
+        """Keep the arguments of a LayerNorm's output."""
         self.shards = shards
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ class Average:
     At the end the copies agree on those that have one in this (one all-reduce of a number a parameter), so that
     experts which got no token on some copies keep the ranks together, and the rest follows.
 
-    To average once more what is average changes nothing, so gradients may add up over several backwards, and may come
+    To average an average once more changes nothing, so gradients may add up over several backwards, and may come
     in parts, as those of a module do that is checkpointed twice.
     """
 
@@ -61,7 +61,7 @@ class Average:
         """Buckets with the gradients that were sent, one after the other; zeros where there is none."""
         self._came: set[nn.Parameter] = set()
         self._late: set[nn.Parameter] = set()
-        """Parameters of which a gradient came when their bucket had left."""
+        """Parameters with a gradient that came when their bucket had left."""
         self._means: dict[nn.Parameter, Tensor] = {}
         """The means of gradients that this copy has not."""
         self._heard = WeakTensorKeyDictionary()
@@ -137,7 +137,8 @@ class Average:
 
     @torch.no_grad()
     def _finish(self, module: nn.Module) -> None:
-        """At the end of a backward: average what has not left, of all parameters that any copy has a gradient of."""
+        """At the end of a backward: average the gradients that have not left, of all parameters with a gradient on any
+        copy."""
         self.is_queued = False
         while self._next < len(self._buckets):
             self._send()

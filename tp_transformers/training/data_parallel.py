@@ -1,6 +1,6 @@
 """Data parallelism beside tensor parallelism: copies of a tensor-parallel model that train on batches of their own.
 
-Its modes take what a rank holds as it is, DTensor or plain, so that neither cares how a plan cuts.
+Its modes take a rank's tensors as they are, DTensor or plain, so that neither cares how a plan cuts.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def data_parallel(
     With `replicate`, gradients are averaged during a backward from the model's outputs, 32 MiB an all-reduce, DTensors
     and plain tensors alike; a parameter that only some copies used counts as zero on the others.
 
-    Ranks that share a model which was loaded with `tp_batch_sharded` count as copies of what is outside the modules
-    that gather their batches: it has the mean over all ranks then, and with `shard` it is cut over those of the mesh's
-    later axis and copied over the other.
+    Ranks that share a model which was loaded with `tp_batch_sharded` count as copies of the modules outside those that
+    gather their batches: it has the mean over all ranks then, and with `shard` it is cut over those of the mesh's later
+    axis and copied over the other.
 
     With `shard`, FSDP2's `fully_shard` is applied to every decoder layer, then to the model. A DTensor parameter
     becomes a DTensor over both axes, a plain one a `Shard(0)` DTensor of this rank's values over the data-parallel axis

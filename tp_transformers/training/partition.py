@@ -28,7 +28,7 @@ class Partition:
     tp_groups: tuple[tuple[int, ...], ...]
     """The ranks that share each copy of the model."""
     dp_groups: tuple[tuple[int, ...], ...]
-    """The ranks that have batches of their own, and the same gradients of what they all hold whole."""
+    """The ranks that have batches of their own, and the same gradients of parameters that they all hold in full."""
     part_groups: tuple[tuple[int, ...], ...]
     """The ranks that hold the same parts."""
     modules: tuple[tuple[str, bool], ...]
@@ -69,7 +69,7 @@ def partition(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, axis: s
 
 
 def partition_of(model: nn.Module, resolution: Resolution, copies: tuple[tuple[int, ...], ...]) -> Partition:
-    """The same of a model on the meta device, whose plan is bound; `copies` are the ranks of each copy of it."""
+    """The same of a model on the meta device with a bound plan; `copies` are the ranks of each copy of it."""
     split = {name for name, strategy in resolution.module_strategies.items() if strategy.splits_batch}
     units = []
     for name, module in _units(model, split):

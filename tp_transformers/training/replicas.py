@@ -20,7 +20,7 @@ from ..strategies import SHARD, local_tensor
 from ..strategies.shards.replicas import Part, parts
 
 CHUNK = 1 << 20
-"""Elements of which a fingerprint is computed at a time."""
+"""Elements of a fingerprint that are computed at a time."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,7 +29,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_replicas(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None = None, *, synchronize: bool = False
 ) -> dict[str, float]:
-    """Compare what several ranks of the `tp` axis hold; all ranks have to call it, the ranks of one copy at least.
+    """Compare tensors that several ranks of the `tp` axis hold; all ranks have to call it, the ranks of one copy at
+    least.
 
     It takes a pass over these values and an all-gather of two numbers a tensor, so call it now and then, such as before
     a checkpoint. Only values that differ travel. Copies of a data-parallel model are not compared with each other:
@@ -37,7 +38,7 @@ def check_replicas(
 
     Args:
         model: a model loaded with `tp_plan`; its parameters and persistent buffers are compared, bit by bit.
-        optimizer: an optimizer whose states are compared too, where they have the shape of their parameter.
+        optimizer: an optimizer with states that are compared too, where they have the shape of their parameter.
         synchronize: whether ranks take the values of the lowest rank that holds them, in place.
 
     Returns:

@@ -37,7 +37,7 @@ def _save_checkpoint(original: Any, self: Any, model: Any, *args: Any, **kwargs:
 
 
 def save_model(original: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-    """Save the model from all ranks, and what else there is from the first; see `transformers.Trainer`."""
+    """Save the model from all ranks, and all else from the first; see `transformers.Trainer`."""
     if not is_tensor_parallel(self.model):
         original(self, output_dir, _internal_call)
         return

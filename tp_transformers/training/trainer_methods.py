@@ -60,7 +60,7 @@ def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str
 
 
 def evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """See `transformers.Trainer`; what is gathered for metrics is of one rank of each copy."""
+    """See `transformers.Trainer`; metrics are gathered from one rank of each copy."""
     if is_tensor_parallel(self.model):
         gather = partial(_gather_for_metrics, self.accelerator, self.model.tp_size)
         self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)

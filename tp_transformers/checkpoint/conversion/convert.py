@@ -34,9 +34,9 @@ class Conversion:
     unexpected: set[str] = field(default_factory=set)
     """Checkpoint tensors (renamed) that the model has no place for."""
     fallbacks: list[str] = field(default_factory=list)
-    """Parameters whose sources have to be read completely."""
+    """Parameters that need complete sources."""
     beside: Mapping[str, LazyTensor] = field(default_factory=dict)
-    """Tensors of quantised weights on which no value depends."""
+    """Tensors of quantised weights that no value depends on."""
 
 
 def convert(
@@ -145,7 +145,7 @@ class _Group:
         self.results: dict[str, torch.Tensor] = {}
 
     def take(self, values: dict[str, Any], target: str) -> Any:
-        """Take `target` out of what the converter gave. Raises CheckpointError where it is not there."""
+        """Take `target` from the result of the converter. Raises CheckpointError where it is not there."""
         if target not in values:
             raise CheckpointError(
                 f"{target}: the converter of {self.sources[0][0]} gave {', '.join(sorted(values)) or 'nothing'} instead"

@@ -104,7 +104,7 @@ class _Expressed:
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation, what it takes, and what transformers makes of it."""
+    """One operation, its inputs, and transformers' result."""
 
     operation: Any
     sources: dict[str, list[LazyTensor]]

@@ -118,7 +118,7 @@ class _Round:
         return jobs
 
     def prepare(self) -> None:
-        """Allocate memory for the blocks, and for what ranks pass on, before any rank waits for another's bytes."""
+        """Allocate memory for the blocks, and for bytes that ranks pass on, before any rank waits."""
         for block in self.blocks:
             for need in block.of(self.group.rank):
                 len(need.memory)

@@ -112,7 +112,7 @@ def pieces(request: Request) -> Iterator[Request]:
 
 
 def divide(needs: Iterable[Need], size: int) -> tuple[list[Part], list[list[Part]]]:
-    """(blocks, of which rank i fetches those of a number i mod size; for every rank, the ranges for itself alone).
+    """(blocks: rank i fetches those of a number i mod size; for every rank, the ranges for itself alone).
 
     Alone are fetched tensors of which all ranks need long runs, none of them the same bytes.
     """

@@ -1,4 +1,4 @@
-"""Names on the Hub -> sources of one commit, of which nothing but config and index is kept on disk.
+"""Names on the Hub -> sources of one commit; only config and index are kept on disk.
 
 Rank 0 finds out which files there are; then the ranks divide the files among themselves, ask the Hub once for each and
 read its header, and tell the others.
@@ -110,7 +110,7 @@ def check_index(weights: Weights) -> None:
 
 
 def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str | RemoteFile], dict[str, Any]]:
-    """The files of a checkpoint on the Hub, and what transformers calls its sharded metadata, with its `dtype`.
+    """The files of a checkpoint on the Hub, and transformers' "sharded metadata", with its `dtype`.
 
     Files that were downloaded before are read from the cache; the others are remote, their headers fetched already.
     Raises CheckpointError on all ranks where there are no safetensors files, or where they cannot be read.

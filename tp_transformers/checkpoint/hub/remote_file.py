@@ -19,7 +19,7 @@ from .tries import TRANSIENT, Pace, StalledError, Tries, TryAgainError, asked_wa
 from .urls import BAD_URL, HTTPError, followed, origin, printable, shown
 
 PROGRESS_BYTES = 1 << 20
-"""Bytes of one answer that start the count of tries anew; or a quarter of what was lacking, where that is less."""
+"""Bytes of one answer that start the count of tries anew; or a quarter of the missing bytes, where that is less."""
 
 MOST_REDIRECTS = 5
 """Redirects that may follow one another."""
@@ -30,7 +30,7 @@ _EXPIRED = frozenset({400, 401, 403, 404, 410})
 
 
 class RemoteFile(Source):
-    """A file on the Hub, of one commit, whose bytes are fetched when they are read. Threads may read at once.
+    """A file of one commit on the Hub; its bytes are fetched when they are read. Threads may read at once.
 
     Answers are taken only if they are of the same file: Content-Range has to give the size that the Hub gave, and all
     answers of one host the same ETag. Both are checked before the body, so that If-Match would add nothing.
@@ -53,7 +53,7 @@ class RemoteFile(Source):
         head: bytes = b"",
         closed: threading.Event | None = None,
     ) -> None:
-        """A file at `url` on the Hub, whose bytes are at `location`.
+        """A file at `url` on the Hub, with its bytes at `location`.
 
         `head` is the file's first bytes where they are known; `etags` what hosts have called the file in answers.
         `closed` stops reads once it is set, by `close` or by whoever reads several files with it.
@@ -90,7 +90,7 @@ class RemoteFile(Source):
         self._closed.set()
 
     def _receive(self, target: _Target, location: str, pace: Pace) -> None:
-        """Ask for what `target` lacks, and put what comes into it."""
+        """Ask for the missing bytes of `target`, and write them into it."""
         start = target.position
         try:
             with ExitStack() as stack:
@@ -113,7 +113,7 @@ class RemoteFile(Source):
             self.count(target.position - start)
 
     def _ask(self, target: _Target, location: str, stack: ExitStack) -> Any:
-        """The answer to a request for what `target` lacks, its body not read yet; `stack` will close it."""
+        """The answer to a request for the missing bytes of `target`, its body not read yet; `stack` will close it."""
         headers = build_hf_headers(token=self._token, library_name="tp_transformers")
         try:
             if origin(location) != origin(self.url):
@@ -128,7 +128,7 @@ class RemoteFile(Source):
         return answer
 
     def _check(self, answer: Any, location: str, target: _Target) -> int:
-        """Offset in the file at which `answer` ends. Raises unless it is the range of this file that was asked for."""
+        """Offset of the end of `answer` in the file. Raises unless it is the range of this file that was asked for."""
         status = answer.status_code
         if status == 206:
             return self._check_range(answer.headers, location, target)
@@ -147,7 +147,7 @@ class RemoteFile(Source):
         raise self.fault(f"status {status}", "a part of the file", fix)
 
     def _check_range(self, headers: Mapping[str, str], location: str, target: _Target) -> int:
-        """Offset in the file at which an answer with these headers ends; raises as `_check`."""
+        """Offset of the end of an answer with these headers in the file; raises as `_check`."""
         given = headers.get("Content-Range", "")
         found = re.fullmatch(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", given)
         if not found or not int(found[1]) == target.position <= int(found[2]) < target.stop:

@@ -47,7 +47,7 @@ requests over 300 s."""
 LONGEST_WAITED = 600.0
 """The most seconds that a server may make one request wait, over all its tries."""
 LOGGED_WAIT = 5.0
-"""Seconds of a wait from which on it is logged as a warning."""
+"""A wait of so many seconds or more is logged as a warning."""
 SLOWEST_RATE, PACE_SECONDS = 1 << 10, 30.0
 """Bytes a second, on average over so many seconds, below which a body counts as stalled."""
 ANSWER_SECONDS = 60.0
@@ -178,7 +178,7 @@ def resolve(url: str, token: str | bool | None = None, closed: threading.Event |
 
     Raises:
         EntryNotFoundError: where the repository has no such file.
-        CheckpointError: where the Hub cannot be reached, refuses, or does not say what a Hub says.
+        CheckpointError: where the Hub cannot be reached, refuses, or does not answer as a Hub.
     """
     question = partial(within, partial(get_hf_file_metadata, url, token=token))
     try:

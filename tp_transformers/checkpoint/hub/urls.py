@@ -13,7 +13,7 @@ HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 _httpx: Any = sys.modules[HTTPError.__module__.partition(".")[0]]
 
 BAD_URL: tuple[type[Exception], ...] = (ValueError, _httpx.InvalidURL)
-"""What urllib, the socket module and httpx raise for text that is no URL or no host name."""
+"""Errors of urllib, the socket module and httpx for text that is no URL or no host name."""
 
 _SHOWN = 200
 """Most characters of a server's or a library's text in a message."""
@@ -36,14 +36,14 @@ def shown(url: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The first characters of what a server or a library says, in ASCII and on one line."""
+    """The first characters of the message of a server or a library, in ASCII and on one line."""
     return "".join(c if " " <= c <= "~" else ascii(c)[1:-1] for c in text[:_SHOWN])
 
 
 def followed(url: str, location: str) -> str:
     """The absolute URL that a `Location` in an answer from `url` means, which may be relative.
 
-    Raises ValueError, with what is wrong, for one that is not a URL of http or https.
+    Raises ValueError, with the reason, for one that is not a URL of http or https.
     """
     try:
         target = urljoin(url, location)

@@ -57,7 +57,7 @@ class Arriving:
 
     @classmethod
     def of(cls, asked: Any, device: torch.device) -> Arriving:
-        """What transformers' TorchAoConfig means. Raises UnsupportedError on what cannot be done on this `device`."""
+        """The meaning of transformers' TorchAoConfig. Raises UnsupportedError where this `device` cannot do it."""
         config = getattr(asked, "quant_type", None)
         if config is None:
             raise _refused(f"a {type(asked).__name__}", "a TorchAoConfig")

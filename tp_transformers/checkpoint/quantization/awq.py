@@ -36,7 +36,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Awq(Format):
-    """Every weight of which there is a `qweight`."""
+    """Every weight that has a `qweight`."""
 
     title = "AWQ"
 

@@ -33,7 +33,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 def take_quantization(config: Any, asked: Any) -> Quantization | None:
-    """Take what a model's `config` says of quantisation out of it; None where its checkpoint is not quantised.
+    """Take the entries about quantisation out of a model's `config`; None where its checkpoint is not quantised.
 
     `asked` is the `quantization_config` that the caller gave `from_pretrained`.
 

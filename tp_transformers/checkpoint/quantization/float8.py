@@ -1,6 +1,6 @@
 """FP8 (DeepSeek-V3, Qwen3-FP8, ...): float8 with a scale a block or a tensor.
 
-A weight is an expression over its values and its scales, so that a rank reads what its slice takes of both.
+A weight is an expression over its values and its scales, so that a rank reads the bytes of its slice of both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCALE, _ACTIVATION_SCALE = "_scale_inv", ".activation_scale"
 
 @dataclass(frozen=True)
 class Float8(Format):
-    """Weights in float8 of which the scales are `NAME_scale_inv`."""
+    """Weights in float8 with the scales `NAME_scale_inv`."""
 
     title = "FP8"
 

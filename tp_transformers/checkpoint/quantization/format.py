@@ -1,4 +1,4 @@
-"""The contract of a quantised format, and what formats share: names of members, errors, packed integers."""
+"""The contract of a quantised format, and the code that formats share: names of members, errors, packed integers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Format(ABC):
         """
 
     def read_first(self, tensors: Tensors) -> list[str]:
-        """Names of the tensors whose values say how others are cut."""
+        """Names of the tensors with values that decide how others are cut."""
         return []
 
     def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Format(ABC):
 
 @dataclass(frozen=True)
 class Quantization:
-    """What the config of a model says of quantisation."""
+    """The entries of a model's config about quantisation."""
 
     format: Format
     settings: Mapping[str, Any]
@@ -120,7 +120,7 @@ def count_groups(module: str, columns: int, group: int | None, scales: LazyTenso
 
 
 def unfit(name: str, got: str, expected: str) -> CheckpointError:
-    """The error of a tensor that is not what the config says."""
+    """The error of a tensor that does not fit the config."""
     fix = "Download the checkpoint again; if it is whole, its config's quantization_config does not describe it."
     return CheckpointError(f"tensor {name}", got=got, expected=expected, fix=fix)
 
@@ -132,7 +132,7 @@ def refused(got: str, expected: str, fix: str | None = None) -> UnsupportedError
 
 
 def packed(dim: int, bits: int) -> Cut:
-    """The cut of a dim in which values of `bits` lie side by side in words of 32 bits."""
+    """The cut of a dim that has values of `bits` side by side in words of 32 bits."""
     common = math.gcd(bits, 32)
     return Cut(dim, 32 // common, bits // common)
 

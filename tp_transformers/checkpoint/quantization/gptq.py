@@ -39,7 +39,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Gptq(Format):
-    """Every weight of which there is a `qweight`."""
+    """Every weight that has a `qweight`."""
 
     title = "GPTQ"
 

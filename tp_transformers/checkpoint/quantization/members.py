@@ -1,4 +1,4 @@
-"""The stored tensors of packed weights, as the ranks hold them: what a save of a packed model writes.
+"""The stored tensors of packed weights, as the ranks hold them, and a save of a packed model writes them.
 
 A rank holds some indices of one dim of a stored tensor, for one parameter or several. At the ends of groups, two ranks
 may hold the same indices.
@@ -26,11 +26,11 @@ from .packed import HeldWeight, PackedWeight, packed_weights
 
 @dataclass(frozen=True)
 class PackedCheckpoint:
-    """What a packed model keeps of its checkpoint, beside its parameters."""
+    """The parts of a checkpoint that a packed model keeps beside its parameters."""
 
     quantization: Quantization
     beside: Mapping[str, torch.Tensor]
-    """Tensors of quantised weights on which no value depends."""
+    """Tensors of quantised weights that no value depends on."""
     unpacked: Sequence[str]
     """Quantised parameters that are dequantised all the same."""
 
@@ -76,7 +76,7 @@ class Members:
                     self._pieces.setdefault(origin.name, []).append((dim, places, decoded.parts[key]))
 
     def outlines(self) -> dict[str, Outline]:
-        """What is held, by name."""
+        """The tensors that are held, by name."""
         return {name: self._outline(self._shapes[name], pieces) for name, pieces in self._pieces.items()}
 
     def _outline(self, shape: tuple[int, ...], pieces: Pieces) -> Outline:

@@ -26,7 +26,7 @@ _PAIRS = torch.stack((_HALF.repeat(16), _HALF.repeat_interleave(16)), -1).view(t
 
 @dataclass(frozen=True)
 class Mxfp4(Format):
-    """Every tensor of which there are `_blocks` and `_scales`."""
+    """Every tensor that has `_blocks` and `_scales`."""
 
     title = "MXFP4"
 

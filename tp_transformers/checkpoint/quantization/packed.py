@@ -74,7 +74,7 @@ class PackedWeight:
 def pack(
     shard: LazyTensor, dtype: torch.dtype, device: torch.device
 ) -> tuple[PackedWeight, list[tuple[Stored, torch.Tensor]]] | None:
-    """A weight that stays packed, and what is to be read into its members; None where some of it is not quantised."""
+    """A weight that stays packed, and the reads into its members; None where some of it is not quantised."""
     whole = torch.empty(shard.shape, dtype=dtype, device=device)  # for the places in it alone
     places, reads = [], []
     for leaf, view in shard.pieces(whole):

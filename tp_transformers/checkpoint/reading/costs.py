@@ -3,7 +3,7 @@
 A shard of a trailing dim is `rows` runs of `run` bytes, `stride` bytes apart in the file. There are three ways:
 
 - `reads`: one read a row, of its own bytes;
-- `blocks`: whole rows through a buffer that stays in the processor's cache, of which the runs are copied out;
+- `blocks`: whole rows through a buffer that stays in the processor's cache; the runs are copied out of it;
 - `map`: runs copied out of a memory map, where the bytes are in the page cache.
 
 Measured on one core of an AMD EPYC (2 MiB of L2 cache, Linux 6.18, ext4, warm page cache) into memory that had been

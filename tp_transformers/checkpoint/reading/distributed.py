@@ -1,8 +1,8 @@
 """Distributed checkpoints of torch, read without running code that they carry.
 
 `torch.distributed.checkpoint.load` unpickles the metadata of a checkpoint, and each value that is not a tensor, without
-limits: a checkpoint from elsewhere may run any program. Here both pass through an unpickler that makes nothing but what
-such files have.
+limits: a checkpoint from elsewhere may run any program. Here both pass through an unpickler that makes nothing but the
+types in such files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def load_distributed_checkpoint(state: dict[str, Any], folder: str | os.PathLike
 
     Args:
         state: nested dicts of tensors, which are filled in place, and of other values, which are replaced: numbers,
-            strings, lists and what else `torch.load(weights_only=True)` takes.
+            strings, lists and all else that `torch.load(weights_only=True)` takes.
         folder: the folder of the checkpoint.
 
     Raises:

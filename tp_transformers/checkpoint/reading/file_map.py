@@ -47,7 +47,7 @@ class FileMap:
             self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
 
     def parameter(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A contiguous tensor of `nbytes` from `offset` on, whose storage is these bytes alone, as copies expect it."""
+        """A contiguous tensor of `nbytes` from `offset` on; its storage is these bytes alone, as copies expect it."""
         found = torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes, offset=offset)
         return found.view(dtype).view(tuple(shape))
 

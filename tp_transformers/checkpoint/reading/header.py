@@ -22,7 +22,7 @@ from ...transformers_api import str_to_torch_dtype
 from .local_file import LocalFile
 
 DTYPES: dict[str, torch.dtype] = {**str_to_torch_dtype, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
-"""Name of a dtype in a safetensors header -> the dtype; transformers' table and what it lacks."""
+"""Name of a dtype in a safetensors header -> the dtype; transformers' table, completed."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """torch dtype -> its name in a safetensors header."""
 
@@ -148,7 +148,7 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
 
     `metadata` are entries that the file's own metadata has to have.
 
-    Raises CheckpointError on anything that is not a well-formed header whose tensors lie inside the file.
+    Raises CheckpointError on all but a well-formed header with tensors that lie inside the file.
     """
     if source.size < 8:
         raise _malformed(source, f"{source.size} bytes", "at least the 8 bytes of a header length")

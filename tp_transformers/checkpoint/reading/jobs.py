@@ -37,7 +37,7 @@ class Request:
 
     @property
     def is_direct(self) -> bool:
-        """True if it is one run of the file, whose bytes are the destination's in the same order."""
+        """True if it is one run of the file, with the destination's bytes in the same order."""
         return self.tensor.rows == 1 and is_same_memory(self.destination, self.tensor.dtype)
 
 
@@ -198,7 +198,7 @@ def order(pieces: Sequence[Request], mapped: Sequence[Source]) -> Iterator[Job]:
 
 
 def _method(piece: Request, is_mapped: bool) -> str:
-    """How to read a piece that is not read into place: out of the map only what is in the page cache."""
+    """How to read a piece that is not read into place: out of the map only bytes in the page cache."""
     box = piece.tensor
     if is_mapped:
         assert isinstance(box.source, LocalFile)

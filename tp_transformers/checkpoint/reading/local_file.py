@@ -19,7 +19,7 @@ _SAMPLE_BYTES = 1 << 20
 """Distance of the bytes that `is_resident` probes, and size of a read of `prefetch`."""
 
 BLOCKS, BLOCK_BYTES = 16, 4 << 10
-"""Number and length of the blocks of a file whose hash tells it from others."""
+"""Number and length of the blocks of a file that are hashed to tell it from others."""
 
 
 class LocalFile(Source):
@@ -76,7 +76,7 @@ class LocalFile(Source):
     def is_resident(self, spans: Iterable[tuple[int, int]]) -> bool:
         """True if all probed bytes, one in every MiB of `spans` (start, stop), are in the page cache.
 
-        A file system that cannot say counts as one whose bytes are not, unless its storage is memory.
+        A file system that cannot say counts as one without them, unless its storage is memory.
         """
         if self._is_in_memory:
             return True
@@ -94,7 +94,7 @@ class LocalFile(Source):
 
     @cached_property
     def _is_in_memory(self) -> bool:
-        """True for a file system whose only storage is memory: tmpfs, which cannot say which pages are resident."""
+        """True for a file system that has no storage but memory: tmpfs, which cannot say which pages are resident."""
         device = os.fstat(self._fd).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         try:

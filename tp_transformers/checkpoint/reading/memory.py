@@ -20,10 +20,11 @@ _MADV_POPULATE_WRITE = 23
 """An advice since Linux 5.14; Python's mmap has no name for it."""
 
 _SLOW = 0.6e-9
-"""Seconds to clear a byte from which on huge pages are slow: small ones take 0.3e-9, huge ones 0.1e-9 or 2.2e-9."""
+"""Seconds for a byte of huge pages that are slow: small ones take 0.3e-9, huge ones 0.1e-9 or
+2.2e-9."""
 
 _TRIED = 4 << 20
-"""Bytes at the start of each tensor by which huge pages are timed: one at least, and few where they are slow."""
+"""Bytes at the start of each tensor that are cleared to time huge pages: one at least, and few where they are slow."""
 
 _TILE_ELEMENTS = 1 << 18
 _TILE_ROWS = 256
@@ -39,10 +40,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
 class Pages:
     """Clears the pages of CPU memory just before they are filled, in one call for many: huge ones while they come fast.
 
-    The kernel clears a page when it is first touched. In pages of 4 KiB that takes longer than to read what goes into
-    them: from the page cache into new memory 1.9 GB/s, 2.6 with one call for many pages, 6.7 with huge ones; into
-    memory that was touched before 12 GB/s. But huge pages may be slow to get, where memory is in pieces or, by far the
-    worst, where a hypervisor has taken back what its guest left free.
+    The kernel clears a page when it is first touched. In pages of 4 KiB that takes longer than to read their contents:
+    from the page cache into new memory 1.9 GB/s, 2.6 with one call for many pages, 6.7 with huge ones; into memory that
+    was touched before 12 GB/s. But huge pages may be slow to get, where memory is in pieces or, by far the worst, where
+    a hypervisor has taken back the free memory of its guest.
     """
 
     def __init__(self) -> None:

@@ -35,10 +35,10 @@ def prefetch(
     *,
     wanted: bool | None = None,
 ) -> int:
-    """Read what `requests` need into the page cache, with the other ranks of this node; all ranks call it.
+    """Read the bytes for `requests` into the page cache, with the other ranks of this node; all ranks call it.
 
     `opened` are the files in the same order on all ranks, None for one that this rank needs not. `wanted` is True even
-    if the bytes seem to be there, None where some are not there; False leaves out what this rank needs.
+    if the bytes seem to be there, None where some are not there; False leaves out the needs of this rank.
 
     Returns the bytes that this rank brought in. Raises CheckpointError on all ranks where one cannot read a file.
     """

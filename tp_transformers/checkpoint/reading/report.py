@@ -34,7 +34,7 @@ class LoadReport:
     sampled: int = 0
     """Bytes that this rank read beside `bytes_read`, at most 64 KiB a file, to compare copies on several nodes."""
     fallbacks: tuple[str, ...] = ()
-    """Parameters whose sources were read whole, because a conversion could not be expressed in slices."""
+    """Parameters with sources that were read whole, because a conversion could not be expressed in slices."""
 
     @property
     def share(self) -> int:

@@ -28,11 +28,11 @@ _COMMIT = re.compile(r"/(?:snapshots|resolve)/([0-9a-f]{40})/")
 
 
 View = Mapping[str, object]
-"""A file as one rank sees it: its path, what has to be alike on all ranks if it is known, and which copy it is."""
+"""A file as one rank sees it: its path, the values that all ranks compare, if known, and its copy."""
 
 
 def _view(source: Source) -> View:
-    """This rank's view of an open file, whose header it has read; the copy of a file on the Hub is None."""
+    """This rank's view of an open file after it has read the header; the copy of a file on the Hub is None."""
     view = {"path": source.name, "size": source.size, "header": source.header_hash}
     if isinstance(source, RemoteFile):
         return {**view, "commit": _commit(source.url), "etag": source.etag, "copy": None}

@@ -144,7 +144,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give `optimizer` back what `optimizer_state_dict` returned, as torch.distributed.checkpoint has filled it."""
+    """Give `optimizer` back the result of `optimizer_state_dict`, as torch.distributed.checkpoint has filled it."""
     params = dict(model.named_parameters(remove_duplicate=False))
     values: dict[str, Any] = {
         key: laid_out(value.plain(), params[_name(key)]) if isinstance(value, LocalShard) else value

@@ -1,13 +1,13 @@
 """A folder that a save writes to: one save at a time, and readers see the earlier checkpoint or the new one.
 
 The files of a save are written to a hidden folder in it, which costs no copy to move out of. Until the file that names
-the others is moved, the earlier checkpoint is what it was; the files of that one are removed afterwards.
+the others is moved, the earlier checkpoint is unchanged; the files of that one are removed afterwards.
 
 A folder that is a symbolic link is the folder that it leads to. Links in it are replaced, and not written through.
 
 What remains: `config.json` and the file that makes the folder the new checkpoint are moved one directly after the
 other, since no file system moves two at once. A kill between the two leaves the new config beside the old weights,
-which is no harm where a model is saved again, whose config stays the same. Where it differs, a load meets other shapes
+which is no harm where a model is saved again with the same config. Where it differs, a load meets other shapes
 or computes with other constants; the next save mends it. An error between the two puts the old config back. A load
 reads the config first too: one that runs while a save ends may take the old config and the new weights.
 """
@@ -35,7 +35,8 @@ logger = get_logger(__name__)
 class SaveFolder:
     """The folder of a save that is going on.
 
-    Use as a context manager: what was not put in place is removed, and so is a folder that is new and has no files.
+    Use as a context manager: files that were not put in place are removed, and so is a folder that is new and has no
+    files.
 
     A save that is killed leaves its hidden folder, which the next one removes.
     """
@@ -148,7 +149,7 @@ class SaveFolder:
                 kept.replace(self.path / name)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove what no reader looks at any more; what cannot be removed is told, and stays."""
+        """Remove files that no reader looks at any more; a file that cannot be removed is logged, and stays."""
         for name in names:
             try:
                 (self.path / name).unlink(missing_ok=True)

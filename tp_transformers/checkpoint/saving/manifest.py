@@ -35,7 +35,7 @@ from ..reading.header import DTYPE_NAMES, DTYPES
 from .writer import write_text
 
 VARIANT = "sharded"
-"""The `variant` with which transformers finds the rank files."""
+"""The `variant` that leads transformers to the rank files."""
 
 MANIFEST_NAME = f"model.safetensors.index.{VARIANT}.json"
 
@@ -63,7 +63,7 @@ class RankFile:
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """One parameter or persistent buffer, of which the rank files hold the shards."""
+    """One parameter or persistent buffer with its shards in the rank files."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -150,7 +150,7 @@ def refuse_without_plan(folder: Path) -> None:
 def refuse_distributed(folder: Path) -> None:
     """Raise CheckpointError where `folder` holds pieces of tensors, for torch.distributed.checkpoint.
 
-    It is what transformers' `save_pretrained(folder, distributed_checkpoint=True)` writes.
+    Transformers' `save_pretrained(folder, distributed_checkpoint=True)` writes the same.
     """
     if folder.is_dir() and any(_DISTRIBUTED_FILE.fullmatch(path.name) for path in folder.iterdir()):
         raise CheckpointError(
@@ -206,7 +206,7 @@ class _Parser:
         return value
 
     def file(self, entry: Any) -> RankFile:
-        """One entry of `files`, whose name stays inside the folder."""
+        """One entry of `files`; its name stays inside the folder."""
         entry = entry if isinstance(entry, dict) else {}
         name, size, crc32 = (entry.get(key) for key in ("name", "size", "crc32"))
         if not isinstance(name, str) or not RANK_FILE.fullmatch(name):
@@ -233,7 +233,7 @@ class _Parser:
         return Layout(dim, split)
 
     def tensor(self, name: str, entry: Any, layouts: Sequence[Layout]) -> WholeTensor:
-        """One entry of `tensors`, whose layout is one of its shape."""
+        """One entry of `tensors`; its layout fits its shape."""
         dtype, shape, index = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self.fault(f"dtype {dtype!r} for {name}", f"one of {', '.join(DTYPES)}")

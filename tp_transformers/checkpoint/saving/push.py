@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Saved(PushToHubMixin):
-    """A stand-in for a model in `push_to_hub`, whose files are written already."""
+    """A stand-in for a model in `push_to_hub` that has written its files already."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.files = list(files)
@@ -31,7 +31,7 @@ def push(
 ) -> Any:
     """Upload the files that `save` writes into a folder, from rank 0; every rank has to call it.
 
-    `tags` are for the model card, other `options` for transformers' `push_to_hub`, whose result rank 0 returns.
+    `tags` are for the model card, other `options` for transformers' `push_to_hub`; rank 0 returns its result.
     """
     with tempfile.TemporaryDirectory() as folder:
         save(folder)
@@ -46,7 +46,7 @@ def save_and_push(
     tags: Iterable[str] = (),
     **options: Any,
 ) -> None:
-    """`save_pretrained(..., push_to_hub=True)`: also upload what was written, to `repo_id` or the folder's name."""
+    """`save_pretrained(..., push_to_hub=True)`: also upload the files, to `repo_id` or the folder's name."""
     folder = Path(save_directory)
     hub = {
         name: options.pop(name)

@@ -262,7 +262,7 @@ def _old_weights(
 ) -> list[str]:
     """The weights of an earlier save into the folder: first those that a reader would take for the model.
 
-    `before` is what the index named when this save began. Where other saves are not kept out, all else may be theirs.
+    `before` is the entry of the index when this save began. Where other saves are not kept out, all else may be theirs.
     """
     stem = re.escape(weights_name.removesuffix(".safetensors"))
     pieces = re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}\.safetensors")

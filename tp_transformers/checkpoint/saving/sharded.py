@@ -1,8 +1,8 @@
 """Pre-sharded checkpoints: every rank's shards in a file of its own.
 
 Values that several ranks hold (norms, replicated KV heads) are in the file of each. A rank then reads its one file from
-end to end, which takes on the disk what it takes in memory. Stored once, they would save the little that the plan does
-not shard, and every rank would read scattered pieces of other files.
+end to end, which takes as many bytes on the disk as in memory. Stored once, they would save the little that the plan
+does not shard, and every rank would read scattered pieces of other files.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
     """Write every rank's shards as a file of its own, for `from_pretrained(folder, tp_plan=...)`; on all ranks.
 
     The folder has to be one that all ranks share. Files are written under names of this save alone, and count once
-    the manifest names them, which rank 0 puts in place last: until then an earlier save in the folder stays what it is,
+    the manifest names them, which rank 0 puts in place last: until then an earlier save in the folder is unchanged,
     and a save that fails leaves nothing behind that could be taken for a checkpoint. On a mesh with other axes too, the
-    ranks of all copies call it: the first copy writes, the others wait for it and raise what it raises.
+    ranks of all copies call it: the first copy writes, the others wait for it and raise its error.
 
     Raises:
         UnsupportedError: for a model that was not loaded with `tp_plan`.
@@ -66,7 +66,7 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
 def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
     """Run `save` on the ranks of the first copy; all ranks of all copies have to call it, and return once it is done.
 
-    Raises on every rank the error of the first copy, whose ranks agree on it by themselves.
+    Raises on every rank the error of the first copy; its ranks agree on it by themselves.
     """
     if group.mesh is None or group.mesh.size() == group.size:
         save()
@@ -133,7 +133,7 @@ def rank_path(folder: Path, save: str, rank: int, size: int) -> Path:
 
 
 def open_writer(path: Path, local: Mapping[str, torch.Tensor], *, save: str, rank: int) -> SummedWriter:
-    """A file for what `rank` holds: `local`, of which dtypes and shapes count."""
+    """A file for the tensors of `rank`: `local`; their dtypes and shapes count."""
     return SummedWriter(path, local, metadata={"save": save, "rank": str(rank)})
 
 

@@ -34,7 +34,7 @@ def verify_sharded(folder: str | os.PathLike[str]) -> None:
 
     Loads check sizes and headers alone, since a checksum takes a pass over the whole file.
 
-    Raises CheckpointError naming every file that is missing or not what was written.
+    Raises CheckpointError naming every file that is missing or has changed.
     """
     manifest = Manifest.find(Path(folder))
     if manifest is None:
@@ -93,12 +93,13 @@ class ShardedCheckpoint(Checkpoint):
 
 
 class _Whole(Expression):
-    """A whole tensor out of the rank files, of which those are opened that a selection takes something from."""
+    """A whole tensor out of the rank files; a selection opens those that it takes something from."""
 
     def __init__(
         self, checkpoint: ShardedCheckpoint, name: str, tensor: WholeTensor, cover: tuple[Piece, ...], *, home: int
     ) -> None:
-        """`cover` says which piece is taken from which file; what all files hold is taken from that of rank `home`."""
+        """`cover` says which piece is taken from which file; a tensor that all files hold is taken from that of rank
+        `home`."""
         self.checkpoint, self.name, self.cover, self.home = checkpoint, name, cover, home
         self.cut_dim = None if tensor.layout is None else tensor.layout.dim
         self.shape, self.dtype = torch.Size(tensor.shape), tensor.dtype

@@ -115,13 +115,13 @@ def sync_folder(path: Path) -> None:
 
 
 class Writer:
-    """A safetensors file whose header is written first, and whose tensors come in any order.
+    """A safetensors file that gets its header first, and its tensors in any order.
 
     It has its name when it is complete: until then an earlier file stays, which parameters may live in.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
-        """Write the header for `tensors`, of which only dtypes and shapes count.
+        """Write the header for `tensors`; only dtypes and shapes count.
 
         They stand without gaps, the widest dtypes first, so that every tensor is aligned to its elements, then by name.
         """
@@ -185,7 +185,7 @@ class Writer:
 
 
 class SummedWriter(Writer):
-    """A safetensors file that is written from its first byte to its last, and whose CRC-32 is known when it ends."""
+    """A safetensors file that is written from its first byte to its last, with a CRC-32 that is known at the end."""
 
     crc32 = 0
     """CRC-32 of all bytes so far, header included."""

@@ -25,7 +25,7 @@ from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
-"""Endings of the files by which a folder has weights, of any format."""
+"""Endings of files of weights, of any format."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Stock:
     twice: tuple[tuple[str, str], ...] = ()
     """Pairs of tied parameters that are both stored: a load keeps both if they differ, else one."""
     read_whole: tuple[str, ...] = ()
-    """Parameters whose conversion does not commute with slicing: every rank reads all of them."""
+    """Parameters with a conversion that does not commute with slicing: every rank reads all of them."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def survey(
     """Look at a model as a load would, and read no weight.
 
     Args:
-        name: a folder with a config and perhaps weights, the config in it, or a name on the Hub, of which only headers
-            are fetched.
+        name: a folder with a config and perhaps weights, the config in it, or a name on the Hub; only headers are
+            fetched.
         tp_plan: as `from_pretrained` takes it.
         dtype: as `from_pretrained` takes it; where there is only a config that does not say, "auto" is float32.
         revision: of a name on the Hub.
@@ -125,8 +125,8 @@ def _stop(model: PreTrainedModel, plan: Plan, request: LoadRequest) -> NoReturn:
 
 
 def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, set[str], dict[str, LazyTensor]]:
-    """Hold the headers against the model; returns what there is, the names that a load would fill, and what it would
-    keep packed.
+    """Hold the headers against the model; returns the stock, the names that a load would fill, and the tensors that it
+    would keep packed.
     """
     whole = model.state_dict(keep_vars=True)
     with open_checkpoint(request, rank=0) as checkpoint:

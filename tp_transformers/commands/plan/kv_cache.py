@@ -37,7 +37,7 @@ def cached_attention(
     context: int,
     encoder_context: int | None = None,
 ) -> Iterator[Cached]:
-    """The KV cache of `model` for a batch of `context` tokens, the last of which was generated.
+    """The KV cache of `model` for a batch of `context` tokens; the last one was generated.
 
     Args:
         attention: attention module -> how its heads are cut; others are replicated.

@@ -1,4 +1,4 @@
-"""Each rank's memory, and the least number of ranks whose memory suffices: arithmetic, on any machine.
+"""Each rank's memory, and the least number of ranks with enough memory: arithmetic, on any machine.
 
 Layouts are those of `resolve` for the model on the meta device; shapes and bytes follow from them.
 """
@@ -149,7 +149,7 @@ def plan_memory(
 
 
 def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
-    """The least number of ranks of which each holds at most `memory` bytes; None if MOST_RANKS are too few.
+    """The least number of ranks that hold at most `memory` bytes each; None if MOST_RANKS are too few.
 
     Args:
         planned: the same for any number of ranks.

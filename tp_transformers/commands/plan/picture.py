@@ -55,7 +55,7 @@ class Weight:
 
 
 def draw(planned: MemoryPlan, path: str) -> None:
-    """Draw the picture to `path`, whose ending is the format.
+    """Draw the picture to `path`; its ending is the format.
 
     Raises UsageError without matplotlib, and if the file cannot be written.
     """

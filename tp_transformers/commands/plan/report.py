@@ -22,7 +22,7 @@ _NO_CELLS = ("", "", "")
 
 
 def as_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> str:
-    """The report for a reader, as wide as the terminal: what it takes, and then how the model is cut."""
+    """The report for a reader, as wide as the terminal: memory first, then the cuts of the model."""
     width = terminal_width()
     titles = ("", "whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
     parts = [
@@ -40,7 +40,7 @@ _WHOLE = "whole on every rank  "
 
 
 def _fold(line: str, width: int) -> list[str]:
-    """A line as several, of which later ones stand below the second column of the first."""
+    """A line as several; later ones stand below the second column of the first."""
     column = re.match(r"\s*\S+(?: \S+)*\s{2,}", line) or re.match(r"\s*", line)
     assert column is not None
     return fold(line, width, column.end() or 2)
@@ -100,7 +100,7 @@ def _checkpoint(found: Survey) -> Iterator[str]:
 
 
 def tree(planned: MemoryPlan) -> list[tuple[str, ...]]:
-    """Rows of a tree of parameters, in which like layers and ranks that agree are folded: an indented name, cells."""
+    """Rows of a tree of parameters; like layers and ranks that agree are folded: an indented name, cells."""
     root: Tree = {}
     for parameter in planned.parameters:
         on_ranks = [_shape(parameter.local_shape(rank)) for rank in range(planned.size)]
@@ -118,7 +118,7 @@ def _put(tree: Tree, name: str, cells: tuple[str, ...]) -> None:
 
 
 def _folded(tree: Tree) -> Tree:
-    """The same tree, in which like children with numbers are one, labelled with their numbers."""
+    """The same tree; like children with numbers are one, labelled with their numbers."""
     kinds: list[tuple[Any, list[str]]] = []
     for name, child in tree.items():
         folded = _folded(child) if name else child

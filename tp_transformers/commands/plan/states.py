@@ -1,7 +1,7 @@
 """Memory of the states that mixers keep instead of keys and values: those of a cache, filled on the meta device.
 
-A mixer computes a few tokens without data, and its cache is measured, or what it keeps in itself. The states of a rank
-are those of its heads.
+A mixer computes a few tokens without data, and its cache is measured, or the states that it keeps in itself. The states
+of a rank are those of its heads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def mixer_states(
 
 
 def _kept(model: PreTrainedModel, name: str, batch: int) -> list[Tensor]:
-    """The states that one mixer puts into a cache, or keeps in itself; raises what its forward raises."""
+    """The states that one mixer puts into a cache, or keeps in itself; raises the errors of its forward."""
     mixer, cache = model.get_submodule(name), _cache(model, batch)
     kept = _in_cache(cache, name)
     if kept:  # a cache that is made with the states of all layers

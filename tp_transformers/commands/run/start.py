@@ -12,7 +12,7 @@ from .errors import FOLDER, told
 
 
 def start(program: Sequence[str], *, ranks: int, command: str, verbose: bool, hears_terminal: bool = True) -> int:
-    """Run `program` on `ranks` processes, whose errors are told once on stderr; returns an exit code.
+    """Run `program` on `ranks` processes, and print their errors once on stderr; returns an exit code.
 
     Args:
         program: as `torchrun` takes it.

@@ -1,7 +1,7 @@
 """A rank of `tp-transformers serve`: the first runs transformers' server, the others follow its batches.
 
-The ranks decode in step by transformers' continuous batching, in which the first rank has the requests. It begins with
-the first request, whose settings of sampling and of the cache the others get through the store of the launch.
+The ranks decode in step by transformers' continuous batching; the first rank has the requests. It begins with the first
+request; the others get its settings of sampling and of the cache through the store of the launch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CPU_MEMORY = 0.1
 """Share of the memory that is free on a CPU, for the caches of all ranks; transformers would take all, on each."""
 
 STOP = 5.0
-"""Seconds in which the server ends its answers, and then the ranks a batch."""
+"""Seconds for the server to end its answers, and then for the ranks to end a batch."""
 
 _SETTINGS = "tp_transformers/serve"
 """Key of the settings in the store; empty where there was no request."""
@@ -92,7 +92,7 @@ def serve(model: Any, name: str, asked: Any, sockets: list[socket.socket]) -> No
 
 
 def follow(model: Any) -> int:
-    """Decode what the first rank's server has to; returns 1 where that failed."""
+    """Decode the requests of the first rank's server; returns 1 where that failed."""
     while not _store().check([_SETTINGS]):
         time.sleep(0.05)
     settings = _store().get(_SETTINGS)

@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the files, and say what they are."""
+    """Write the files, and list them."""
     from ...text import size
     from .offline import shard_checkpoint
 

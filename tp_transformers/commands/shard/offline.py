@@ -65,7 +65,7 @@ _COMPARED = 16 << 20
 
 @dataclass(frozen=True)
 class AbsentRanks(TensorParallelGroup):
-    """A group whose other ranks do not exist: each would send what this one sends."""
+    """A group without its other ranks: each would send the message of this one."""
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` as often as there are ranks."""

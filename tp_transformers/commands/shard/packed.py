@@ -51,6 +51,6 @@ def pack(
 def stored_as(
     packed: Mapping[str, torch.Tensor], tensors: Mapping[str, LazyTensor]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of a checkpoint that are `packed`, in the shapes in which they are cut."""
+    """The tensors of a checkpoint that are `packed`, in the shapes that are cut."""
     for name, part in packed.items():
         yield name, reshaped(tensors[name], whole_like(part).shape)

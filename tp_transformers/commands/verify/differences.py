@@ -1,4 +1,4 @@
-"""The first module whose output differs from one process, and its rule in the plan.
+"""The first module with an output that differs from one process, and its rule in the plan.
 
 A module's output is compared with the full one as its strategy demands: with this rank's slice if the features stay
 sharded, as a partial sum if a module around it sums. Modules without such a strategy may return the full output, or
@@ -66,7 +66,7 @@ class Differences:
         self.sums = {name for name, strategy in resolution.module_strategies.items() if strategy.sums_output}
 
     def first_output(self, traces: Mapping[int, Trace]) -> str | None:
-        """The first module whose output differs on some rank, with its rule and a hint; None if none does."""
+        """The first module with an output that differs on some rank, with its rule and a hint; None if none does."""
         calls = {rank: _numbered(trace) for rank, trace in traces.items()}
         for (name, count), whole in _numbered(self.reference).items():
             seen = {rank: found[name, count] for rank, found in calls.items() if (name, count) in found}
@@ -79,7 +79,7 @@ class Differences:
         return None
 
     def _blame(self, name: str, whole: Call, seen: Mapping[int, Call], index: int, error: float, rank: int) -> str:
-        """The message about the first module whose output differs; its input may differ already."""
+        """The message about the first module with another output; its input may differ already."""
         what, hint = "output", self._hint(name, whole.returned[index], {r: c.returned[index] for r, c in seen.items()})
         strategy = self.resolution.module_strategies.get(name, UNRULED)
         split = strategy.sharded_input
@@ -236,7 +236,7 @@ class Differences:
 
 
 def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:
-    """{(module, number of earlier calls of it): call}, in the order in which calls returned."""
+    """{(module, number of earlier calls of it): call}, in the order of their returns."""
     counts: dict[str, int] = {}
     numbered = {}
     for call in trace.calls:

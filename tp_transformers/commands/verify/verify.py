@@ -42,7 +42,7 @@ from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, rela
 Launch = Callable[[Path, Path, int, float], int]
 """Starts ranks, given the folder of a proof, that of their reports, their number and their seconds -> an exit code.
 
-What they print goes to the file `output` among the reports."""
+Their output goes to the file `output` among the reports."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """True if the ranks compute what one process computes."""
+        """True if the ranks compute as one process."""
         return not self.faults
 
 
@@ -92,7 +92,7 @@ def verify(
         timeout: seconds for the ranks of one size.
         allow_replicated: as in `from_pretrained`.
         seed: of the small model's weights.
-        launch: starts the ranks of a size, each of which calls `run_rank`; None for torchrun.
+        launch: starts the ranks of a size; each calls `run_rank`; None for torchrun.
         trust_remote_code: whether code of a repository's own may run.
         tell: called with a line about each step that takes long.
 
@@ -100,7 +100,7 @@ def verify(
         UsageError: if there is no such config, or a size is not positive.
         PlanError: if the plan cannot be read, or there is none; one that does not fit the model is a fault.
         UnsupportedError: if transformers has no class for the config, or no small model of it can be made, run in one
-            process, saved and loaded again; or if the config says of quantisation what a load would refuse.
+            process, saved and loaded again; or if a load would refuse the config's quantisation.
     """
     if not sizes or min(sizes) < 1:
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))

@@ -46,7 +46,7 @@ STAGES = ("depths", "block_sizes")
 INDICES = re.compile(r"\w+_(layers|indexes|indices|layer_ids)")
 """Lists of the layers that are of some kind."""
 TAKEN = re.compile(r"\w+_feature_layers?")
-"""The layers, or the one, whose states are features of an image."""
+"""The layers, or the one, with states that are features of an image."""
 TOKEN_ID = re.compile(r"\w+_token_(id|index)|image_patch_id")
 MEDIA = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 ENDS = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id")
@@ -289,7 +289,7 @@ def _depths(level: Level) -> set[int]:
 
 
 def _taken(value: Any, count: int) -> Any:
-    """Layers whose states are taken, of the first `count`; as many, as far as there are."""
+    """Layers with states that are taken, of the first `count`; as many, as far as there are."""
     if isinstance(value, int):
         return max(-count, min(value, count))
     if isinstance(value, list) and value and all(isinstance(index, int) for index in value):

@@ -103,7 +103,7 @@ def _inserted(values: Tensor, value: int, count: int) -> Tensor:
 
 
 def candidates(model: Any, name: str) -> Iterator[Medium]:
-    """Images or sounds of which a model may take the shape, each with numbers of tokens that it may have."""
+    """Images or sounds of shapes that a model may take, each with numbers of tokens that it may have."""
     generator = torch.Generator().manual_seed(2)
     for shape in (_images if name == "image" else _sounds)(model, generator):
         arguments = {key: value for key, value in shape.items() if key in _accepted(model)}

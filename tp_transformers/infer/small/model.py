@@ -44,7 +44,7 @@ class Observation:
 
 
 def make(cls: type[PreTrainedModel], config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
-    """A random fp32 model, in which no norm is all ones and no bias all zeros, so that each of them matters.
+    """A random fp32 model; no norm is all ones and no bias all zeros, so that each of them matters.
 
     Parameters that a checkpoint leaves out, such as sines of positions, are as the class makes them.
     """
@@ -93,7 +93,7 @@ def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
     """Let models of `dtype` compute in it from end to end: with float64, casts to float32 within a forward too.
 
-    A gated delta rule, whose code casts to float32, multiplies the rounding of sums by thousands: in float32, ranks
+    A gated delta rule casts to float32 in its code, and multiplies the rounding of sums by thousands: in float32, ranks
     that are right cannot be distinguished from ranks that are wrong.
     """
     if dtype != torch.float64:
@@ -146,7 +146,7 @@ def _texts(model: PreTrainedModel) -> list[Asked]:
 
 
 def _medium(model: PreTrainedModel, text: Asked, name: str) -> Medium | None:
-    """Two images or sounds of which a model takes the shape; None if it takes none of the usual ones."""
+    """Two images or sounds of a shape that a model takes; None if it takes none of the usual ones."""
     for medium in candidates(model, name):
         if _answers(model, about(model, text[0], (medium,))):
             return medium
@@ -219,7 +219,7 @@ def generate(model: PreTrainedModel, question: dict[str, Tensor], count: int = N
 def gradients(model: PreTrainedModel, question: dict[str, Any], labels: Tensor | None = None) -> dict[str, Tensor]:
     """The gradients of the logits' sum, each multiplied by a random number of its own, and of the loss.
 
-    Without a cache, whose states some models overwrite.
+    Without a cache: some models overwrite its states.
     """
     model.zero_grad()
     if "use_cache" in inspect.signature(model.forward).parameters:

@@ -1,4 +1,4 @@
-"""A record of what the modules of a model were given and returned in one forward."""
+"""A record of the inputs and outputs of a model's modules in one forward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Trace:
     """Inputs and outputs of the modules of a model in one forward."""
 
     calls: list[Call] = field(default_factory=list)
-    """Calls in the order in which they returned: a module comes after all inside it."""
+    """Calls in the order of their returns: a module comes after all inside it."""
     running: list[Call] = field(default_factory=list)
     """Modules that had not returned when the forward raised, from the outside in."""
 

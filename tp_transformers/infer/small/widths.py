@@ -41,7 +41,7 @@ STATE_SPACES = (
 BLOCK = 48
 """Modulus of widths: a small width divides by 2, 3, 4, 6 or 8 ranks if the true one does."""
 EXPERT_BLOCK = 12
-"""Modulus of experts' widths, of which a model has hundreds: a multiple of 4 stays one, as grouped products want."""
+"""Modulus of experts' widths; a model has hundreds: a multiple of 4 stays one, as grouped products want."""
 HEAD_WIDTHS = (8, 16, 32, 64)
 
 Level = dict[str, Any]
@@ -81,7 +81,7 @@ def shrink_widths(levels: list[Level]) -> None:
 
 
 def divide_widths(levels: list[Level], factor: int) -> None:
-    """Divide every width by `factor`, so that sums, products and ratios of widths stay what they are.
+    """Divide every width by `factor`, so that sums, products and ratios of widths are kept.
 
     Raises ValueError if a head would be too narrow.
     """
@@ -178,7 +178,7 @@ def _small(width: int, small: dict[int, int], block: int) -> int:
 
 
 def _state_spaces(levels: list[Level]) -> Iterator[tuple[Level, str, str, str]]:
-    """The levels whose heads are together as wide as the model times a factor, with the names for these."""
+    """The levels with heads that are together as wide as the model times a factor, with the names for these."""
     for level in levels:
         for names in STATE_SPACES if level.get("mamba_d_ssm") is None else ():  # which says how wide they are
             heads, head, factor = (level.get(name) for name in names)

@@ -98,7 +98,7 @@ def unsupported(subject: str, got: str) -> UnsupportedError:
 def whole_adapters(
     model: nn.Module, group: TensorParallelGroup, names: Collection[str] | None = None
 ) -> Iterator[None]:
-    """Let LoRA layers be peft's own, with whole adapters, in the block; then cut what they hold; on all ranks.
+    """Let LoRA layers be peft's own, with whole adapters, in the block; then cut their matrices; on all ranks.
 
     Parameters of the shape that they had stay the same objects. New ones take rank 0's values.
 

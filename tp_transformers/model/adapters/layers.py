@@ -1,4 +1,4 @@
-"""LoRA layers of peft whose base layer is cut: what peft does with their weights, on this rank's."""
+"""LoRA layers of peft with a base layer that is cut: peft's methods of their weights, on this rank's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _Layer: Any = object
 
 
 class AdaptedLayer(_Layer):
-    """A LoRA layer of peft whose base layer is cut."""
+    """A LoRA layer of peft with a base layer that is cut."""
 
     peft_class: type
     """Its class in peft."""
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """Raise UnsupportedError: PEFT's conversion, which asks this first, takes the SVD of what one rank holds."""
+        """Raise UnsupportedError: PEFT's conversion, which asks this first, takes the SVD of a rank's shard."""
         raise UnsupportedError(
             "convert_to_lora on a tensor-parallel model",
             got=f"the adapter {adapter_name!r}, of which each rank holds a part",

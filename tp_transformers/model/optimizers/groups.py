@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 def parameter_groups(
     parameters: nn.Module | Iterable[Tensor] | Iterable[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer, in each of which all parameters are DTensors of one mesh, or all are plain.
+    """Groups for an optimizer; the parameters of each are all DTensors of one mesh, or all plain.
 
     torch's operators on many tensors (`torch._foreach_*`) refuse to mix DTensors with plain tensors or with those of
     another mesh. Values and states do not depend on the grouping. No optimizer needs such groups once a model has been
     loaded with a plan (see `STEPS_ON_SHARDS`): they are for code of your own that computes a group at a time.
 
     Args:
-        parameters: a model, parameters, or groups of an optimizer, each of which keeps its other settings.
+        parameters: a model, parameters, or groups of an optimizer; each keeps its other settings.
     """
     if isinstance(parameters, nn.Module):
         parameters = list(parameters.parameters())

@@ -16,7 +16,7 @@ Scope = Literal["shard", "parameter", "model"]
 """The least that an update needs of the model: its own elements, its own parameter, or everything."""
 
 ATTRIBUTE = "tp_scope"
-"""The attribute by which a class of optimizer declares its scope."""
+"""The attribute that declares the scope of a class of optimizer."""
 
 _SCOPES: dict[tuple[str, Scope], str] = {
     ("torch", "shard"): "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD SparseAdam",

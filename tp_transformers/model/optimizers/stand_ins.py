@@ -59,7 +59,7 @@ class StandIn:
             self.tensor.grad = local_grad
 
     def give(self) -> None:
-        """Give the parameter and its gradient what has become of them; no collective."""
+        """Give the parameter and its gradient the new values; no collective."""
         if is_sharded(self.param):
             has_changed(self.param)
         for target, source in ((self.param, self.tensor), (self.param.grad, self.tensor.grad)):
@@ -157,7 +157,8 @@ def groups_of(stand_ins: Iterable[StandIn]) -> list[tuple[dist.ProcessGroup, tor
 
 @contextmanager
 def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
-    """A block in which all ranks draw what the first one draws; those that had another random state get it back."""
+    """A block of code; all ranks draw the numbers of the first one in it; those that had another random state get it
+    back."""
     groups = groups_of(stand_ins)
     devices = {torch.device("cpu"), *(device for _, device in groups)}
     own = {device: random_state(device) for device in devices}
@@ -179,7 +180,7 @@ def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
 
 
 class Seats:
-    """Optimizers, whose lists of parameters and states have stand-ins in them for a time."""
+    """Optimizers with stand-ins in their lists of parameters and their states for a time."""
 
     def __init__(self, optimizers: Sequence[Optimizer], stand_ins: dict[Tensor, StandIn]) -> None:
         self.stand_ins = stand_ins

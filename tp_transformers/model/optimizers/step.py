@@ -1,4 +1,4 @@
-"""Steps of optimizers on parameters that are cut: each on what the optimizer takes a parameter for.
+"""Steps of optimizers on parameters that are cut: each on the tensors that the optimizer expects.
 
 Optimizers read `param`, `param.grad` and their states as those of one process. Where every element is updated from its
 own gradient, they step on this rank's shards, as plain tensors. Where an update looks at a whole matrix (Muon,
@@ -92,7 +92,7 @@ def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any
 
 
 class _Exchange:
-    """A block in which an optimizer has stand-ins in place of parameters; `only` these parameters, if given."""
+    """A block of code; the optimizer has stand-ins in place of parameters in it; `only` these parameters, if given."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Exchange:
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Give parameters what they have become, also by a step that has raised: as in one process."""
+        """Give parameters their new values, also those of a step that has raised: as in one process."""
         if self._is_begun:
             self._is_begun = False
             for each in self.stand_ins:

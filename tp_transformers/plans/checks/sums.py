@@ -18,7 +18,7 @@ from ..rule import UNRULED
 
 @dataclass(frozen=True)
 class BoundPlan:
-    """A plan that is bound to a model: what the checks look at."""
+    """A plan that is bound to a model: the view of the checks."""
 
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
@@ -52,7 +52,7 @@ def scalars_between(plan: BoundPlan) -> Iterator[str]:
 
 
 def unsummed_experts(plan: BoundPlan) -> Iterator[str]:
-    """Experts that are cut or spread, and whose outputs no rule sums."""
+    """Experts that are cut or spread, with outputs that no rule sums."""
     sums = _sums(plan)
     for name in sorted(_parts(plan)):
         if holds_experts(plan.modules[name]) and not sums.intersection(names_around(name)):
@@ -142,12 +142,12 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
 
 
 def _sums(plan: BoundPlan) -> set[str]:
-    """Modules whose outputs are summed over the ranks."""
+    """Modules with outputs that are summed over the ranks."""
     return {name for name, strategy in plan.module_strategies.items() if strategy.sums_output}
 
 
 def _parts(plan: BoundPlan) -> set[str]:
-    """Modules whose outputs are parts of a sum over the ranks."""
+    """Modules with outputs that are partial sums."""
     parts = {name for name, strategy in plan.module_strategies.items() if strategy.leaves_partial_output}
     sums = _sums(plan)
     for name, module in plan.modules.items():

@@ -23,11 +23,11 @@ def misfits(
     """Linears of one block of which one leaves its features sharded where the next expects the whole, or the reverse.
 
     Widths decide which linear feeds which: within a block, a later linear that takes as many features as an earlier one
-    makes (or one part of a fused one) is fed by it; where there is none, an earlier one whose rule takes shards.
+    makes (or one part of a fused one) is fed by it; where there is none, an earlier one with a rule that takes shards.
 
     Args:
         strategies: the strategy of every module that has one.
-        attention: projections whose heads are cut together; `heads.py` checks them.
+        attention: projections with heads that are cut together; `heads.py` checks them.
     """
     for name, module in modules.items():
         if is_attention(module):  # checked by heads

@@ -78,7 +78,7 @@ class _BatchRewriter(Rewriter):
             self.faults.append("it has no attention, MLP or experts that rules cut")
 
     def _chosen(self) -> Iterator[str]:
-        """Modules that are named, or whose rules say so."""
+        """Modules that are named, or have rules that say so."""
         named = self.plan.batch_sharded if isinstance(self.plan.batch_sharded, tuple) else ()
         patterns = [Pattern(name) for name in named] + [rule for rule in self.plan.rules if rule.batch_sharded]
         for pattern in patterns:

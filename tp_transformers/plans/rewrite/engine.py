@@ -39,7 +39,7 @@ _LOCAL_ALREADY = {*_LOCAL.values(), *_BETWEEN}
 
 
 class Rewriter(ABC):
-    """The state of one rewriting: the rules by the names that they match, and what is wrong."""
+    """The state of one rewriting: the rules by the names that they match, and the faults."""
 
     form: str
     gather: str | TensorParallelLayer
@@ -47,7 +47,7 @@ class Rewriter(ABC):
     whole: str | TensorParallelLayer
     """Strategy around other blocks."""
     unfit: str
-    """Fault of a block in which no rules cut and sum features."""
+    """Fault of a block without rules that cut and sum features."""
 
     def __init__(self, plan: Plan, model: PreTrainedModel) -> None:
         self.plan, self.model, self.prefix = plan, model, base_prefix(model)
@@ -76,7 +76,7 @@ class Rewriter(ABC):
 
     @abstractmethod
     def rewrite_around(self, stack: str) -> None:
-        """Change the rules of the layers of `stack`, and of what is before and after them."""
+        """Change the rules of the layers of `stack`, and of the modules before and after them."""
 
     def _stack(self) -> str | None:
         """The one list of modules that rules cut; the one that there is, where they cut none."""
@@ -98,7 +98,7 @@ class Rewriter(ABC):
         return any(strategy is not None and strategy.leaves_sharded_output for strategy in inner)
 
     def rewrite_block(self, name: str, block: nn.Module) -> None:
-        """Let a block compute locally, if it can, or on the whole; what is around it communicates."""
+        """Let a block compute locally, if it can, or on the whole; the modules around it communicate."""
         inner = {rule: self.rules[rule] for rule in self.rules if is_inside(rule, name)}
         own = self.rules.get(name)
         makes = [rule for rule in inner.values() if rule.instance and rule.instance.leaves_sharded_output]

@@ -1,8 +1,8 @@
 """A plan -> the same plan with activations cut along the sequence between blocks.
 
 Sequence parallelism (Korthikanti et al. 2022) takes a decoder: a base model with one stack of layers and a norm after
-it, whose layers are made up of norms and of blocks that give back what they take, summed with it. Layers do not say so;
-their modules and rules do, or the plan is refused:
+it; the layers are made up of norms and of blocks that return their input, summed with it. Layers do not say so; their
+modules and rules do, or the plan is refused:
 
     layers.0                        sequence_scatter
     layers.*.<norm>                 replicate           -> sequence_parallel
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def cut_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
-    """`plan` with activations cut along the sequence between the blocks of `model`, whose names it is given in.
+    """`plan` with activations cut along the sequence between the blocks of `model`, in its names.
 
     Raises PlanError, naming everything that it cannot tell the meaning of, where the model is no such decoder.
     """
@@ -47,7 +47,7 @@ class _SequenceRewriter(Rewriter):
     unfit = "it is neither a norm nor a block that cuts and sums features"
 
     def rewrite_around(self, stack: str) -> None:
-        """The layers of `stack`, and what is before and after them."""
+        """The layers of `stack`, and the modules before and after them."""
         for index, layer in self.modules[stack].named_children():
             self._rewrite_layer(f"{stack}.{index}", layer)
         self._rewrite_end(self.modules[self.prefix], stack)

@@ -1,4 +1,4 @@
-"""Collectives beside a process group's backend: what any transport through memory has to do."""
+"""Collectives beside a process group's backend: the contract of a transport through memory."""
 
 from __future__ import annotations
 

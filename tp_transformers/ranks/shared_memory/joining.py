@@ -1,4 +1,4 @@
-"""Which process groups communicate through shared memory: those of which all ranks read one another's tokens in it."""
+"""Which process groups communicate through shared memory: those that read one another's tokens in it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _obstacle() -> str:
 
 
 def _map(group: dist.ProcessGroup, ranks: list[int]) -> tuple[Segment | None, str]:
-    """The segment of the `ranks` of this machine, None for one alone, and what stands in the way on any machine.
+    """The segment of the `ranks` of this machine, None for one alone, and the obstacle on any machine.
 
     A host name or a boot id is no proof that ranks see the same memory, as containers may have them in common. Here
     each rank leaves a token in the memory, and reads those of the others.

@@ -34,7 +34,7 @@ COUNT, KIND, LENGTH, TOKEN, AWAITS = 0, 1, 3, 5, 6
 number of the rank that it sleeps for, from 1 on, or 0."""
 
 _FUTEX, _WAIT, _WAKE = 202, 0, 1
-"""The system call of x86-64 by which processes sleep until a word in their memory changes: futex(2)."""
+"""The system call of x86-64 that lets processes sleep until a word in their memory changes: futex(2)."""
 
 _SYSCALL = ctypes.CDLL(None).syscall
 _FLOCK = "hhqqi4x"
@@ -65,7 +65,7 @@ class Segment:
 
     @classmethod
     def create(cls, size: int) -> tuple[Segment, Path]:
-        """A segment for `size` ranks, seen by the first, and the name by which others find it.
+        """A segment for `size` ranks, seen by the first, and the name that others find it by.
 
         Raises OSError where its memory cannot be reserved: memory that is only promised would end a rank by SIGBUS.
         """

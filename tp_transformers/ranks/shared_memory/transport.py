@@ -32,7 +32,7 @@ from .interface import MAX, SUM, Transport
 from .segment import KIND, LENGTH, SLOT, WORDS, Segment
 
 ONE_STEP = 1 << 18
-"""Bytes up to which a sum takes one step on more than two ranks."""
+"""A sum of at most so many bytes takes one step on more than two ranks."""
 
 MANY_LOOKS, FEW_LOOKS = 2000, 100
 """Looks at a counter before a rank sleeps: about 100 us, and 5 us where ranks share cores, which others need then."""
@@ -57,7 +57,7 @@ def _in_turn(
 ) -> Callable[Concatenate[SharedMemory, P], R]:
     """Let threads make a collective one after the other; one that is broken off half-way is the last.
 
-    After an error between its steps, such as an interrupt, the other ranks could take what this rank writes next for a
+    After an error between its steps, such as an interrupt, the other ranks could take the next bytes of this rank for a
     part of it. A signal handler that interrupts a collective would wait for it forever: there it raises.
     """
 
@@ -231,7 +231,7 @@ class SharedMemory(Transport):
     def _write(self, x: Tensor, word: int, by_backend: bool, *, writes: bool = True) -> list[Tensor] | None:
         """All ranks' slots as tensors such as `x`, which have their values; None where the backend is called.
 
-        `word`: what all ranks have to write for this collective: its bytes, dtype and kind.
+        `word`: the same on all ranks for this collective: its bytes, dtype and kind.
         """
         self._begin(word, by_backend)
         if by_backend:  # a dispatch mode listens, which is not to see, or make, a slot
@@ -287,7 +287,7 @@ class SharedMemory(Transport):
         return [self._words[rank * WORDS + LENGTH + self._turn] for rank in range(self.size)]
 
     def _until(self, base: int, count: int) -> None:
-        """Wait until the rank whose words begin at `base` has counted up to `count`.
+        """Wait until the rank with its words at `base` has counted up to `count`.
 
         Raises DistBackendError where the collectives have been ended, the rank's process has, or time is up.
         """

@@ -1,4 +1,4 @@
-"""The output embedding of a language model whose loss is computed from logits that stay cut along the vocabulary."""
+"""The output embedding of a language model with a loss of logits that stay cut along the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .cross_entropy import CausalLMLoss
 
 
 class LossColwiseParallel(ColwiseParallel):
-    """Cut the output features; gather them, unless `loss_parallel` on the model has seen labels, whose loss needs only
+    """Cut the output features; gather them, unless `loss_parallel` on the model has seen labels: the loss needs only
     this rank's part.
 
         x ──f── [A | B] ── whole, or [xA | xB]
@@ -67,7 +67,7 @@ class LossParallel(TensorParallelLayer):
 
 
 def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
-    """The logits of all ranks (all-gather; backward: own slice), of whose loss was computed from this rank's part."""
+    """Gather the logits (backward: own slice) after loss parallelism computed the loss from this rank's part."""
     for head in _heads(model)[:1]:
         group = model.tp_group
         assert isinstance(group, TensorParallelGroup)

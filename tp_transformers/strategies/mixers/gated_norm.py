@@ -17,7 +17,7 @@ from ..linear import LAST
 
 
 class GatedNormParallel(TensorParallelLayer):
-    """An RMS norm over groups of features that are cut over the ranks, of which a SiLU gate may come first.
+    """An RMS norm over groups of features that are cut over the ranks; a SiLU gate may come first.
 
     `weight: (features/size)`. Ranks that hold whole groups communicate nothing. Where each rank holds a part of one
     group, the mean square is that of the whole group (one all-reduce of a number a token and group; backward:
@@ -42,7 +42,7 @@ class GatedNormParallel(TensorParallelLayer):
         return bound
 
     def check(self, module: nn.Module) -> None:
-        """An RMS norm, of which a rank has whole groups, or a part of one."""
+        """An RMS norm; a rank has whole groups, or a part of one."""
         if not is_rms_norm(module, (self.length,)):
             raise ValueError(f"a {type(module).__name__} is no norm whose mean square could be summed")
         for held in self.cut(self.length, self.size).ranges:

@@ -18,7 +18,7 @@ from ..shards.shard import ParamShard
 
 
 class ShardedProductsParallel(TensorParallelLayer):
-    """Around a module whose own parameters are cut along a dim, by rules of their own, and are factors of products.
+    """Around a module with parameters of its own that are factors of products and cut by rules of their own.
 
     The equation of a product says the rest: a factor without the dim that is cut is copied (backward: all-reduce), and
     a product without it is summed over the ranks (all-reduce; backward: identity).
@@ -48,7 +48,7 @@ class ShardedProductsParallel(TensorParallelLayer):
 class _Products(TorchFunctionMode):
     """Communicates around torch.einsum with parameters of `module` that are cut along `dims`.
 
-    From a product whose result is cut to one whose result is whole, a rank draws random numbers of its own.
+    From a product with a cut result to one with a full result, a rank draws random numbers of its own.
     """
 
     def __init__(self, module: nn.Module, dims: Mapping[str, int], group: Group) -> None:

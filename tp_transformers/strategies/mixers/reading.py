@@ -1,4 +1,4 @@
-"""Mixers whose forwards read the parameters and buffers of the modules in them, without calling these."""
+"""Mixers with forwards that read the parameters and buffers of the modules in them, without calling these."""
 
 from __future__ import annotations
 

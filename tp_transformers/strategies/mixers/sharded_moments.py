@@ -21,9 +21,9 @@ from ..shards.shard import ParamShard
 
 
 class ShardedMomentsParallel(TensorParallelLayer):
-    """Around a block whose threshold depends on all features, such as an MLP that keeps those that stand out: inside,
-    means and standard deviations of features that are cut are those of the whole width, which is the rule's `widths`
-    (one all-reduce of two numbers a token and rank; backward: all-reduce).
+    """Around a block with a threshold that depends on all features, such as an MLP that keeps those that stand out:
+    inside, means and standard deviations of features that are cut are those of the whole width, which is the rule's
+    `widths` (one all-reduce of two numbers a token and rank; backward: all-reduce).
 
         [x | y] ── mean, std of xy ── [x' | y']
     """
@@ -31,7 +31,7 @@ class ShardedMomentsParallel(TensorParallelLayer):
     shares_moments = True
 
     def check(self, module: nn.Module) -> None:
-        """A block whose width is known."""
+        """A block with a known width."""
         if len(self.widths) != 1:
             raise ValueError("sharded_moments needs the one width that is cut: {widths: intermediate_size}")
 

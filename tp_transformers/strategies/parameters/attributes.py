@@ -1,4 +1,4 @@
-"""Attributes of a shard, and what Python itself does with it: its shape, data and gradient, copies, pickles."""
+"""Attributes of a shard, and Python's own operations on it: its shape, data and gradient, copies, pickles."""
 
 from __future__ import annotations
 

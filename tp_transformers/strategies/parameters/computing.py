@@ -1,4 +1,4 @@
-"""What a function of torch computes on shards: on the values of this rank where it can, else on the full tensor."""
+"""Functions of torch on shards: on the values of this rank where it can, else on the full tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .sharded import (
 
 
 def compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func(*args, **kwargs)`, some of whose arguments are shards, as one process computes it of full tensors."""
+    """`func(*args, **kwargs)` with shards among its arguments, as one process computes it of full tensors."""
     name = name_of(func)
     first: Any = args[0] if args else kwargs.get("tensor")
     if name in ATTRIBUTES and is_sharded(first):
@@ -67,7 +67,8 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def is_for_dtensor(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a DTensor is to compute: it is asked what it is, or computes with other DTensors, such as activations."""
+    """True if a DTensor is to compute: it is asked for its kind, or computes with other DTensors, such as
+    activations."""
     name = name_of(func)
     if name in ATTRIBUTES and name not in SHAPES:
         return False
@@ -97,7 +98,7 @@ def _is_by_value(name: str, shards: Sequence[Any], args: Any, kwargs: Any) -> bo
 
 
 def _by_value(func: Any, like: Any, target: Any, args: Any, kwargs: Any) -> Any:
-    """Compute the values of this rank; `target` is what the function changes."""
+    """Compute the values of this rank; `target` is the tensor that the function changes."""
     shard = like.tp_shard
     full, local = tuple(shard.shape), shard.local_shape
 
@@ -270,7 +271,7 @@ class Source:
 
 
 def _views(result: Any, sources: Sequence[Source]) -> Any:
-    """`result`, in which views of full tensors know where these came from; arrays of NumPy cannot be written to."""
+    """`result`; views of full tensors in it know their sources; arrays of NumPy cannot be written to."""
     with as_torch():
         held = {source.full.untyped_storage().data_ptr(): source for source in sources}
 

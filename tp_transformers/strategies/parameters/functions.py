@@ -23,7 +23,7 @@ READS = _names(
     share_memory_ storage storage_offset storage_type typed_storage _typed_storage
     """
 )
-"""Functions of no values, or of autograd: they take what a rank holds. So do all attributes but a few."""
+"""Functions of no values, or of autograd: they take a rank's shard. So do all attributes but a few."""
 
 COPIES = _names(
     """
@@ -39,7 +39,7 @@ FILLS = _names(
     random_ uniform_
     """
 )
-"""Functions in place that overwrite what was there; methods of a tensor, or of `torch.nn.init`."""
+"""Functions in place that overwrite the old values; methods of a tensor, or of `torch.nn.init`."""
 
 MAKES = frozenset(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"))
 """Functions that make a tensor of another shape."""

@@ -15,7 +15,7 @@ from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout
 
 as_torch = torch._C.DisableTorchFunctionSubclass
-"""A context in which a shard is an ordinary tensor, of the values that this rank holds."""
+"""A context; in it, a shard is an ordinary tensor of the values that this rank holds."""
 
 
 class Shard(Protocol):
@@ -156,7 +156,8 @@ WATCHERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def memory_of(tensor: Any) -> tuple[Any, ...]:
-    """What two tensors have alike that share the memory of a shard, also of one without values, on every rank."""
+    """A key of the memory of a shard, also of one without values: tensors that share it have the same, on every
+    rank."""
     local = local_values(tensor)
     return local.untyped_storage()._cdata, local.storage_offset(), local.numel()
 

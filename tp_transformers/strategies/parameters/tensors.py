@@ -33,7 +33,7 @@ def _is_traced() -> bool:
 
 
 def _is_generated() -> bool:
-    """True in a call by code of Inductor's, in which a shard is what this rank holds: it drops the `alias` of one."""
+    """True in a call by code of Inductor's, where a shard is this rank's values: it drops the `alias` of one."""
     frame = sys._getframe(2)
     for _ in range(3):  # a call of an operator is one more frame
         if frame is None or "extern_kernels" in frame.f_globals:
@@ -65,7 +65,7 @@ class ShardTensor(Sharded, Tensor):
         return compute(func, args, kwargs or {})
 
     def set_(self, *source: Any) -> Any:
-        """`torch.Tensor.set_`, which knows no `__torch_function__`; a tensor may be full, or what this rank holds."""
+        """`torch.Tensor.set_`, which knows no `__torch_function__`; a tensor may be full, or this rank's values."""
         if len(source) == 1 and isinstance(source[0], Tensor):
             assign(self, source[0])
             return self
@@ -103,7 +103,7 @@ class ShardDTensor(Sharded, DTensor):
 
 
 HAS_LOCAL = (ShardTensor, DTensor)
-"""Classes of tensors that hold what this rank has in `_local_tensor`."""
+"""Classes of tensors with this rank's values in `_local_tensor`."""
 
 
 def plain_parameter(local: Tensor, shard: Shard, *, requires_grad: bool) -> nn.Parameter:

@@ -1,7 +1,7 @@
 """Tensor parallelism across data-parallel ranks: the ranks that share a module hold different samples.
 
-A module of which each rank holds a part gathers the samples of all, computes its part on them, and gives every rank its
-own back. Everything else computes on a rank's own samples, with whole parameters, and is data-parallel.
+A module with a part on each rank gathers the samples of all, computes its part on them, and gives every rank its own
+back. Everything else computes on a rank's own samples, with whole parameters, and is data-parallel.
 
     own samples ── norm ── gather ── [ attention, MLP ] ── scatter ──+── ... own samples
       A                     A / B      A, B by parts       A         A
@@ -71,7 +71,7 @@ class Batch:
 
         Raises:
             MeshError: on all ranks, where the ranks' sequences are of different lengths, or their masks of two kinds.
-            UnsupportedError: on all ranks, where one was given what cannot be gathered.
+            UnsupportedError: on all ranks, where one was given a value that cannot be gathered.
         """
         own = torch.tensor([shape[0], *(list(shape[1:2]) or [1]), given, extra], device=device)
         ranks = all_gather_uneven(own[None], [1] * group.size(), group, dim=0).tolist()
@@ -177,7 +177,7 @@ class BatchStates(TensorParallelLayer):
         tokens = sum(batch.widths) * batch.length
 
         def own(value: Any) -> Any:
-            """This rank's rows of what routers tell of all tokens."""
+            """This rank's rows of the outputs of routers for all tokens."""
             if (
                 not isinstance(value, tuple)
                 or len(value) == batch.exchanges

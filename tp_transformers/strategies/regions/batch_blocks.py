@@ -65,7 +65,7 @@ class BatchBlock(RegionBlock):
             return args, keywords
 
         def join(name: str, value: Any) -> Any:
-            """The argument `name` for the samples of all ranks; what has no samples stays as it is."""
+            """The argument `name` for the samples of all ranks; a value without samples stays as it is."""
             if value is x or not (isinstance(value, Tensor | tuple) or name == "attention_mask"):
                 return value
             known = batch.joined.setdefault(name, [])
@@ -141,7 +141,7 @@ class BatchColwise(ColwiseParallel):
     is_simple = False
 
     def __init__(self, name: str) -> None:
-        """`name`: what a plan calls the strategy that it is."""
+        """`name`: the name of the strategy in a plan."""
         super().__init__(output_layouts=Replicate())
         self.plain = name
 

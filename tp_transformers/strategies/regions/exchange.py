@@ -96,7 +96,7 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
 
         Returns:
             The route back, and (pairs, hidden), (pairs, 1) with numbers of this rank's experts, and (pairs, 1). A rank
-            whose experts have no token computes one of zeros, so that its backward communicates as the others' do.
+            with experts without a token computes one of zeros, so that its backward communicates as the others' do.
         """
         assert isinstance(self.experts, Split)
         group, ranges = mesh.get_group(), [found[0] for found in self.experts.ranges]
@@ -130,7 +130,7 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
 
 
 class SequenceExpertsParallel(ExchangeExpertsParallel):
-    """Experts whose tokens are this rank's part of the sequence."""
+    """Experts with the tokens of this rank's part of the sequence."""
 
     takes_sequence_part = True
 
@@ -139,7 +139,7 @@ class SequenceExpertsParallel(ExchangeExpertsParallel):
 
 
 class BatchExpertsParallel(ExchangeExpertsParallel):
-    """Experts whose tokens are samples of each rank's own; see `batch.py` about gradients."""
+    """Experts with tokens of each rank's own samples; see `batch.py` about gradients."""
 
     splits_batch = True
 

@@ -43,7 +43,7 @@ WidthsOf = Callable[[str, Tensor, DeviceMesh], Widths | None]
 def gather_around_hooks(base: nn.Module, name: str, widths_of: WidthsOf, mesh: DeviceMesh) -> None:
     """Let hooks of users see complete sequences on the modules of `base` that are given parts.
 
-    `name` is that of `base`. `widths_of` returns the lengths of the parts, of which a module has one; None for a whole.
+    `name` is that of `base`. `widths_of` returns the lengths of the parts; a module has one; None for a whole.
     """
     for path, module, in_mixture in _between_blocks(base, name):
         sides = _Sides(module, path, widths_of, mesh)
@@ -54,7 +54,7 @@ def gather_around_hooks(base: nn.Module, name: str, widths_of: WidthsOf, mesh: D
 
 
 def _between_blocks(base: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Each module whose inputs or outputs are parts: (name, module, True beside experts that exchange tokens)."""
+    """Each module with inputs or outputs that are parts: (name, module, True beside experts that exchange tokens)."""
     for child, module in base.named_children():
         path = f"{name}.{child}".lstrip(".")
         if _is(module, "takes_sequence_part"):  # the norm after the layers

@@ -1,4 +1,4 @@
-"""Blocks that compute on the whole of what every rank has a part of, along the sequence or along the batch.
+"""Blocks that compute on full sequences or batches, where every rank has a part.
 
 parts ── whole ── [ block ] ── parts
 """
@@ -42,7 +42,7 @@ def all_lengths(length: int, mesh: DeviceMesh) -> Widths:
 
 
 def in_backward() -> int:
-    """A number of the backward that runs this code, to compute again what was not kept; -1 outside of one."""
+    """A number of the backward that runs this code, to compute dropped activations again; -1 outside of one."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
@@ -52,7 +52,7 @@ class RegionBlock(TensorParallelLayer):
     dim: int
     """Along which ranks have parts of activations: (batch, sequence, hidden)."""
     what: str
-    """The name of what is cut along that dim."""
+    """The name of that dim."""
     remedy: str
     """The help against a tensor that does not fit the cut."""
 
@@ -105,7 +105,7 @@ class RegionBlock(TensorParallelLayer):
         return x if widths is None else scatter_to_region(x, widths, group, dim=self.dim)
 
     def stop(self, forward: Forward) -> None:
-        """End what `enter` began."""
+        """End the work of `enter`."""
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self.stop(forward_of(module))
@@ -138,7 +138,7 @@ class RegionBlock(TensorParallelLayer):
 
 
 class GatherMixin(RegionBlock):
-    """Around a block that computes locally: gather and scatter what is summed."""
+    """Around a block that computes locally: gather and scatter a sum."""
 
     sums_output = True
 

@@ -161,7 +161,7 @@ class SequenceBlock(RegionBlock):
         """See `RegionBlock.parts_of`.
 
         A layer may be computed again in a backward (gradient checkpointing), which may follow other forwards. Its
-        attention is told positions, of which there are as many as tokens; its other blocks go by that.
+        attention gets as many positions as tokens; its other blocks go by that.
         """
         length, task, cut = _told_length(forward.given), in_backward(), _current.get(mesh.get_group().group_name)
         is_under_way = task < 0 and cut is not None and cut.backward < 0
@@ -192,10 +192,10 @@ class SequenceWholeParallel(SequenceBlock):
 
 
 class SequenceStatesParallel(TensorParallelLayer):
-    """Around a model whose layers compute on parts: join the `hidden_states` that it returns (all-gather; backward: own
-    slice). Its last one is that of `sequence_parallel_rep`, and whole.
+    """Around a model with layers that compute on parts: join the `hidden_states` that it returns (all-gather; backward:
+    own slice). Its last one is that of `sequence_parallel_rep`, and whole.
 
-    A forward begins and ends here: what is called outside of one is given whole sequences.
+    A forward begins and ends here: a call outside of one is given whole sequences.
     """
 
     def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -221,7 +221,7 @@ class SequenceStatesParallel(TensorParallelLayer):
             return gather_from_region(state, widths, group, dim=SEQUENCE)
 
         def joined(value: Any) -> Any:
-            """Hidden states, or what routers tell of parts, (tokens, experts), of the whole sequence."""
+            """Hidden states, or the outputs of routers for parts, (tokens, experts), of the whole sequence."""
             if _are_states(value, last):
                 return tuple(map(whole, value))
             is_of_parts = isinstance(value, tuple) and value and len(value) == len(cut.exchanges)
@@ -262,7 +262,7 @@ def _told_length(given: Mapping[str, Any]) -> int | None:
 
 
 def exchange_parts(name: str, group: Group) -> bool:
-    """True if the experts `name` exchange tokens, of which each rank has a part; notes that they do."""
+    """True if the experts `name` exchange tokens, where each rank has a part; notes that they do."""
     cut = _current.get(group.group_name)
     if cut is None or not cut.holds(name):
         return in_backward() >= 0
@@ -283,7 +283,7 @@ def is_cut(group: Group) -> bool:
 def widths_of(name: str, x: Tensor, mesh: DeviceMesh) -> Widths | None:
     """How the sequence is cut of which the module `name` has the part `x`; None where `x` is whole.
 
-    Computed again in a backward without what says so, it is what the ranks have (one all-gather of a number).
+    Computed again in a backward that does not say so, it comes from the ranks (one all-gather of a number).
     """
     cut = _current.get(mesh.get_group().group_name)
     if cut is not None and cut.holds(name):

@@ -30,7 +30,7 @@ class Guard(Protocol):
 
 
 class Block:
-    """What the layers right inside of a module share, while a forward of the module is under way.
+    """Tensors that the layers right inside of a module share, while a forward of the module is under way.
 
     Layers that are given one tensor, such as query, key and value projections, get one copy of it. Autograd adds up
     their gradients there, on each rank, and the backward has one all-reduce in place of one a layer.
@@ -83,7 +83,7 @@ class Block:
         return self.views[id(param)][1]
 
     def _enter(self, x: Tensor | None, group: Group | None) -> Any:
-        """A copy of `x`, with which the parameters get their local views.
+        """A copy of `x`, and local views of the parameters.
 
         One that has a hook gets its own later: the hook would be told of its gradient, also where there is none.
         """

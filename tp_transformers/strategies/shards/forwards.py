@@ -1,4 +1,4 @@
-"""The forward of a linear or an embedding whose strategy is simple, in as few steps as there are."""
+"""The forward of a linear or an embedding with a simple strategy, in as few steps as there are."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def forward_of_linear(
 ) -> Forwarder:
     """The forward of an `nn.Linear`; `otherwise` is for DTensors.
 
-    In inference it is `linear` on local tensors and, for a row-parallel one, an all-reduce of its output in place. What
-    else there may be (gradients, a sum of gradients over ranks, a gather) takes the longer way.
+    In inference it is `linear` on local tensors and, for a row-parallel one, an all-reduce of its output in place. All
+    else (gradients, a sum of gradients over ranks, a gather) takes the longer way.
     """
     of_bias, hides_bias = views.get("bias"), "bias" in strategy.hidden
     of_weight, joins = views.get("weight"), {name for name, shard in views.items() if not shard.routes_gradient}
@@ -99,7 +99,7 @@ def forward_of_linear(
 
 
 def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
-    """The forward of an `nn.Embedding` whose rows are cut, in inference; `otherwise` is for gradients."""
+    """The forward of an `nn.Embedding` with rows that are cut, in inference; `otherwise` is for gradients."""
 
     @wraps(nn.Embedding.forward)
     def forward(module: Any, input: Tensor) -> Any:
@@ -119,7 +119,7 @@ def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
 
 
 def own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
-    """Rows of this rank's part of an embedding, and where the ids are of other ranks' rows, whose output is zero.
+    """Rows of this rank's part of an embedding, and the places of ids of other ranks' rows, with an output of zero.
 
     Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
     """

@@ -1,7 +1,7 @@
 """Shards -> the whole tensor, on every rank or on the first alone, through buffers of bounded size.
 
 Every shard is cut into boxes of at most CHUNK_BYTES, which travel one after the other and are put in place as they
-come. So a rank holds no more than what it asked for and a few boxes. They travel as bytes, on the device that the
+come. So a rank holds no more than its own request and a few boxes. They travel as bytes, on the device that the
 process group communicates on, which need not be that of the tensor: FSDP2 may have offloaded it to the CPU.
 """
 
@@ -19,11 +19,11 @@ from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout, Range, chunked
 
 CHUNK_BYTES = 16 << 20
-"""Bytes of what one rank receives at a time."""
+"""Bytes that one rank receives at a time."""
 
 Index = tuple[slice, ...]
 Box = tuple[Index, Index]
-"""A box of the whole tensor, and where it stands in what a rank holds."""
+"""A box of the full tensor, and its place in a rank's shard."""
 
 
 def on_all(local: Tensor, shape: Sequence[int], layout: Layout, group: Group, device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
     name: str
     ranks: tuple[int, ...]
-    """Ranks of the `tp` axis, the first of which counts."""
+    """Ranks of the `tp` axis; the first one counts."""
     number: int
     """Position among the parts of the same name and ranks."""
     shape: tuple[int, ...]

@@ -34,7 +34,7 @@ def _unscale_shared(
     found_inf: Tensor,
     allow_fp16: bool,
 ) -> Found:
-    """`unscale`, torch's `GradScaler._unscale_grads_`; ranks share what they find."""
+    """`unscale`, torch's `GradScaler._unscale_grads_`; ranks share their findings."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     groups = _groups(params)
     if not groups:
@@ -67,14 +67,14 @@ def _groups(params: Iterable[Tensor]) -> Sequence[dist.ProcessGroup]:
 
 
 def with_gradient(grad: Tensor) -> Tensor:
-    """A tensor of which `grad` is the gradient."""
+    """A tensor with the gradient `grad`."""
     holder = grad.detach()
     holder.grad = grad
     return holder
 
 
 def _reduce(found: Found, groups: Iterable[dist.ProcessGroup], params: Sequence[Tensor]) -> Found:
-    """`found` with what any rank has found, on every rank; also on one that has no gradient, where another has."""
+    """`found` with the findings of any rank, on every rank; also on one that has no gradient, where another has."""
     shard = next(filter(None, map(shard_of, params)), None)
     device = shard.group.device if shard is not None else local_tensor(params[0]).device
     infinite = [value.to(device) for value in found.values()]

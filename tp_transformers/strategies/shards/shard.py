@@ -100,7 +100,7 @@ class ParamShard:
 
     @property
     def needs_view(self) -> bool:
-        """True if the parameter is not itself what a local forward computes with."""
+        """True if a local forward does not compute with the parameter itself."""
         return self.layout is not None or self.placement is not None or self.routes_gradient
 
     @property
@@ -148,7 +148,7 @@ class ParamShard:
             return on_all(local, self.shape, self.layout, process_group, self.group.device)
 
     def own(self, whole: Tensor) -> Tensor:
-        """What this rank holds of `whole`, a tensor of the unsharded shape: a view, or a copy of several slices."""
+        """This rank's shard of `whole`, a tensor of the unsharded shape: a view, or a copy of several slices."""
         part: Tensor = take(whole, self.layout, self.group.rank)  # type: ignore[assignment]
         return part if self.data_parallel is None else part[slice(*self.rows)]
 
@@ -186,8 +186,8 @@ SHARD: Mark[ParamShard] = Mark("tp_shard")
 def shard_of(tensor: Tensor | None) -> ParamShard | None:
     """This rank's shard of a parameter; None where nothing says that the ranks of a `tp` axis share it.
 
-    A parameter that was loaded with a plan knows it. A DTensor over that axis alone says it by its placement: what
-    torch's parallelize_module makes of a part of a model, or `model.to(dtype)` of ours.
+    A parameter that was loaded with a plan knows it. A DTensor over that axis alone says it by its placement: the
+    result of torch's parallelize_module on a part of a model, or `model.to(dtype)` of ours.
     """
     shard: ParamShard | None = getattr(tensor, "tp_shard", None)
     if shard is not None or not isinstance(tensor, DTensor) or tensor.device_mesh.ndim > 1:
@@ -204,7 +204,7 @@ def shard_of(tensor: Tensor | None) -> ParamShard | None:
 def settle_gradient(param: Tensor) -> Tensor | None:
     """The gradient of a parameter, cut as that is; None where there is none. All ranks have to call it.
 
-    DTensors may leave a gradient as it comes out of an operation: parts of a sum, or the whole of what is cut.
+    DTensors may leave a gradient as it comes out of an operation: partial sums, or full values of cut dims.
     """
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
@@ -267,6 +267,6 @@ def whole_like(tensor: Tensor) -> Tensor:
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """Who holds what of a parameter or buffer; None where every rank holds it whole."""
+    """The layout of a parameter or buffer; None where every rank holds it whole."""
     shard = shard_of(tensor)
     return shard.layout if shard is not None else None

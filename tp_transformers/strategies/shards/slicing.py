@@ -38,7 +38,7 @@ def get_tensor_shard(param: T, empty_param: Tensor, device_mesh: Any, rank: int,
 
 
 def get_packed_weights(param: T, empty_param: Tensor, device_mesh: Any, rank: int, dim: int, *, parts: int = 2) -> T:
-    """The slice of `rank` of a fused parameter, each of whose equal `parts` is cut along `dim`: `AABB -> [AB, AB]`.
+    """The slice of `rank` of a fused parameter with equal `parts` that are each cut along `dim`: `AABB -> [AB, AB]`.
 
     The other arguments are those of `get_tensor_shard`. Raises ValueError where the length is not `parts` equal parts.
     """

@@ -68,7 +68,7 @@ def outline_mesh(rank: int, size: int) -> Any:
 
 
 class _Outline(Tensor):
-    """A tensor without data, which remembers what was selected of it."""
+    """A tensor without data, which remembers selections of it."""
 
     stored: Stored
 
@@ -138,4 +138,4 @@ _SELECTIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.view: _view,
     **dict.fromkeys((_ATEN.detach, _ATEN.alias, _ATEN.clone, _ATEN._to_copy), _same),
 }
-"""Operations of which the result is a selection, or several."""
+"""Operations that return a selection, or several."""

@@ -59,10 +59,10 @@ class _Enter(torch.autograd.Function):
 
 
 class _Arriving(DTensor):
-    """A gradient on its way to a DTensor parameter, whose `.grad` becomes a DTensor.
+    """A gradient on its way to a DTensor parameter; its `.grad` becomes a DTensor.
 
     Autograd's last node detaches it or adds it to the one that is there. As operations of DTensors, they would take
-    most of the time that a backward has beside arithmetic; both are operations on what this rank holds.
+    most of the time that a backward has beside arithmetic; both are operations on this rank's values.
     """
 
     @classmethod

@@ -37,7 +37,7 @@ SUPPORTED: tuple[type[ParallelStyle], ...] = (
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
-"""The styles of which it is known, before they are applied, how they cut parameters."""
+"""The styles with cuts of parameters that are known before they are applied."""
 
 OWN_NAMES = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise", "SequenceParallel": "sequence_parallel"}
 
@@ -52,7 +52,7 @@ class TorchStyleParallel(StyleParallel):
     owner = "torch's"
 
     def __init__(self, style: ParallelStyle) -> None:
-        """`style`: copied, since a style may keep to itself what it was applied to."""
+        """`style`: copied, since a style may keep the module that it was applied to."""
         self.style = copy.deepcopy(style)
         output = getattr(style, "prepare_module_output", style)
         super().__init__(
@@ -96,7 +96,7 @@ class TorchStyleParallel(StyleParallel):
 
     @property
     def takes_sharded_input(self) -> bool:
-        """See `TensorParallelLayer.takes_sharded_input`; what is cut along the sequence has whole features."""
+        """See `TensorParallelLayer.takes_sharded_input`; a tensor that is cut along the sequence has whole features."""
         return isinstance(self.style, _Linears) and is_features(only(self.input_layouts)) and not self.is_embedding
 
     @property
@@ -112,7 +112,7 @@ class TorchStyleParallel(StyleParallel):
         return None
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Let torch apply the style: the parameters, which are cut already, stay what they are."""
+        """Let torch apply the style: the parameters, which are cut already, are left alone."""
         own = dict(module._parameters)
         if self.takes_sequence_part:  # torch would take them for plain tensors
             module._parameters.clear()

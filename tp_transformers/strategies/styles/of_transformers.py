@@ -85,7 +85,7 @@ class TransformersStyleParallel(StyleParallel):
         return placement.dim if isinstance(placement, Shard) else None
 
     def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
-        """A DTensor where the style makes one; what it leaves plain is plain."""
+        """A DTensor where the style makes one; a tensor that it leaves plain is plain."""
         return replace(super().shard(param_type, shape, group), use_dtensor=param_type in self.placements)
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
