@@ -154,7 +154,7 @@ def test_wrong_requests_are_told(cases: Any, tmp_path: Path, capsys: pytest.Capt
         return capsys.readouterr().err
 
     assert "number of ranks: got 0" in told(folder, str(tmp_path / "out"), "--tp-size", "0")
-    assert "expected a config.json" in told(str(tmp_path / "none"), str(tmp_path / "out"), "--tp-size", "2")
+    assert "expected one with config.json" in told(str(tmp_path / "none"), str(tmp_path / "out"), "--tp-size", "2")
     assert "no.yaml" in told(folder, str(tmp_path / "out"), "--tp-size", "2", "--plan", "no.yaml")
     assert "other weights" in told(folder, folder, "--tp-size", "2")
     assert not (tmp_path / "out").exists()

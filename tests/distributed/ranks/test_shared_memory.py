@@ -287,9 +287,18 @@ def interrupted() -> tuple[str, ...]:
     group = join()
     second = dist.new_group()
     share(second)
-    raised = []
+    memory, raised = memory_of(second), []
+    assert memory is not None
+    before = memory.collectives
+
+    def interrupt() -> None:
+        while memory.collectives == before:  # one that has not begun may be called again
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
     if group.rank == 0:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt).start()
         for _ in range(2):
             try:
                 direct.all_reduce(torch.ones(3), second)
