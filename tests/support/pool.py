@@ -25,6 +25,10 @@ TIMEOUT = 240.0
 """Seconds that one call may take before its workers are ended."""
 
 
+KEPT = 8
+"""Workers that wait for the next call; more of them, beside those of another session, would fill the memory."""
+
+
 class WorkerError(AssertionError):
     """A worker raised, died or timed out; carries every rank's error and the tail of its stderr."""
 
@@ -73,6 +77,9 @@ class Pool:
                     else:
                         errors[rank], traces[rank] = value, trace
         if len(results) == size:
+            for worker in self._workers[KEPT:]:
+                worker.end()
+            del self._workers[KEPT:]
             return [results[rank] for rank in range(size)]
         lines = [f"rank {rank} still running after {timeout} s" for rank in waiting]
         for rank in sorted(errors):
