@@ -33,6 +33,9 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 LENGTHS = (0, 1, 7, 2048, (SLOT >> 2) - 1, (SLOT >> 2) + 1, (SLOT >> 1) + 3, (3 * SLOT >> 2) + 5)
 """Around the sizes at which tensors of 4 bytes take another way."""
 
+MOST = 1 << 24
+"""Elements of a gathered tensor, which every rank holds."""
+
 
 def values(length: int, dtype: torch.dtype, rank: int) -> Tensor:
     """Numbers of which another order of the ranks has another sum in most dtypes."""
@@ -110,7 +113,8 @@ def in_any_order(seed: int) -> bool:
     process_group, size = group.process_group, group.size
     draws, own = random.Random(seed), random.Random(seed * 100 + group.rank)
     for step in range(100):
-        length, dtype = draws.choice(LENGTHS[1:5]), draws.choice(DTYPES[:2])
+        length = min(draws.choice(LENGTHS[1:5]), MOST // size**2)
+        dtype = draws.choice(DTYPES[:2])
         x = values(length * size, dtype, group.rank + step)
         time.sleep(own.choice([0, 0, 0, 0.0005, 0.003]))
         kind = draws.randrange(4)
