@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from ...errors import UsageError
@@ -13,6 +14,9 @@ from .ports import bound
 
 SUMMARY = "serve a model on N ranks of this machine, by transformers' own OpenAI-compatible server"
 EXAMPLE = "tp-transformers serve HuggingFaceTB/SmolLM2-135M-Instruct -n 2 --port 8000"
+
+HOST, PORT = "localhost", 8000
+"""Defaults of transformers' server."""
 
 
 def configure(parser: argparse.ArgumentParser, passes_on_to: str = "transformers serve") -> None:
@@ -42,14 +46,23 @@ def run(arguments: argparse.Namespace) -> int:
     anything is loaded.
     """
     check(arguments)
+    for each in bound(*address(arguments.options)):
+        each.close()
     from ...anatomy.classes import read_config  # here, since they import transformers
     from .rank import read_options
 
     asked = read_options(arguments.model, arguments.options).params
-    for each in bound(asked["host"], asked["port"]):
-        each.close()
     read_config(arguments.model, trust_remote_code=asked["trust_remote_code"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks end, too
     program = ["-m", f"{__package__}.rank", arguments.model, *arguments.options]
     # Ctrl-C ends the ranks through this process: each by itself would print where it was.
     return start(program, ranks=arguments.ranks, command="serve", verbose=arguments.verbose, hears_terminal=False)
+
+
+def address(options: Sequence[str]) -> tuple[str, int]:
+    """The host and the port among the options of `transformers serve`, read without it, since it takes seconds."""
+    parser = argparse.ArgumentParser("tp-transformers serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default=HOST)
+    parser.add_argument("--port", type=int, default=PORT)
+    known, _ = parser.parse_known_args(options)
+    return known.host, known.port
