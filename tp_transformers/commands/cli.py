@@ -22,6 +22,7 @@ from ..errors import TensorParallelError
 from . import plans
 from .plan import command as plan
 from .run import command as run
+from .run.errors import REFUSED
 from .serve import chat
 from .serve import command as serve
 from .shard import command as shard
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except TensorParallelError as error:
         print(f"tp-transformers {arguments.command}: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -17,10 +17,10 @@ import transformers
 from tests.support.tiers import wide
 from tp_transformers import __version__
 from tp_transformers.commands import cli
-from tp_transformers.commands.run.errors import told
+from tp_transformers.commands.run.errors import keep_errors, told
 from tp_transformers.commands.serve import command as serve
 from tp_transformers.commands.serve.ports import bound
-from tp_transformers.errors import UsageError
+from tp_transformers.errors import RemoteRankError, TensorParallelError, UsageError
 
 
 def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -160,6 +160,27 @@ def test_errors_of_ranks_that_differ_are_all_told(tmp_path: Path) -> None:
         "tp-transformers run: rank 4 ended by SIGKILL",
         "tp-transformers run: --verbose prints every rank's own traceback",
     ]
+
+
+class _RefusedError(TensorParallelError):
+    """An error that says all in its text."""
+
+
+@pytest.mark.parametrize("first", [RemoteRankError("rank 1 failed"), _RefusedError("a model: got none")])
+def test_a_refusal_is_its_text_and_hides_no_other_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Exception
+) -> None:
+    monkeypatch.setenv("TP_TRANSFORMERS_ERRORS", str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as ended, keep_errors(TensorParallelError):
+        raise first
+    assert ended.value.code == 2
+    (tmp_path / "1.rank").write_text(json.dumps(["ValueError: b", "Traceback ...\nValueError: b\n"]))
+    said = list(told(tmp_path, "serve"))
+    own = [] if isinstance(first, RemoteRankError) else ["tp-transformers serve: a model: got none"]
+    trace = ["Traceback ...\nValueError: b", "tp-transformers serve: rank 1 ended with this error"]
+    assert said[: len(own) + 2] == own + trace
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def keep_errors(*refusals: type[Exception]) -> Iterator[None]:
     try:
         yield
     except refusals as refused:
-        _write(folder, str(refused), "")
+        _write(folder, error_text(refused), "")
         raise SystemExit(REFUSED) from None
     except SystemExit as ended:
         if not isinstance(ended.code, str):
@@ -82,15 +82,17 @@ def told(folder: Path, command: str) -> Iterator[str]:
         alike.setdefault(errors[rank][0], []).append(rank)
     own = {text: ranks for text, ranks in alike.items() if not text.startswith(f"{RemoteRankError.__name__}: ")}
     subject = f"tp-transformers {command}"
-    for number, (text, ranks) in enumerate((own or alike).items()):
+    is_traced = False
+    for text, ranks in (own or alike).items():
         trace = errors[ranks[0]][1].rstrip()
         if not trace:
-            yield f"{subject}: {text}"
+            yield f"{subject}: {text.partition(': ')[2]}"
             continue
-        if number == 0:
+        if not is_traced:
             yield trace
-        said = "this error" if number == 0 else text.splitlines()[0] if text else "an error"
+        said = "this error" if not is_traced else text.splitlines()[0] if text else "an error"
         yield f"{subject}: {_ranks(ranks)} ended with {said}"
+        is_traced = True
     silent: dict[str, list[int]] = {}
     for rank, code in ended.items():
         if int(rank) not in errors and code != -signal.SIGTERM:  # by which torchrun ends the others
