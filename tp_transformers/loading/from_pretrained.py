@@ -68,14 +68,13 @@ class _Load:
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
     undo: Callable[[], None] = lambda: None
-    """Undoes the patches of the time while transformers initialises."""
+    """Undoes the patches that are there while transformers initialises."""
 
 
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
 _instead: ContextVar[Instead | None] = ContextVar("tp_transformers_instead", default=None)
 FAILURES: ContextVar[list[TensorParallelError] | None] = ContextVar("tp_transformers_failures", default=None)
-"""Errors of loads, for a caller with a callee that catches them; None while nobody asks, since they hold loaded
-tensors."""
+"""Errors of loads, where a callee catches them; None while nobody asks, since they hold loaded tensors."""
 
 
 def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +184,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
 
 
 def _settle_stream(group: TensorParallelGroup, name: Any, options: Options, kwargs: dict[str, Any]) -> str | None:
-    """The Hub's commit to stream weights from, or None; then `kwargs` are of it, on all ranks."""
+    """The Hub's commit to stream weights from, or None; with one, `kwargs` are of it, on all ranks."""
     wanted = options.streams and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
     asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
     group.check_same({"tp_stream": asked})

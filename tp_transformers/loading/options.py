@@ -17,7 +17,7 @@ from ..plans.rules import Plan
 
 @dataclass(frozen=True)
 class Options:
-    """Those that are ours, each True, False, or None for the default; `tp_batch_sharded` may be names too,
+    """Those that are ours, each True, False, or None as its own line says; `tp_batch_sharded` may be names too,
     `tp_reduce_dtype` is a dtype, and `tp_watch` may be a number."""
 
     allow_replicated: bool | None = None
@@ -65,7 +65,7 @@ class Options:
         return os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0")
 
     def check(self, name: Any, others: Mapping[str, Any]) -> None:
-        """Refuse those of `tp_plan` that do not go with `others`, and a folder that is not there.
+        """Refuse arguments that do not go with a plan, and a folder that is not there.
 
         Raises:
             PlanError: an option that there is not, or of another type; an argument that says where weights go.

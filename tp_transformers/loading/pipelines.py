@@ -52,7 +52,7 @@ def pipeline(*args: Any, **kwargs: Any) -> Any:
 
 
 def _stand_in(*args: Any, **kwargs: Any) -> Any:
-    """Runs with the globals of transformers' module, so that it finds the functions that it calls."""
+    """Runs with the globals of transformers' module, so that it imports the functions that it calls by itself."""
     from tp_transformers.loading.pipelines import pipeline
 
     return pipeline(*args, **kwargs)

@@ -215,7 +215,7 @@ class Plan:
         return max((part for part in self.parts if is_inside(name, part)), key=len, default="")
 
     def names_attention(self, name: str, prefix: str) -> bool:
-        """True if the plan of the model around the module `name`, a part or the model, names its attention."""
+        """True if the plan for the part, or the model, around the module `name` names its attention."""
         return any(self.part_around(entry.full(prefix)) == self.part_around(name) for entry in self.attention)
 
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:

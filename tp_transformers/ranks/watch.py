@@ -40,7 +40,7 @@ LIMIT = 10.0
 TRACE = 6000
 """Characters of a traceback that other ranks are told."""
 LEFT = -(1 << 40)
-"""The last sign of life of a rank when its model is gone."""
+"""Added to a rank's signs of life when its model is gone."""
 
 
 class Watch:

@@ -168,8 +168,7 @@ class Resident(LazyTensor):
 
 
 class Deferred(LazyTensor):
-    """A tensor with a full value that is computed when first needed (a converter that slices cannot be pushed
-    through)."""
+    """A tensor that is computed in full when first needed (a converter that slices cannot be pushed through)."""
 
     def __init__(self, compute: Callable[[], torch.Tensor], *, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.compute, self.shape, self.dtype = compute, torch.Size(shape), dtype

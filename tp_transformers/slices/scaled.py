@@ -87,7 +87,7 @@ class Scaled(Expression):
 
 @dataclass(frozen=True)
 class _Factors:
-    """Factors of values that are multiplied in place, once they are read."""
+    """Factors to multiply values by, in place, once they are read."""
 
     factors: torch.Tensor
     """(..., a, b), float32."""

@@ -145,8 +145,7 @@ def join_layers(module: nn.Module) -> None:
 
 
 class _Computed(dict[str, Any]):
-    """By name, the tensors that `torch.nn.utils.parametrize` has computed for a module; it sees local ones
-    meanwhile."""
+    """By name, tensors that `torch.nn.utils.parametrize` has computed for a module; it sees local ones."""
 
 
 class Forward:
@@ -221,7 +220,7 @@ def _leave_view(module: nn.Module, forward: Forward) -> None:
 def _enter_dtensor_view(
     module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Let the module see DTensors in place of full parameters; returns those.
+    """Let the module see DTensors in place of full parameters; returns its own.
 
     The gradient of one is summed over the ranks where DTensors say that each has a part of it.
     """
@@ -239,7 +238,7 @@ def _enter_dtensor_view(
 def _enter_local_view(
     module: nn.Module, strategy: Communication, views: Mapping[str, ParamShard]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Let the module see local tensors in place of its parameters; returns those."""
+    """Let the module see local tensors in place of its parameters; returns its own."""
     parameters = module._parameters
     computed = _view_computed(module, views) if any(name not in parameters for name in views) else {}
     seen = (
@@ -261,7 +260,7 @@ def _enter_local_view(
 
 
 def _view_computed(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Any]:
-    """Let the module see local tensors in place of those that it computes from parameters; returns those.
+    """Let the module see local tensors in place of those that it computes from parameters; returns its own.
 
     `torch.nn.utils.parametrize` computes them in a module of `parametrizations`, which returns the local tensor
     meanwhile; `prune` and `weight_norm` leave them in an attribute.

@@ -36,8 +36,7 @@ class Communication:
     """True if the gradient of the rotary key that a projection to a latent ends with is summed (backward: all-reduce).
     """
     sums_output: bool = False
-    """True around a block with outputs that are summed over the ranks: a replicated parameter in it would count
-    twice."""
+    """True around a block with outputs that are summed: a replicated parameter in it would count twice."""
     sums_own_output: bool = False
     """True if a layer with sharded input features sums its own output over the ranks."""
     leaves_partial_output: bool = False

@@ -56,8 +56,7 @@ class IsolatedParallel(TensorParallelLayer):
         return super()._cut(length, size, unit)
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Learn which experts each rank holds: parameters that are cut along dim 0; and whether this one holds
-        anything."""
+        """Learn which experts each rank holds (a cut along dim 0), and whether this one holds anything."""
         self.is_empty = any(0 in shard.local_shape for shard in shards.values())
         layouts = [shard.layout for shard in shards.values() if len(shard.shape) == 3]
         self.experts = next((layout.split for layout in layouts if layout is not None and layout.dim == 0), None)

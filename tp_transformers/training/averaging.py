@@ -137,8 +137,7 @@ class Average:
 
     @torch.no_grad()
     def _finish(self, module: nn.Module) -> None:
-        """At the end of a backward: average the gradients that have not left, of all parameters with a gradient on any
-        copy."""
+        """At the end of a backward: average gradients that have not left, of parameters with one on any copy."""
         self.is_queued = False
         while self._next < len(self._buckets):
             self._send()

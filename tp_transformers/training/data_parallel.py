@@ -45,8 +45,8 @@ def data_parallel(
     and plain tensors alike; a parameter that only some copies used counts as zero on the others.
 
     Ranks that share a model which was loaded with `tp_batch_sharded` count as copies of the modules outside those that
-    gather their batches: it has the mean over all ranks then, and with `shard` it is cut over those of the mesh's later
-    axis and copied over the other.
+    gather their batches: those have the mean over all ranks then, and with `shard` they are cut over those of the
+    mesh's later axis and copied over the other.
 
     With `shard`, FSDP2's `fully_shard` is applied to every decoder layer, then to the model. A DTensor parameter
     becomes a DTensor over both axes, a plain one a `Shard(0)` DTensor of this rank's values over the data-parallel axis

@@ -29,7 +29,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_replicas(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None = None, *, synchronize: bool = False
 ) -> dict[str, float]:
-    """Compare tensors that several ranks of the `tp` axis hold; all ranks have to call it, the ranks of one copy at
+    """Compare tensors that ranks of the `tp` axis share; all ranks have to call it, the ranks of one copy at
     least.
 
     It takes a pass over these values and an all-gather of two numbers a tensor, so call it now and then, such as before

@@ -20,7 +20,7 @@ _MADV_POPULATE_WRITE = 23
 """An advice since Linux 5.14; Python's mmap has no name for it."""
 
 _SLOW = 0.6e-9
-"""Seconds for a byte of huge pages that are slow: small ones take 0.3e-9, huge ones 0.1e-9 or
+"""Limit in seconds a byte for huge pages: small ones take 0.3e-9, huge ones 0.1e-9 or
 2.2e-9."""
 
 _TRIED = 4 << 20

@@ -98,8 +98,7 @@ class _Whole(Expression):
     def __init__(
         self, checkpoint: ShardedCheckpoint, name: str, tensor: WholeTensor, cover: tuple[Piece, ...], *, home: int
     ) -> None:
-        """`cover` says which piece is taken from which file; a tensor that all files hold is taken from that of rank
-        `home`."""
+        """`cover` says which piece comes from which file; a tensor in all files comes from that of rank `home`."""
         self.checkpoint, self.name, self.cover, self.home = checkpoint, name, cover, home
         self.cut_dim = None if tensor.layout is None else tensor.layout.dim
         self.shape, self.dtype = torch.Size(tensor.shape), tensor.dtype

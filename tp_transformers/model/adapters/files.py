@@ -1,5 +1,4 @@
-"""Whole adapters to and from files: as PEFT and transformers write and read them in one process, on the ranks of a
-model."""
+"""Whole adapters to and from files, as PEFT and transformers do in one process, on the ranks of a model."""
 
 from __future__ import annotations
 

@@ -3,10 +3,9 @@
     colwise   x ── A ──f── [B1 | B2] ── beside the base's own part of the output
     rowwise   [x | y] ── [A1 / A2] ──g── B ── beside the base's summed output
 
-Each matrix is a module with a strategy of its own, so gradients, state dicts and `full_tensor` work: gradients, state
-dicts, `full_tensor`. torch tells of every module that becomes part of another; the tuner of peft that takes in a
-tensor-parallel model is given methods of its own, as is the PeftModel around it. Nothing of peft is patched for it, but
-for swaps; see `hotswap`.
+Each matrix is a module with a strategy of its own, so gradients, state dicts and `full_tensor` work. torch tells of
+every module that becomes part of another; the tuner of peft that takes in a tensor-parallel model is given methods of
+its own, as is the PeftModel around it. Nothing of peft is patched for it, but for swaps; see `hotswap`.
 """
 
 from __future__ import annotations

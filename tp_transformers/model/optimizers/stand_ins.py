@@ -157,8 +157,7 @@ def groups_of(stand_ins: Iterable[StandIn]) -> list[tuple[dist.ProcessGroup, tor
 
 @contextmanager
 def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
-    """A block of code; all ranks draw the numbers of the first one in it; those that had another random state get it
-    back."""
+    """Let all ranks draw the numbers of the first one; then those with another random state get it back."""
     groups = groups_of(stand_ins)
     devices = {torch.device("cpu"), *(device for _, device in groups)}
     own = {device: random_state(device) for device in devices}

@@ -92,7 +92,7 @@ def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any
 
 
 class _Exchange:
-    """A block of code; the optimizer has stand-ins in place of parameters in it; `only` these parameters, if given."""
+    """Let an optimizer have stand-ins in place of parameters; `only` these parameters, if given."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from ..rule import UNRULED
 
 @dataclass(frozen=True)
 class BoundPlan:
-    """A plan that is bound to a model: the view of the checks."""
+    """A plan that is bound to a model, as the checks see it."""
 
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]

@@ -1,4 +1,4 @@
-"""Functions of torch on shards: on the values of this rank where it can, else on the full tensor."""
+"""Functions of torch on shards: computed from the values of this rank where they can be, else from full tensors."""
 
 from __future__ import annotations
 
@@ -67,8 +67,7 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def is_for_dtensor(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a DTensor is to compute: it is asked for its kind, or computes with other DTensors, such as
-    activations."""
+    """True if a DTensor is to compute: it is asked for its kind, or meets other DTensors, such as activations."""
     name = name_of(func)
     if name in ATTRIBUTES and name not in SHAPES:
         return False

@@ -156,8 +156,7 @@ WATCHERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def memory_of(tensor: Any) -> tuple[Any, ...]:
-    """A key of the memory of a shard, also of one without values: tensors that share it have the same, on every
-    rank."""
+    """A key of a shard's memory, the same on a rank for all tensors that share it, also without values."""
     local = local_values(tensor)
     return local.untyped_storage()._cdata, local.storage_offset(), local.numel()
 

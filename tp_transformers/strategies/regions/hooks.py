@@ -43,7 +43,7 @@ WidthsOf = Callable[[str, Tensor, DeviceMesh], Widths | None]
 def gather_around_hooks(base: nn.Module, name: str, widths_of: WidthsOf, mesh: DeviceMesh) -> None:
     """Let hooks of users see complete sequences on the modules of `base` that are given parts.
 
-    `name` is that of `base`. `widths_of` returns the lengths of the parts; a module has one; None for a whole.
+    `name` is that of `base`. `widths_of` returns the lengths of the parts, one for each rank; None for a whole.
     """
     for path, module, in_mixture in _between_blocks(base, name):
         sides = _Sides(module, path, widths_of, mesh)
