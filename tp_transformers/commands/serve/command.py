@@ -42,17 +42,12 @@ def check(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal, or until a rank fails; returns the exit code of the first rank that failed.
 
-    Raises UsageError for a model that is not there, an option that the server does not know and a port in use, before
-    anything is loaded.
+    Raises UsageError where the port is in use. The ranks refuse a model that is not there, and options that the server
+    does not know, before they load anything.
     """
     check(arguments)
     for each in bound(*address(arguments.options)):
         each.close()
-    from ...anatomy.classes import read_config  # here, since they import transformers
-    from .rank import read_options
-
-    asked = read_options(arguments.model, arguments.options).params
-    read_config(arguments.model, trust_remote_code=asked["trust_remote_code"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks end, too
     program = ["-m", f"{__package__}.rank", arguments.model, *arguments.options]
     # Ctrl-C ends the ranks through this process: each by itself would print where it was.

@@ -23,6 +23,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBGenerateManager
 
+from ...anatomy.classes import read_config
 from ...errors import TensorParallelError, UsageError
 from ...loading.hook import enable
 from ...patches import replace
@@ -119,10 +120,10 @@ def main(arguments: Sequence[str]) -> int:
     asked = read_options(name, options)
     is_first = os.environ["RANK"] == "0"
     sockets = bound(asked.params["host"], asked.params["port"]) if is_first else []  # before a load, which takes long
+    where = {"trust_remote_code": asked.params["trust_remote_code"]}
+    read_config(name, **where)  # it refuses in our words
     enable()
-    model = AutoModelForCausalLM.from_pretrained(
-        name, tp_plan="auto", trust_remote_code=asked.params["trust_remote_code"]
-    )
+    model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto", **where)
     if not is_first:
         return follow(model)
     serve(model, name, asked, sockets)
