@@ -6,7 +6,8 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,16 +128,27 @@ class Timed:
             dist.barrier()
         if self.rests:
             return 0.0  # it sleeps in the next barrier
+        with self.cores():
+            self.start()
+            what(self)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            return float((time.perf_counter, time.process_time)[not self.job.store]() - self.began)
+
+    @contextmanager
+    def cores(self) -> Iterator[None]:
+        """Compute with the cores of this side; torch.compile compiles again for another number."""
         threads = torch.get_num_threads()
-        if self.is_alone:
-            torch.set_num_threads(self.job.cores)
-        self.start()
-        what(self)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        taken = (time.perf_counter, time.process_time)[not self.job.store]() - self.began
+        torch.set_num_threads(self.job.cores if self.is_alone else threads)
+        yield
         torch.set_num_threads(threads)
-        return float(taken)
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Compute without torch.compile."""
+        call, self.call = self.call, self.model
+        yield
+        self.call = call
 
 
 SCENARIOS: dict[str, Callable[[Timed], None]] = {
@@ -203,8 +215,10 @@ def main() -> None:
         for side, timed in sides.items():
             if timed.rests:
                 continue
-            what(timed)  # compiles, and fills caches
-            with Collectives() as seen:
+            with timed.cores():
+                what(timed)  # compiles, and fills caches
+                what(timed)
+            with timed.eager(), Collectives() as seen:
                 what(timed)
             result["collectives"].setdefault(name, {})[side] = seen.counts
             if job.device == "cuda":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_transformers
 from tests.support.architectures import (
@@ -185,3 +187,25 @@ def trained_by_inductor(folder: str) -> float:
 def test_inductor_trains_plain_shards(pool: Pool, cases: Any) -> None:
     """Its kernels are called with the parameters themselves, which compute as full tensors anywhere else."""
     assert max(pool.run(2, trained_by_inductor, cases(9, 3).folder)) < 1e-4  # fp32 sums in another order
+
+
+def compiled_beyond_the_limit(folder: str) -> float:
+    """Run on every rank: the largest relative difference to one process's logits, of prompts in many lengths.
+
+    Beyond the limit, torch.compile leaves the model's forward to Python, and compiles the functions that it calls.
+    """
+    model, alone = load_both(folder)
+    torch._dynamo.reset()
+    forward, differences = torch.compile(model), []
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=3):
+        for length in range(1, 3 * PROMPTS.shape[1]):
+            ids = PROMPTS.repeat(1, 3)[:, :length]
+            with CommDebugMode() if length % 2 else nullcontext():
+                logits = forward(ids).logits
+            differences.append(relative(logits, alone(ids).logits))
+    return max(differences)
+
+
+@pytest.mark.slow
+def test_collectives_outside_of_graphs_are_not_compiled(pool: Pool, cases: Any) -> None:
+    assert max(pool.run(2, compiled_beyond_the_limit, cases(9, 3).folder)) < LOGITS_TOLERANCE

@@ -3,7 +3,8 @@
 The way from `torch.distributed.all_reduce` to the backend passes the dispatcher, which takes longer in a decode step
 than all else that a layer has beside its arithmetic. So the backend is called itself, as the dispatcher's kernel does.
 Where a dispatch mode listens (`CommDebugMode`, `FakeTensorMode`), torch.distributed is called. torch.compile sees
-functional collectives, which it reorders, and fuses with the matrix products around them.
+functional collectives, which it reorders, and fuses with the matrix products around them. Where it leaves a caller to
+Python, it leaves the collective, too (`untraced`): compiled by itself, the steps in shared memory would go wrong.
 
 CPU tensors of ranks that share memory go through it, under torch.compile by operators of our own. Where a dispatch mode
 listens on some ranks alone, these tell the others in the memory, and all call torch.distributed.
@@ -32,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UnsupportedError
 from ..marks import untyped
+from ..torch_api import untraced
 from .shared_memory.interface import MAX as MAX
 from .shared_memory.interface import SUM as SUM
 from .shared_memory.interface import Transport
@@ -76,6 +78,7 @@ def refuse_transforms() -> None:
         )
 
 
+@untraced
 def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = SUM) -> None:
     """Sum `x` over the ranks in place, or take its maximum; nothing where there is one, or no group."""
     if group is None or group.size() == 1:
@@ -95,6 +98,7 @@ def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = SUM
         work.wait()
 
 
+@untraced
 def all_reduced(x: Tensor, group: Group) -> Tensor:
     """The sum of `x` over the ranks, as a functional collective: a dispatch mode may keep any tensor that it sees."""
     memory = _memory(group, x)
@@ -104,6 +108,7 @@ def all_reduced(x: Tensor, group: Group) -> Tensor:
     return total
 
 
+@untraced
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """The `x: (n, ...)` of all ranks, (ranks * n, ...); `x` itself where there is one."""
     if group.size() == 1:
@@ -124,6 +129,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     return whole
 
 
+@untraced
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """This rank's rows, (n, ...), of the sum of all ranks' `x: (ranks * n, ...)`; `x` itself where there is one."""
     if group.size() == 1:
@@ -144,6 +150,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return own
 
 
+@untraced
 def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """Send `sent[rank]` rows of `x: (sum of sent, ...)` to every rank, and receive `received[rank]` rows, in order."""
     if torch.compiler.is_dynamo_compiling() and _has_operators(x, group):
@@ -155,6 +162,7 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: G
     return arrived
 
 
+@untraced
 def broadcast(x: Tensor, group: Group | None, source: int) -> None:
     """Give `x`, in place, the values of rank `source` of the group; nothing where there is one, or no group."""
     if group is None or group.size() == 1:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import MeshError, RemoteRankError, TensorParallelError, error_text
 from ..marks import Mark
+from ..torch_api import untraced
 from .environment import local_size, node_name
 from .messages import exchange
 from .shared_memory.joining import memory_of
@@ -97,6 +98,7 @@ class TensorParallelGroup:
         """
         return self.everywhere(lambda: value)
 
+    @untraced
     def _gather(self, value: Any) -> list[Any]:
         """The `value` of every rank, in one collective."""
         if self.size == 1 or self.process_group is None:
