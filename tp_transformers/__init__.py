@@ -15,7 +15,6 @@ from .logs import read_environment
 
 if TYPE_CHECKING:
     from .checkpoint.reading.distributed import load_distributed_checkpoint
-    from .checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
     from .checkpoint.saving.sharded import save_sharded
     from .checkpoint.saving.sharded_checkpoint import verify_sharded
     from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from .strategies.shards.shard import full_tensor, local_tensor
     from .strategies.shards.slicing import get_packed_weights, get_tensor_shard
     from .training.data_parallel import data_parallel
+    from .training.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
     from .training.partition import Partition, partition
     from .training.replicas import check_replicas
 
@@ -93,7 +93,7 @@ __all__ = [
 
 _HOMES = {
     "checkpoint.reading.distributed": "load_distributed_checkpoint",
-    "checkpoint.saving.dcp": "load_optimizer_state_dict optimizer_state_dict",
+    "training.optimizer_state": "load_optimizer_state_dict optimizer_state_dict",
     "checkpoint.saving.sharded": "save_sharded",
     "checkpoint.saving.sharded_checkpoint": "verify_sharded",
     "errors": "CheckpointError MeshError PlanError RemoteRankError TensorParallelError UnsupportedError",

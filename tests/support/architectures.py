@@ -47,7 +47,7 @@ from tests.support.models import (
     save_as_loaded,
     save_reference,
 )
-from tp_transformers.infer.small.model import computing_in, convert
+from tp_transformers.small_models.model import computing_in, convert
 
 Variant = tuple[int, int]
 """(query heads, KV heads)."""

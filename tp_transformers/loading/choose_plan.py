@@ -125,7 +125,7 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ChangedPlan | NamedPlan | s
 
 def _infer(model: PreTrainedModel, size: int) -> dict[str, Any]:
     """The data of a plan that is inferred for `model`, which is told of."""
-    from ..infer.suggestion import suggest  # few need it
+    from ..plan_search.suggestion import suggest  # few need it
 
     size = max(2, size)
     suggestion = suggest(model.config, size=size, cls=type(model))

@@ -17,13 +17,13 @@ from transformers.utils import logging as transformers_logging
 from ..anatomy.names import tied_parameters, untie
 from ..checkpoint.conversion.convert import dtype_policy
 from ..checkpoint.quantization.members import PACKED_CHECKPOINT
-from ..checkpoint.quantization.packed import hold_packed
 from ..checkpoint.reading.memory import empty
 from ..checkpoint.reading.prefetch import prefetch
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.reading.sameness import check_same_files
 from ..logs import get_logger
 from ..marks import untyped
+from ..model.packed_forward import hold_packed
 from ..plans.bind import Resolution
 from ..ranks import direct
 from ..ranks.group import TensorParallelGroup

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..patches import Patch, replace
 from ..ranks import direct
 from ..strategies import SHARD, local_tensor, settle_gradient, shard_of
-from ..strategies.shards.scaler import with_gradient
+from .grad_scaler import with_gradient
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import local_tensor, whole_like
 from ..strategies.parameters.tensors import ASSIGNED_VALUES, FULL_BYTES
-from ..strategies.shards.scaler import SHARED_INFINITIES
 from .adapters.files import load_adapter, save_adapter
 from .adapters.hotswap import HOT_SWAPS
 from .adapters.inject import WATCH_ADAPTERS
@@ -29,6 +28,7 @@ from .clip import WHOLE_NORMS
 from .continuous_batching import OWN_CACHE
 from .failures import WatchedModel, fail_together
 from .generate import TensorParallelGeneration
+from .grad_scaler import SHARED_INFINITIES
 from .kernels import check_kernels
 from .optimizers.step import STEPS_ON_SHARDS
 from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings

@@ -1,8 +1,8 @@
 """Strategies: how one module is cut over the ranks, and the communication of its forward. See README.md."""
 
-from .attach import LocalConfig, attach, begun_forward, block_of, join_layers, wrap_forward
 from .base import STRATEGY, TensorParallelLayer, cut_module
 from .experts import IsolatedParallel, MoEExpertsParallel
+from .forward.attach import LocalConfig, attach, begun_forward, block_of, join_layers, wrap_forward
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import GatherParallel
 from .mixers.reading import mix_locally

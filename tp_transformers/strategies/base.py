@@ -20,8 +20,8 @@ from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import join
 from ..slices.layout import Layout, Split
 from ..slices.lazy import LazyTensor
-from .attach import attach
-from .communication import Communication, Placements, only
+from .forward.attach import attach
+from .forward.communication import Communication, Placements, only
 from .shards.shard import ParamShard, shard_of
 from .shards.slicing import split_of, take
 from .shards.trace import traced_layout

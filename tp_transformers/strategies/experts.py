@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from ..slices.layout import Split
-from .attach import LocalConfig
 from .base import TensorParallelLayer
+from .forward.attach import LocalConfig
 from .local import to_local
 from .shards.shard import ParamShard
 

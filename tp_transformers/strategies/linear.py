@@ -14,11 +14,11 @@ from ..anatomy.linears import embeds_states, features, is_transposed
 from ..errors import PlanError
 from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from ..slices.layout import Layout, Split, even_widths
-from .attach import forward_of
 from .base import TensorParallelLayer
-from .communication import as_sharded, only
+from .forward.attach import forward_of
+from .forward.communication import as_sharded, only
+from .forward.short_forwards import own_rows
 from .replicate import ReplicateParallel
-from .shards.forwards import own_rows
 from .shards.slicing import take
 
 LAST = -1

@@ -25,8 +25,6 @@ from .loss.head import LossColwiseParallel, LossParallel
 from .mixers.channelwise import ChannelwiseParallel
 from .mixers.gated_norm import GatedNormParallel
 from .mixers.inner import InnerRowwiseParallel
-from .mixers.products import ShardedProductsParallel
-from .mixers.sharded_moments import ShardedMomentsParallel
 from .regions.exchange import SequenceExpertsParallel
 from .regions.sequence import (
     SequenceGatherParallel,
@@ -37,7 +35,9 @@ from .regions.sequence import (
     SequenceWholeParallel,
 )
 from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
+from .sharded_moments import ShardedMomentsParallel
 from .sharded_norm import ShardedNormParallel
+from .sharded_products import ShardedProductsParallel
 from .styles import as_strategy, registered_by_user
 
 BUILT_IN: dict[str, TensorParallelLayer] = {

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..anatomy.norms import epsilon, is_rms_norm
 from ..ranks.collectives import copy_to_region, reduce_from_region
-from .attach import forward_of
 from .base import TensorParallelLayer
+from .forward.attach import forward_of
 from .linear import LAST
 from .shards.shard import ParamShard
 

@@ -10,11 +10,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from ..checkpoint.reading.distributed import load_distributed_checkpoint
-from ..checkpoint.saving.dcp import load_optimizer_state_dict, optimizer_state_dict
 from ..errors import CheckpointError
 from ..logs import get_logger
 from ..model.parallelize import is_tensor_parallel
 from ..ranks.random_state import random_states, set_random_states
+from .optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from .replicas import check_replicas
 
 logger = get_logger(__name__)

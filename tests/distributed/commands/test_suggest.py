@@ -14,8 +14,8 @@ from tests.support.models import load, relative
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.unplanned import CONFIGS, DBRX_RUNS, unplanned
-from tp_transformers.infer.small import model as probe
-from tp_transformers.infer.suggestion import suggest
+from tp_transformers.plan_search.suggestion import suggest
+from tp_transformers.small_models import model as probe
 
 pytestmark = pytest.mark.distributed
 

@@ -35,8 +35,8 @@ from tp_transformers.commands import cli
 from tp_transformers.commands.verify import rank as rank_module
 from tp_transformers.commands.verify import verify
 from tp_transformers.commands.verify.verify import Verdict
-from tp_transformers.infer.small.config import meta_model
 from tp_transformers.ranks.collectives import reduce_from_region
+from tp_transformers.small_models.config import meta_model
 from tp_transformers.strategies.loss.head import LossParallel
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,7 @@ import tp_transformers
 from tests.support.models import PROMPTS, VOCAB, load, relative
 from tests.support.pool import Pool
 from tp_transformers.commands.verify.differences import GRADIENT_TOLERANCE, gradient_errors
-from tp_transformers.infer.small import model as probe
+from tp_transformers.small_models import model as probe
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ from tests.support.architectures import compare, in_float64
 from tests.support.models import MASK, PROMPTS, VOCAB, Case, load, read_folder, save_as_loaded, save_reference
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tp_transformers.infer.small.model import computing_in
+from tp_transformers.small_models.model import computing_in
 
 pytestmark = pytest.mark.distributed
 

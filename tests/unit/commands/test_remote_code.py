@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from tests.support.remote_code import split_by_own_widths, with_code
 from tp_transformers.anatomy.classes import own_class
 from tp_transformers.commands import cli
-from tp_transformers.infer.suggestion import suggest
+from tp_transformers.plan_search.suggestion import suggest
 
 COMMANDS = {
     "plan": ["--tp-size", "2", "--plan", "infer"],

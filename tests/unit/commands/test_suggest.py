@@ -18,7 +18,7 @@ from tp_transformers.anatomy.names import is_inside
 from tp_transformers.commands import cli
 from tp_transformers.commands.suggest.prove import prove
 from tp_transformers.commands.verify.verify import Verdict
-from tp_transformers.infer.suggestion import suggest
+from tp_transformers.plan_search.suggestion import suggest
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.rules import Plan
 from tp_transformers.plans.shares import largest_share

@@ -7,29 +7,18 @@ values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
-from ...errors import UnsupportedError
 from ...slices.layout import Piece
 from ...strategies import ParamShard, local_tensor
 from ...strategies.parameters.sharded import as_shard, local_values
 from ...strategies.parameters.tensors import ShardTensor
-
-if TYPE_CHECKING:
-    from torch import nn
-
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class LocalShard(ShardTensor):
@@ -122,49 +111,3 @@ def laid_out(local: Tensor, param: Tensor) -> Tensor:
         layout: dict[str, Any] = {"shape": param.shape, "stride": param.stride(), "run_check": False}
         return DTensor.from_local(local, param.device_mesh, param.placements, **layout)
     return local
-
-
-def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of `optimizer` by the names of `model`'s parameters, for torch.distributed.checkpoint at any size.
-
-    It is `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, flattened, since how parameters are
-    grouped differs with the number of ranks. The state of parameters that are plain tensors knows its place too.
-    `load_optimizer_state_dict` gives it back.
-
-    Raises UnsupportedError where a state is no tensor and no number (GaLore's projectors, bitsandbytes' states).
-    """
-    _check_values(optimizer)
-    params = dict(model.named_parameters(remove_duplicate=False))
-    state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=_FLAT)}
-    for key, value in state.items():
-        param = params.get(_name(key))
-        if isinstance(value, Tensor) and param is not None:
-            state[key] = placed(value, param)
-    return state
-
-
-def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give `optimizer` back the result of `optimizer_state_dict`, as torch.distributed.checkpoint has filled it."""
-    params = dict(model.named_parameters(remove_duplicate=False))
-    values: dict[str, Any] = {
-        key: laid_out(value.plain(), params[_name(key)]) if isinstance(value, LocalShard) else value
-        for key, value in state.items()
-    }
-    set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
-
-
-def _check_values(optimizer: torch.optim.Optimizer) -> None:
-    for state in optimizer.state_dict()["state"].values():
-        for name, value in state.items():
-            if not isinstance(value, Tensor | int | float):
-                raise UnsupportedError(
-                    f"optimizer_state_dict of {type(optimizer).__name__}",
-                    got=f"a state {name} of type {type(value).__name__}",
-                    expected="tensors and numbers",
-                    fix="Save optimizer.state_dict() by torch.save, a file for each rank, for as many ranks.",
-                )
-
-
-def _name(key: str) -> str:
-    """The parameter's NAME in `state.NAME.exp_avg`, a key of a flat optimizer state."""
-    return key.removeprefix("state.").rpartition(".")[0]

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.conversion.convert import Conversion
 from ...checkpoint.quantization.members import PACKED_CHECKPOINT, Members, beside, member_layouts, place_members
-from ...checkpoint.quantization.packed import hold_packed
 from ...loading.load import owner_of
 from ...loading.request import LoadRequest, packing
+from ...model.packed_forward import hold_packed
 from ...plans.bind import Resolution
 from ...ranks.group import TensorParallelGroup
 from ...slices.composed import reshaped

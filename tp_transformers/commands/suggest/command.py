@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from ...anatomy.classes import own_class, read_config
-    from ...infer.suggestion import suggest
+    from ...plan_search.suggestion import suggest
     from ...plans.catalogue import available_plans
     from ...plans.rules import Plan
     from .prove import prove

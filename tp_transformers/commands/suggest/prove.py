@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from ...errors import TensorParallelError
-from ...infer.suggestion import Suggestion
+from ...plan_search.suggestion import Suggestion
 from ..verify.verify import Verdict, verify
 
 TRIES = 4

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...anatomy.names import base_prefix, fold_layers, names_around
-from ...infer.small.trace import Call, Trace
 from ...plans.bind import Resolution
 from ...plans.rule import UNRULED, Rule
 from ...slices.layout import Layout, Split, even
+from ...small_models.trace import Call, Trace
 from ...strategies import take
 
 # A model that cannot compute in fp64 sums in fp32 in another order; the tests of architectures allow as much.

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ...errors import error_text
-from ...infer.small import model as probe
 from ...loading.hook import enable
 from ...ranks.group import TP_AXIS
+from ...small_models import model as probe
 from ...strategies import STRATEGIES, full_tensor
 from .differences import GRADIENT_TOLERANCE, gradient_errors
 

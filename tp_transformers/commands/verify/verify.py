@@ -25,16 +25,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...anatomy.classes import model_class, own_class, read_config
 from ...checkpoint.quantization.find import take_quantization
 from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError, describe
-from ...infer.small import model as probe
-from ...infer.small.config import meta_model, one_line, shrink, supported
-from ...infer.small.inputs import untried
-from ...infer.suggestion import suggest
 from ...loading.choose_plan import NamedPlan, auto_plan, read_plan
+from ...plan_search.suggestion import suggest
 from ...plans.bind import Resolution, resolve
 from ...plans.catalogue import available_plans
 from ...plans.rules import Plan
 from ...plans.shares import check_layers_are_cut
 from ...ranks.launch import torchrun
+from ...small_models import model as probe
+from ...small_models.config import meta_model, one_line, shrink, supported
+from ...small_models.inputs import untried
 from ...strategies import STRATEGIES
 from ...strategies.registry import BUILT_IN
 from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, relative

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate
 
 from ...ranks.collectives import gather_from_region
 from ...ranks.group import TensorParallelGroup
-from ..attach import forward_of
 from ..base import TensorParallelLayer
+from ..forward.attach import forward_of
 from ..linear import ColwiseParallel
 from ..replicate import ReplicateParallel
 from .cross_entropy import CausalLMLoss

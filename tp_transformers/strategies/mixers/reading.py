@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...anatomy.mixers import first_long_dim
 from ...slices.layout import Layout, Split
-from ..attach import argument_names, wrap_forward
-from ..shards.forwards import Forwarder
+from ..forward.attach import argument_names, wrap_forward
+from ..forward.short_forwards import Forwarder
 from ..shards.shard import ParamShard
 from ..shards.slicing import take
 

@@ -29,8 +29,8 @@ from ...anatomy.names import CACHES
 from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
 from ...ranks.collectives import Group, all_gather_uneven, scale_gradient, scatter_to_region
 from ...ranks.group import agreed
-from ..attach import forward_of
 from ..base import TensorParallelLayer
+from ..forward.attach import forward_of
 from .region import Widths, in_backward
 
 BATCH = 0

@@ -19,8 +19,8 @@ from ...ranks.collectives import (
     reduce_scatter_from_region,
     scale_gradient,
 )
-from ..attach import Forward, forward_of
 from ..base import TensorParallelLayer
+from ..forward.attach import Forward, forward_of
 from ..linear import LAST, ColwiseParallel, RowwiseParallel
 from ..local import to_local
 from .batch import BATCH, Batch, batch_of

@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 from ...anatomy.linears import holds_experts
 from ...ranks.collectives import exchange_counts, exchange_rows, scale_gradient
 from ...slices.layout import Split
-from ..attach import forward_of
 from ..experts import IsolatedParallel, MoEExpertsParallel
+from ..forward.attach import forward_of
 from ..local import to_local
 from .batch import exchange_samples
 from .sequence import exchange_parts

@@ -23,8 +23,8 @@ from ...logs import get_logger
 from ...marks import untyped
 from ...ranks.collectives import gather_from_region, scatter_to_region
 from ...ranks.group import agreed
-from ..attach import argument_names
 from ..base import STRATEGY
+from ..forward.attach import argument_names
 from .region import SEQUENCE, Widths
 
 logger = get_logger(__name__)

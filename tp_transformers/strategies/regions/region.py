@@ -24,8 +24,8 @@ from ...ranks.collectives import (
     scatter_to_region,
 )
 from ...ranks.group import agreed
-from ..attach import Forward, forward_of
 from ..base import TensorParallelLayer
+from ..forward.attach import Forward, forward_of
 from ..local import to_local
 from .regather import saving_part
 

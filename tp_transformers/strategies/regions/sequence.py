@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...ranks.collectives import Group, gather_from_region, scatter_to_region
 from ...slices.layout import chunked, even_widths
-from ..attach import Forward, forward_of
 from ..base import TensorParallelLayer
-from ..communication import as_sharded
+from ..forward.attach import Forward, forward_of
+from ..forward.communication import as_sharded
 from .hooks import gather_around_hooks, tell_of_global_hooks
 from .regather import remember
 from .region import SEQUENCE, GatherMixin, RegionBlock, Widths, all_lengths, in_backward

@@ -17,11 +17,11 @@ from ...ranks.collectives import copy_shared, copy_to_region
 from ...ranks.group import TP_AXIS, TensorParallelGroup
 from ...ranks.watch import watched_ranks
 from ...slices.layout import Layout, Range, Shared, chunked
+from ..forward.views import local_view
 from ..parameters.sharded import own_values
 from ..parameters.tensors import HAS_LOCAL, ShardDTensor, plain_parameter
 from .gather import on_all, on_first
 from .slicing import take
-from .views import local_view
 
 
 @dataclass(frozen=True, eq=False)

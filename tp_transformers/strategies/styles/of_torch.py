@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ...anatomy.linears import embeds_states
-from ..communication import only
+from ..forward.communication import only
 from ..shards.shard import ParamShard
 from .style import StyleParallel, is_features
 

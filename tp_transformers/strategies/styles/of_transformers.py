@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ...errors import error_text
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
-from ..attach import wrap_forward
-from ..communication import only
-from ..shards.forwards import Forwarder
+from ..forward.attach import wrap_forward
+from ..forward.communication import only
+from ..forward.short_forwards import Forwarder
 from ..shards.shard import ParamShard
 from ..shards.trace import outline_mesh
 from .style import StyleParallel, is_features

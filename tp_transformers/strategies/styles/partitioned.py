@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...slices.lazy import LazyTensor
 from ..base import TensorParallelLayer
-from ..communication import as_inputs
+from ..forward.communication import as_inputs
 
 
 class PartitionedStyle(TensorParallelLayer):

@@ -22,12 +22,12 @@ from ..plans.attention_heads import AttentionHeads
 from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
 from ..plans.shares import shares
+from ..small_models import model as probe
+from ..small_models.config import meta_model, shrink, supported
 from .block import Block
 from .blocks import find_blocks
 from .reach import Flow, flow_of
 from .rehearsal import misfit
-from .small import model as probe
-from .small.config import meta_model, shrink, supported
 
 WIDTH = 120
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
-from ...patches import Patch, replace
-from ...ranks import direct
-from .shard import local_tensor, settle_gradient, shard_of
+from ..patches import Patch, replace
+from ..ranks import direct
+from ..strategies.shards.shard import local_tensor, settle_gradient, shard_of
 
 Found = dict[torch.device, Tensor]
 """For each device, a number above 0 where a gradient there is not finite."""

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..copies import copied_only
-from ..ranks.collectives import Group, copy_to_region
-from ..slices.layout import Split
-from .shards.block import Block
-from .shards.shard import ParamShard
+from ...copies import copied_only
+from ...ranks.collectives import Group, copy_to_region
+from ...slices.layout import Split
+from ..shards.shard import ParamShard
+from .block import Block
 
 Placements = Sequence[Placement] | Placement | None
 

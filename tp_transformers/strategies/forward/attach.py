@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize
 
-from ..marks import untyped
-from ..slices.layout import even_widths
+from ...marks import untyped
+from ...slices.layout import even_widths
+from ..parameters.tensors import ShardTensor
+from ..shards.shard import ParamShard
+from .block import Block
 from .communication import Communication
-from .parameters.tensors import ShardTensor
-from .shards.block import Block
-from .shards.forwards import Forwarder, forward_of_embedding, forward_of_linear
-from .shards.shard import ParamShard
+from .short_forwards import Forwarder, forward_of_embedding, forward_of_linear
 
 
 def attach(

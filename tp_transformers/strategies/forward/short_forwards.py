@@ -14,9 +14,9 @@ from torch.nn.functional import embedding, linear
 
 from ...ranks import direct
 from ...slices.layout import Split
-from ..communication import Communication
 from ..parameters.tensors import HAS_LOCAL
-from .shard import ParamShard
+from ..shards.shard import ParamShard
+from .communication import Communication
 
 Forwarder = Callable[..., Any]
 """The forward of a module, which it takes first."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.norms import is_of_norm_or_bias
+from ..anatomy.norms import is_of_norm_or_bias
 from .inputs import ORDINARY_IDS, Asked, Medium, about, candidates, media
 from .trace import Trace, traced
 

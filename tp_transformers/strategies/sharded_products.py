@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from ...ranks.collectives import Group, copy_to_region, reduce_from_region
-from ..attach import block_of, wrap_forward
-from ..base import TensorParallelLayer
-from ..shards.forwards import Forwarder
-from ..shards.shard import ParamShard
+from ..ranks.collectives import Group, copy_to_region, reduce_from_region
+from .base import TensorParallelLayer
+from .forward.attach import block_of, wrap_forward
+from .forward.short_forwards import Forwarder
+from .shards.shard import ParamShard
 
 
 class ShardedProductsParallel(TensorParallelLayer):

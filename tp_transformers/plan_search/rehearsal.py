@@ -20,8 +20,8 @@ from ..errors import error_text, shorten
 from ..plans.attention_heads import count_heads
 from ..plans.bind import Resolution
 from ..slices.layout import Layout
+from ..small_models.trace import Trace, traced
 from ..strategies.shards.slicing import take
-from .small.trace import Trace, traced
 
 TOLERANCE = 1e-3
 """Relative error of the features of a rank in fp32, which are those of the whole model up to rounding."""

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from ...ranks.collectives import Group, copy_to_region, reduce_from_region
-from ...slices.layout import even_widths
-from ..attach import wrap_forward
-from ..base import TensorParallelLayer
-from ..linear import LAST
-from ..shards.forwards import Forwarder
-from ..shards.shard import ParamShard
+from ..ranks.collectives import Group, copy_to_region, reduce_from_region
+from ..slices.layout import even_widths
+from .base import TensorParallelLayer
+from .forward.attach import wrap_forward
+from .forward.short_forwards import Forwarder
+from .linear import LAST
+from .shards.shard import ParamShard
 
 
 class ShardedMomentsParallel(TensorParallelLayer):

@@ -1,0 +1,79 @@
+"""The forward of a module with packed weights: decoded before it, and dropped after it.
+
+A backward that needs a weight decodes it again. The module's parameter is a placeholder on the meta device: its shape,
+dtype and shard are those of the weight, and it has no values. In the forward, the decoded weight stands in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.quantization.packed import PACKED, HeldWeight
+from ..marks import untyped
+from ..strategies import SHARD
+from ..strategies.forward.attach import wrap_forward
+from ..strategies.forward.short_forwards import Forwarder
+
+
+def hold_packed(module: nn.Module, name: str, weight: HeldWeight) -> None:
+    """Let the parameter `name` of a module, on the meta device, be decoded for each forward."""
+    shard = SHARD.of(module._parameters[name])
+    placeholder = shard.wrap(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), requires_grad=False)
+    untyped(placeholder)._is_hf_initialized = True
+    module._parameters[name] = placeholder
+    packed = PACKED.find(module)
+    if packed is None:
+        PACKED.put(module, {name: weight})
+        wrap_forward(module, _with_weights)
+    else:
+        packed[name] = weight
+
+
+def _with_weights(call: Forwarder) -> Forwarder:
+    """The forward of a module with its weights decoded."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        packed = PACKED.of(module)
+        placeholders = {name: module._parameters[name] for name in packed}
+        storages = {}
+        for name, weight in packed.items():
+            decoded = weight.decoded()
+            storages[decoded.untyped_storage()._cdata] = weight
+            module._parameters[name] = SHARD.of(placeholders[name]).wrap(decoded, requires_grad=False)
+        try:
+            with _decoded_again(storages):
+                return call(module, *args, **kwargs)
+        finally:
+            module._parameters.update(placeholders)
+
+    return forward
+
+
+@contextmanager
+def _decoded_again(storages: Mapping[int, HeldWeight]) -> Iterator[None]:
+    """Let a backward decode the weights in those `storages` once more, so that none is kept for it.
+
+    Where something else already keeps tensors for the backward, as activation checkpoints do, it does so with these.
+    """
+    if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        yield
+        return
+
+    def keep(tensor: torch.Tensor) -> Any:
+        weight = storages.get(tensor.untyped_storage()._cdata)
+        return tensor if weight is None else (weight, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def take(kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        weight, *place = kept
+        decoded: torch.Tensor = weight.decoded()
+        return decoded.as_strided(*place)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, take):
+        yield
