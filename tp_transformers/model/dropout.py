@@ -30,6 +30,7 @@ from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
 from ..strategies import TensorParallelLayer, block_of
 from ..strategies.regions.sequence import is_cut
+from ..strategies.signature import FEATURES
 
 _STEP = 0x9E3779B97F4A7C15
 """Between the seeds of neighbouring ranks: 2**64 by the golden ratio."""
@@ -76,7 +77,9 @@ class OwnRandomness:
             return
         children = list(module.children())
         self.children = WeakSet(children)
-        on_parts = any(strategy is not None and strategy.joins_sequence for strategy in map(_strategy, children))
+        on_parts = any(
+            strategy is not None and strategy.signature.joins_sequence for strategy in map(_strategy, children)
+        )
         for child in children:
             strategy = _strategy(child)
             if child in self.hooked or (strategy is None and not on_parts):
@@ -84,12 +87,12 @@ class OwnRandomness:
             self.hooked.add(child)
             if strategy is None:
                 child.register_forward_pre_hook(self.enter_part)
-            elif strategy.joins_sequence:
+            elif strategy.signature.joins_sequence:
                 child.register_forward_pre_hook(self.leave)
                 child.register_forward_hook(self.enter_part)
-            elif strategy.takes_sharded_input:
+            elif strategy.signature.takes is FEATURES:
                 child.register_forward_pre_hook(self.leave)
-            elif strategy.leaves_sharded_output:
+            elif strategy.signature.leaves is FEATURES:
                 child.register_forward_hook(self.enter_after)
                 if "tp_strategy" not in child.__dict__:  # an adapter, which may drop some of its own, whole, input
                     child.register_forward_pre_hook(self.leave)

@@ -16,7 +16,15 @@ from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
 from ..plans.shares import check_layers_are_cut
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import LocalConfig, ParamShard, TensorParallelLayer, attach, join_layers, mix_locally
+from ..strategies import (
+    LocalConfig,
+    ParamShard,
+    TensorParallelLayer,
+    attach,
+    join_layers,
+    mix_locally,
+)
+from ..strategies.signature import FEATURES
 from .attentions import return_whole_attentions
 from .dropout import OwnRandomness, SharedRandomness
 from .state_dict import keep_state
@@ -96,14 +104,16 @@ def parallelize(
             mix_locally(model.get_submodule(name), read, mixer.splits, mixer.states, group.rank)
         return_whole_attentions(model, resolution.attention, group)
         for name in dict.fromkeys(
-            name if strategy.draws_between_products else name.rpartition(".")[0]
+            name if strategy.signature.computes_locally else name.rpartition(".")[0]
             for name, strategy in resolution.module_strategies.items()
-            if strategy.leaves_sharded_output or strategy.joins_sequence or strategy.draws_between_products
+            if strategy.signature.leaves is FEATURES
+            or strategy.signature.joins_sequence
+            or strategy.signature.computes_locally
         ):
             join_layers(model.get_submodule(name))
             OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
         for name, strategy in resolution.module_strategies.items():
-            if strategy.draws_alike:  # after what is inside: its own states begin in the shared one
+            if strategy.signature.gathers_batch:  # after what is inside: its own states begin in the shared one
                 SharedRandomness(group).attach(model.get_submodule(name))
 
     # 5. The model knows that it is tensor-parallel, and so do modules around it.

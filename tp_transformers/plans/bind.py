@@ -23,6 +23,7 @@ from ..strategies import (
     TensorParallelLayer,
     style_hint,
 )
+from ..strategies.signature import FEATURES
 from .attention_heads import AttentionCut, AttentionHeads
 from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
 from .checks.widths import misfits
@@ -178,8 +179,7 @@ class _Resolver:
         matched: dict[str, Rule] = {}
         for rule in rules:
             for name in rule.match(names, self.prefix):
-                left_out = rule.optional and isinstance(names[name], nn.Identity)  # by the config, with few exceptions
-                if left_out and not (rule.instance is not None and rule.instance.is_for_identity):
+                if rule.optional and rule.instance is not None and not rule.instance.applies_to(names[name]):
                     continue
                 if name in matched:
                     self.faults.append(f"{name}: two rules match it, {matched[name].pattern} and {rule.pattern}")
@@ -250,12 +250,12 @@ class _Resolver:
             except ValueError as error:
                 self.faults.append(f"{fold_layers(name) or 'the model'}: {error}")
             rows = getattr(self.modules[name], "num_embeddings", self.size)
-            if strategy.is_embedding and strategy.sums_own_output and rows < self.size:
+            if strategy.is_embedding and strategy.signature.sums and rows < self.size:
                 self.faults.append(f"{name}: {rows} rows are fewer than {self.size} ranks; replicate it")
             if (
                 self.prefix
                 and not f"{name}.".startswith(f"{self.prefix}.")
-                and strategy.leaves_sharded_output
+                and strategy.signature.leaves is FEATURES
                 and strategy.use_local_output
             ):
                 self.faults.append(f"{name}: each rank would return its own part of the output; use colwise_rep")
@@ -263,8 +263,9 @@ class _Resolver:
             pattern = getattr(strategy.config, "activation_sparsity_pattern", None)
             sparse = any(pattern) if isinstance(pattern, list | tuple) else bool(pattern)
             block = name.rpartition(".")[0]
-            compared = sparse and name.endswith("mlp.gate_proj") and strategy.leaves_sharded_output and self.size > 1
-            if compared and not module_strategies.get(block, UNRULED).shares_moments:
+            leaves_part = strategy.signature.leaves is FEATURES and self.size > 1
+            compared = sparse and name.endswith("mlp.gate_proj") and leaves_part
+            if compared and not module_strategies.get(block, UNRULED).signature.computes_locally:
                 self.faults.append(
                     f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with each other; "
                     f"add {fold_layers(block)}: {{strategy: sharded_moments, widths: intermediate_size}}"

@@ -19,6 +19,7 @@ from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
 from ..slices.layout import Split, heads, interleaved, packed
+from ..strategies.signature import FEATURES
 from .attention_heads import AttentionCut, AttentionHeads
 from .rule import UNRULED, Rule
 from .rules import Plan
@@ -225,7 +226,8 @@ def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iter
 def _is_sharded(role: str, rule: Rule | None) -> bool:
     """True if a projection leaves its output sharded, or, as the output projection, takes a sharded input."""
     strategy = (rule.instance if rule is not None else None) or UNRULED
-    return strategy.takes_sharded_input if role == "output" else strategy.leaves_sharded_output
+    signature = strategy.signature
+    return signature.takes is FEATURES if role == "output" else signature.leaves is FEATURES
 
 
 def _count_heads(

@@ -13,4 +13,5 @@ from .registry import STRATEGIES, ParallelInterface
 from .replicate import ReplicateParallel, ReplicateSumGradParallel
 from .shards.shard import SHARD, ParamShard, full_tensor, layout_of, local_tensor, settle_gradient, shard_of, whole_like
 from .shards.slicing import get_packed_weights, get_tensor_shard, take
+from .signature import Signature, State
 from .styles import as_strategy, style_hint

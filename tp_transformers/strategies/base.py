@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .forward.communication import Communication, Placements, only
 from .shards.shard import ParamShard, shard_of
 from .shards.slicing import split_of, take
 from .shards.trace import traced_layout
+from .signature import ANY, PARTIAL, state_of
 
 EXPERT_UNIT = 8
 """Features of an expert that stay together: torch's grouped matmul wants row strides that are multiples of 16 bytes,
@@ -46,11 +48,9 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     added_once: tuple[str, ...] = ()
     """Replicated parameters that only rank 0 adds to outputs that are summed over the ranks."""
-    sums_gradients: bool = False
-    """True if every rank has only a part of the gradient of replicated parameters (backward: all-reduce)."""
     cuts_as_torch = False
-    """True for a style of torch: it cuts modules only, in torch.chunk's pieces, without heads, and its replicated
-    parameters are DTensors, since the module is given DTensors."""
+    """True for a style of another library: it cuts modules only, in torch.chunk's pieces, without heads, and its module
+    is given DTensors."""
     parts: int | Sequence[int | str] | None = None
     """Number of equal parts of a fused projection, or their lengths; each is cut by itself."""
 
@@ -77,7 +77,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         use_local_output: bool = True,
         use_dtensor: bool = True,
     ) -> None:
-        """Describe the activations on both sides, as DTensor placements.
+        """Describe the activations on both sides, as DTensor placements, which complete the signature of the class.
 
         Args:
             input_layouts: how the inputs arrive.
@@ -91,6 +91,12 @@ class TensorParallelLayer(Communication, ParallelStyle):
         self.desired_input_layouts = desired_input_layouts
         self.use_local_output = use_local_output
         self.use_dtensor = use_dtensor
+        takes, leaves = self.signature.takes, self.signature.leaves
+        self.signature = replace(
+            self.signature,
+            takes=state_of(only(input_layouts)) if takes is ANY else takes,
+            leaves=state_of(only(output_layouts)) if leaves is ANY else leaves,
+        )
 
     def bind(
         self,
@@ -127,6 +133,10 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     def check(self, module: nn.Module) -> None:
         """Raise ValueError, saying why, where the strategy does not fit the module that a rule gives it."""
+
+    def applies_to(self, module: object) -> bool:
+        """False for a module that a config has left out, so that an optional rule does not match it."""
+        return not isinstance(module, nn.Identity)
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The dim along which the module's parameter `param_type` ("weight", ...) is cut; None if it is replicated.
@@ -165,8 +175,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
             shape,
             layout,
             group,
-            self.use_dtensor and (self.cuts_as_torch or not whole),
-            self.sums_gradients and whole,
+            self.use_dtensor and not whole,
+            self.signature.gradient is PARTIAL and whole,
             param_type in self.added_once and whole,
         )
 

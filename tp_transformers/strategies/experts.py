@@ -25,6 +25,7 @@ from .base import TensorParallelLayer
 from .forward.attach import LocalConfig
 from .local import to_local
 from .shards.shard import ParamShard
+from .signature import PARTIAL, REPLICATED, Signature
 
 
 class IsolatedParallel(TensorParallelLayer):
@@ -103,7 +104,7 @@ class MoEExpertsParallel(IsolatedParallel):
     Hidden states and routing weights are copied (backward: all-reduce), the output is summed (all-reduce).
     """
 
-    sums_output = True
+    signature = Signature(REPLICATED, REPLICATED, inside=(REPLICATED, PARTIAL))
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """Nothing: the parameters have rules of their own."""
@@ -125,7 +126,9 @@ class MoEExpertsParallel(IsolatedParallel):
 class IdentityExpertParallel(TensorParallelLayer):
     """An expert that returns its input, on every rank: their outputs are summed, so it is divided by their number."""
 
-    is_for_identity = True
+    def applies_to(self, module: object) -> bool:
+        """See `TensorParallelLayer.applies_to`: an `nn.Identity` is the expert."""
+        return True
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return (inputs[0] / mesh.size(), *inputs[1:])

@@ -13,6 +13,7 @@ from ..ranks.collectives import copy_to_region
 from .base import TensorParallelLayer
 from .linear import LAST
 from .replicate import ReplicateParallel
+from .signature import LOCAL, REPLICATED, Signature
 
 
 class MlaKvAProjParallel(TensorParallelLayer):
@@ -22,7 +23,7 @@ class MlaKvAProjParallel(TensorParallelLayer):
     directly, so its gradient is summed here (backward: all-reduce).
     """
 
-    sums_rotary_gradient = True
+    signature = Signature(REPLICATED, LOCAL)
 
     def check(self, module: nn.Module) -> None:
         """The config says how wide the rotary key is."""

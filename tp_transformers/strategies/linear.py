@@ -16,10 +16,11 @@ from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_
 from ..slices.layout import Layout, Split, even_widths
 from .base import TensorParallelLayer
 from .forward.attach import forward_of
-from .forward.communication import as_sharded, only
+from .forward.communication import Steps, as_sharded, only
 from .forward.short_forwards import own_rows
 from .replicate import ReplicateParallel
 from .shards.slicing import take
+from .signature import FEATURES, PARTIAL, REPLICATED, Signature
 
 LAST = -1
 """The feature dim of activations: (..., features)."""
@@ -34,10 +35,6 @@ class _WeightParallel(TensorParallelLayer):
     """Input features of the unsharded module: the rows of an embedding."""
     out_features = 0
     """Output features of the unsharded module."""
-    is_input_sharded = False
-    """True if features arrive sharded; the placements, read once."""
-    is_output_whole = False
-    """True if features leave whole."""
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
         """See `TensorParallelLayer.bind`; the module's features are read here, once."""
@@ -45,13 +42,7 @@ class _WeightParallel(TensorParallelLayer):
         assert isinstance(bound, _WeightParallel)
         bound.is_transposed = is_transposed(module)
         bound.in_features, bound.out_features = features(module) or (0, 0)
-        bound.is_input_sharded = isinstance(only(bound.input_layouts), Shard)
-        bound.is_output_whole = isinstance(only(bound.output_layouts), Replicate)
         return bound
-
-    @property
-    def is_simple(self) -> bool:
-        return self.is_built_in and not self.is_embedding
 
     def check(self, module: nn.Module) -> None:
         """They cut linears (weight: (out_features, in_features)), Conv1D, and embeddings without parts."""
@@ -59,7 +50,7 @@ class _WeightParallel(TensorParallelLayer):
             raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise cut")
         if self.parts is not None and self.is_embedding:
             raise ValueError("an embedding has no packed parts")
-        if self.leaves_sharded_output and self.use_local_output and embeds_states(module, self.config):
+        if self.signature.leaves is FEATURES and self.use_local_output and embeds_states(module, self.config):
             raise ValueError(
                 "it would leave each rank a part of the hidden features, of which what follows takes all; use "
                 "'embedding_rowwise' or 'embedding_colwise'"
@@ -87,6 +78,8 @@ class ColwiseParallel(_WeightParallel):
 
         x ──f── [A | B] ── [xA | xB]
     """
+
+    signature = Signature(inside=(REPLICATED, FEATURES))
 
     def __init__(
         self,
@@ -117,25 +110,21 @@ class ColwiseParallel(_WeightParallel):
 
     @property
     def sharded_output(self) -> Split | None:
-        return self.output_split if self.leaves_sharded_output else None
+        return self.output_split if self.signature.leaves is FEATURES else None
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """See `TensorParallelLayer.adapter`: A is replicated, B cut as the layer is."""
-        if self.takes_sharded_input or not self.use_local_output:
+        if self.signature.takes is FEATURES or not self.use_local_output:
             raise NotImplementedError
         return ReplicateParallel(), ColwiseParallel(output_layouts=only(self.output_layouts))
 
-    @property
-    def keeps_input(self) -> bool:
-        return not self.is_input_sharded
-
-    @property
-    def copies_input(self) -> bool:
-        return True
-
-    @property
-    def keeps_output(self) -> bool:
-        return self.use_local_output and not self.is_output_whole
+    def short_steps(self) -> Steps | None:
+        if self.is_embedding or not self.is_built_in:
+            return None
+        keeps_output = self.use_local_output and self.signature.leaves is FEATURES
+        return Steps(
+            "before" if self.signature.takes is FEATURES else "copied", "as it is" if keeps_output else "after"
+        )
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The width that a Conv1D gives its output."""
@@ -145,7 +134,7 @@ class ColwiseParallel(_WeightParallel):
         x = inputs[0]
         if isinstance(x, DTensor):
             x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        elif self.is_input_sharded:
+        elif self.signature.takes is FEATURES:
             widths, group = even_widths(self.in_features, self.size), mesh.get_group()
             x = copy_to_region(gather_from_region(x, widths, group), group)
         else:
@@ -156,7 +145,7 @@ class ColwiseParallel(_WeightParallel):
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        if self.is_output_whole:
+        if self.signature.leaves is REPLICATED:
             outputs = gather_from_region(outputs, self.output_split.widths, mesh.get_group())
         if self.use_local_output:
             return outputs
@@ -181,8 +170,8 @@ class RowwiseParallel(_WeightParallel):
         [x | y] ── [A / B] ── xA + yB ──g── whole
     """
 
+    signature = Signature(inside=(FEATURES, PARTIAL))
     hidden: tuple[str, ...] = ("bias",)
-    sums_own_output = True
 
     def __init__(
         self,
@@ -222,7 +211,7 @@ class RowwiseParallel(_WeightParallel):
 
     @property
     def sharded_input(self) -> Split | None:
-        return self.input_split if self.takes_sharded_input else None
+        return self.input_split if self.signature.takes is FEATURES else None
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """See `TensorParallelLayer.adapter`: A is cut as the layer is, B replicated."""
@@ -230,13 +219,11 @@ class RowwiseParallel(_WeightParallel):
             raise NotImplementedError
         return RowwiseParallel(input_layouts=only(self.input_layouts)), ReplicateParallel()
 
-    @property
-    def keeps_input(self) -> bool:
-        return self.is_input_sharded
-
-    @property
-    def sums_in_place(self) -> bool:
-        return self.use_local_output and type(self).after is RowwiseParallel.after
+    def short_steps(self) -> Steps | None:
+        if not self.is_built_in:
+            return None
+        sums = self.use_local_output and type(self).after is RowwiseParallel.after
+        return Steps("as it is" if self.signature.takes is FEATURES else "before", "summed" if sums else "after")
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """An embedding's `padding_idx`, counted in the local rows."""
@@ -261,7 +248,7 @@ class RowwiseParallel(_WeightParallel):
             else:  # no placement describes the cut
                 x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
                 x = take(x, Layout(x.ndim - 1, self.input_split), self.rank)
-        elif self.is_input_sharded:
+        elif self.signature.takes is FEATURES:
             self.check_width(x, self.input_split.widths[self.rank])
         else:
             self.check_width(x, self.in_features)

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from .base import TensorParallelLayer
+from .forward.communication import Steps
 from .linear import ColwiseParallel, RowwiseParallel
 from .replicate import ReplicateSumGradParallel
+from .signature import FEATURES, PARTIAL, REPLICATED, Signature
 
 
 def to_local(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -32,9 +34,8 @@ class _LocalMixin(TensorParallelLayer):
     def check(self, module: nn.Module) -> None:
         """Anything that has parameters along the cut, such as a norm over heads."""
 
-    keeps_input = True  # type: ignore[assignment]
-    copies_input = False  # type: ignore[assignment]
-    keeps_output = True  # type: ignore[assignment]
+    def short_steps(self) -> Steps | None:
+        return Steps("as it is", "as it is") if self.is_built_in and not self.is_embedding else None
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return to_local(inputs)
@@ -46,6 +47,8 @@ class _LocalMixin(TensorParallelLayer):
 class LocalColwiseParallel(_LocalMixin, ColwiseParallel):
     """Cut the output features; nothing is communicated: `x ── [A | B] ── [xA | xB]`."""
 
+    signature = Signature(REPLICATED, FEATURES)
+
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """See `TensorParallelLayer.adapter`: B's computation with this rank's features sums A's gradient."""
         return ReplicateSumGradParallel(), LocalColwiseParallel()
@@ -56,10 +59,9 @@ class LocalRowwiseParallel(_LocalMixin, RowwiseParallel):
     adds the bias.
     """
 
+    signature = Signature(FEATURES, PARTIAL)
     hidden: tuple[str, ...] = ()
     added_once: tuple[str, ...] = ("bias",)
-    leaves_partial_output = True
-    sums_own_output = False
 
     def check(self, module: nn.Module) -> None:
         """An embedding that is cut by rows has to communicate."""
@@ -88,7 +90,7 @@ class LocalPackedRowwiseParallel(LocalRowwiseParallel):
 class AllReduceParallel(TensorParallelLayer):
     """Sum the module's output, or the first of several, over the ranks (all-reduce; backward: identity)."""
 
-    sums_output = True
+    signature = Signature(inside=(REPLICATED, PARTIAL))
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if isinstance(outputs, Tensor):
@@ -98,6 +100,8 @@ class AllReduceParallel(TensorParallelLayer):
 
 class GatherParallel(AllReduceParallel):
     """Around a block that computes locally: copy the input (backward: all-reduce), sum the output (all-reduce)."""
+
+    signature = Signature(REPLICATED, REPLICATED, inside=(REPLICATED, PARTIAL))
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         first, *others = to_local(inputs)

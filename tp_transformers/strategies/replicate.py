@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from .base import TensorParallelLayer
+from .signature import LOCAL, PARTIAL, Signature
 
 
 class ReplicateParallel(TensorParallelLayer):
@@ -28,8 +29,7 @@ class ReplicateSumGradParallel(ReplicateParallel):
         xB ── n(xB)
     """
 
-    sums_gradients = True
-    takes_sharded_activations = True
+    signature = Signature(LOCAL, LOCAL, gradient=PARTIAL)
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """See `TensorParallelLayer.adapter`: both matrices compute on this rank's activations."""

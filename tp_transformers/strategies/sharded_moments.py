@@ -18,6 +18,7 @@ from .forward.attach import wrap_forward
 from .forward.short_forwards import Forwarder
 from .linear import LAST
 from .shards.shard import ParamShard
+from .signature import LOCAL, Signature
 
 
 class ShardedMomentsParallel(TensorParallelLayer):
@@ -28,7 +29,7 @@ class ShardedMomentsParallel(TensorParallelLayer):
         [x | y] ── mean, std of xy ── [x' | y']
     """
 
-    shares_moments = True
+    signature = Signature(inside=(LOCAL, LOCAL))
 
     def check(self, module: nn.Module) -> None:
         """A block with a known width."""

@@ -15,6 +15,7 @@ from .base import TensorParallelLayer
 from .forward.attach import forward_of
 from .linear import LAST
 from .shards.shard import ParamShard
+from .signature import LOCAL, Signature
 
 
 class ShardedNormParallel(TensorParallelLayer):
@@ -28,7 +29,7 @@ class ShardedNormParallel(TensorParallelLayer):
         [x | y] ── norm by mean(x² + y²) ── [x' | y']
     """
 
-    takes_sharded_activations = True
+    signature = Signature(LOCAL, LOCAL)
 
     def check(self, module: nn.Module) -> None:
         """A LayerNorm with a weight, or an RMS norm: with an epsilon, and without a bias or a mean."""

@@ -15,6 +15,7 @@ from .base import TensorParallelLayer
 from .forward.attach import block_of, wrap_forward
 from .forward.short_forwards import Forwarder
 from .shards.shard import ParamShard
+from .signature import LOCAL, Signature
 
 
 class ShardedProductsParallel(TensorParallelLayer):
@@ -27,7 +28,7 @@ class ShardedProductsParallel(TensorParallelLayer):
         ibnd,hnd->ibh    [x | y] ── [A / B] ── xA + yB ──g── whole
     """
 
-    draws_between_products = True
+    signature = Signature(inside=(LOCAL, LOCAL))
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Let the forward multiply with this rank's parts."""

@@ -13,6 +13,7 @@ from ..anatomy.names import folded, layer_number
 from ..errors import UnsupportedError
 from ..plans.bind import Resolution
 from ..ranks.group import GROUP
+from ..strategies.signature import BATCH
 from ..text import spans
 from .data_parallel import ranks_of
 
@@ -70,7 +71,7 @@ def partition(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, axis: s
 
 def partition_of(model: nn.Module, resolution: Resolution, copies: tuple[tuple[int, ...], ...]) -> Partition:
     """The same of a model on the meta device with a bound plan; `copies` are the ranks of each copy of it."""
-    split = {name for name, strategy in resolution.module_strategies.items() if strategy.splits_batch}
+    split = {name for name, strategy in resolution.module_strategies.items() if strategy.signature.takes is BATCH}
     units = []
     for name, module in _units(model, split):
         layouts = (resolution.layouts.get(f"{name}.{param}") for param, _ in module.named_parameters())

@@ -24,6 +24,7 @@ from tp_transformers import STRATEGIES, TensorParallelLayer
 from tp_transformers.commands import cli
 from tp_transformers.commands.verify import verify
 from tp_transformers.slices.layout import Split, even
+from tp_transformers.strategies import Signature, State
 
 pytestmark = pytest.mark.distributed
 
@@ -60,7 +61,7 @@ def _mean(x: Tensor, group: Any) -> Tensor:
 class MakesFeatures(_Reversed):
     """Output features; in training, half of them are dropped, of a mask that every rank draws for all features."""
 
-    leaves_sharded_output = True
+    signature = Signature(State.REPLICATED, State.FEATURES)
     drops = True
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
@@ -94,8 +95,7 @@ class MakesFeatures(_Reversed):
 class TakesFeatures(_Reversed):
     """Input features; the output is summed."""
 
-    takes_sharded_input = True
-    sums_own_output = True
+    signature = Signature(State.FEATURES, State.REPLICATED, inside=(State.FEATURES, State.PARTIAL))
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         return 1 if ndim == 2 else None

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
 
 import tp_transformers
 from tests.support.mixer_cases import MIXER_CASES
@@ -19,7 +20,7 @@ from tests.support.strategy_cases import Case
 from tests.support.tiers import wide
 from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import Split
-from tp_transformers.strategies import STRATEGIES
+from tp_transformers.strategies import STRATEGIES, State, begun_forward
 
 pytestmark = pytest.mark.distributed
 
@@ -129,6 +130,47 @@ def test_strategy_matches_the_plain_module(pool: Any, name: str, size: int) -> N
             for label, (tolerance, differences) in results.items()
         }
         assert not any(wrong.values()), (rank, {label: keys for label, keys in wrong.items() if keys})
+
+
+LINEARS = [name for name in CASES if name.removeprefix("local_").removeprefix("packed_")[:7] in ("colwise", "rowwise")]
+"""Strategies of linears, with a short forward."""
+
+
+def long_way(module: Any, x: Tensor, mesh: Any) -> Tensor:
+    """`after(linear(before(x)))`, with this rank's views of the parameters."""
+    strategy = module.tp_strategy
+    weight, bias = (None if each is None else each.tp_shard.view(each) for each in (module.weight, module.bias))
+    with begun_forward(module):
+        (given,) = strategy.before(module, (x,), mesh)
+        output = linear(given, weight, None if "bias" in strategy.hidden else bias)
+        return strategy.after(module, output, mesh)  # type: ignore[no-any-return]
+
+
+def run_both_ways(name: str, seed: int) -> float:
+    """The largest difference of the output and of every gradient between the short forward and the long way."""
+    group, draw = join(), torch.Generator().manual_seed(seed)
+    of_in, of_out, rows = (2 * int(each) for each in torch.randint(group.size, 9, (3,), generator=draw))
+    strategy = STRATEGIES[name]
+    module = shard_module(nn.Linear(of_in, of_out, bias=bool(seed % 2)), {"": name}, group)
+    bound: Any = module.tp_strategy
+    width = bound.cut(of_in, group.size).widths[group.rank] if strategy.signature.takes is State.FEATURES else of_in
+    x, found = torch.randn(rows, width, generator=draw), []
+    for forward in (module, lambda x: long_way(module, x, group.device_mesh)):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        output = forward(leaf)
+        (output * torch.arange(output.shape[-1])).sum().backward()
+        grads = [tp_transformers.local_tensor(param.grad) for param in module.parameters()]
+        with torch.no_grad():
+            found.append([output.detach(), forward(x), leaf.grad, *grads])
+    return max(float((short - long).abs().max()) if short.numel() else 0.0 for short, long in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_a_short_forward_equals_the_long_way(pool: Any, name: str) -> None:
+    """The same operators in the same order, so the same bits."""
+    for seed in range(4):
+        assert pool.run(2, run_both_ways, name, seed) == [0.0, 0.0]
 
 
 def run_forward_that_raises() -> str:

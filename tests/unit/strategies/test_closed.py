@@ -10,7 +10,8 @@ import pytest
 
 import tp_transformers
 from tp_transformers import ColwiseParallel, ReplicateParallel, RowwiseParallel, TensorParallelLayer
-from tp_transformers.strategies.regions import batch, batch_blocks, sequence
+from tp_transformers.strategies.regions import sequence
+from tp_transformers.strategies.signature import FEATURES, PARTIAL, REPLICATED, Signature
 
 ROOT = Path(tp_transformers.__file__).parent
 
@@ -91,10 +92,10 @@ def test_both_forms_of_communication_follow_the_most_derived_class() -> None:
 def test_what_others_ask() -> None:
     assert ReplicateParallel().replicates
     assert not ColwiseParallel().replicates
-    assert sequence.SequenceGatherParallel().joins_sequence
+    assert sequence.SequenceGatherParallel().signature.joins_sequence
     assert type(sequence.SequenceGatherParallel().around_whole).__name__ == "SequenceWholeParallel"
-    assert batch_blocks.BatchWhole().draws_alike
-    assert not batch.BatchStates().draws_alike
-    assert RowwiseParallel().sums_own_output
+    assert RowwiseParallel().signature == Signature(FEATURES, REPLICATED, inside=(FEATURES, PARTIAL))
+    assert ColwiseParallel().signature.leaves is FEATURES
+    assert not ColwiseParallel().signature.sums
     with pytest.raises(NotImplementedError):
         TensorParallelLayer().adapter()

@@ -26,6 +26,7 @@ from tp_transformers import STRATEGIES, Plan, PlanError, Rule
 from tp_transformers.model.adapters import cut as adapters
 from tp_transformers.plans.bind import resolve
 from tp_transformers.slices.layout import Layout, chunked
+from tp_transformers.strategies import State
 
 ATTENTION, MLP, HEAD = "model.layers.*.self_attn", "model.layers.*.mlp", "lm_head"
 COLWISE, ROWWISE = ColwiseParallel(), RowwiseParallel()
@@ -122,7 +123,8 @@ def test_a_plan_keeps_a_style_as_it_was() -> None:
     style = ColwiseParallel()
     plan = Plan.from_dict({**mlp, f"{MLP}.up_proj": style})
     style.output_layouts = (Replicate(),)
-    assert resolve(plan, llama(), 2).module_strategies["model.layers.0.mlp.up_proj"].leaves_sharded_output
+    strategies = resolve(plan, llama(), 2).module_strategies
+    assert strategies["model.layers.0.mlp.up_proj"].signature.leaves is State.FEATURES
 
 
 def test_on_one_rank_styles_are_nothing(cases: Any) -> None:
@@ -137,7 +139,10 @@ def test_norms_of_heads_may_be_cut_along_the_heads() -> None:
         model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=1, vocab_size=32, head_dim=16, **sizes))
     norm = SequenceParallel(sequence_dim=2, use_local_output=True)
     plan = Plan.from_dict({**attention, f"{ATTENTION}.q_norm": norm, f"{ATTENTION}.k_norm": norm})
-    assert resolve(plan, model, 2).param_strategies["model.layers.0.self_attn.q_norm.weight"].sums_gradients
+    assert (
+        resolve(plan, model, 2).param_strategies["model.layers.0.self_attn.q_norm.weight"].signature.gradient
+        is State.PARTIAL
+    )
 
 
 WRONG: dict[str, tuple[Any, Any, int, str]] = {

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...anatomy.linears import features
 from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
 from ...plans.rule import UNRULED, Rule
 from ...slices.layout import Layout, Split, even
 from ...small_models.trace import Call, Trace
 from ...strategies import take
+from ...strategies.signature import FEATURES, PARTIAL, REPLICATED
 
 # A model that cannot compute in fp64 sums in fp32 in another order; the tests of architectures allow as much.
 OUTPUT_TOLERANCE = 1e-4
@@ -63,7 +65,10 @@ class Differences:
         self.prefix = base_prefix(model)
         self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.has_children = {name for name, module in model.named_modules() if next(module.children(), None)}
-        self.sums = {name for name, strategy in resolution.module_strategies.items() if strategy.sums_output}
+        strategies = resolution.module_strategies.items()
+        self.sums = {
+            name for name, each in strategies if each.signature.sums and not features(model.get_submodule(name))
+        }
 
     def first_output(self, traces: Mapping[int, Trace]) -> str | None:
         """The first module with an output that differs on some rank, with its rule and a hint; None if none does."""
@@ -99,9 +104,9 @@ class Differences:
         """A hint at the modules of the same block that make the input features of a module; "" without any."""
         block, strategies = name.rpartition(".")[0], self.resolution.module_strategies
         own = strategies.get(name)
-        if own is not None and not own.takes_sharded_input:
+        if own is not None and own.signature.takes is not FEATURES:
             return ""
-        makers = [other for other, strategy in strategies.items() if strategy.leaves_sharded_output]
+        makers = [other for other, strategy in strategies.items() if strategy.signature.leaves is FEATURES]
         makers = [other for other in makers if other.rpartition(".")[0] == block and other != name]
         if not makers:
             return ""
@@ -153,9 +158,9 @@ class Differences:
         fed = []
         for call in self.reference.calls[position + 1 :]:
             strategy = self.resolution.module_strategies.get(call.name, UNRULED)
-            if strategy.leaves_sharded_output:
+            if strategy.signature.leaves is FEATURES:
                 fed.append(call.name)
-            elif strategy.takes_sharded_input or strategy.sums_output:
+            elif strategy.signature.takes is FEATURES or strategy.signature.sums:
                 break
         return fed
 
@@ -181,13 +186,13 @@ class Differences:
         inside = any(block in self.sums for block in names_around(name.rpartition(".")[0]))
         if strategy.sharded_output is not None:
             return relative(output, self._slice(whole, strategy.sharded_output, rank))
-        if inside or strategy.leaves_partial_output:
+        if inside or strategy.signature.leaves is PARTIAL:
             parts = list(outputs.values())
             if len(parts) == self.size and all(part.shape == whole.shape for part in parts):
                 summed = sum(parts[1:], parts[0])
                 return min(relative(summed, whole), relative(output, whole))
             return 0.0 if output.shape == whole.shape else self._sliced_error(whole, output, rank)
-        if output.shape == whole.shape or strategy.leaves_replicated_output:
+        if output.shape == whole.shape or strategy.signature.leaves is REPLICATED:
             return relative(output, whole)
         return self._sliced_error(whole, output, rank)
 

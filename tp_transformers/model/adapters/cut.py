@@ -26,6 +26,7 @@ from ...strategies import (
     shard_of,
     take,
 )
+from ...strategies.signature import BATCH, FEATURES
 from ..state_dict import keep_state, split_module
 from .layers import AdaptedLayer, SlicedDropout, adapted_class
 
@@ -50,7 +51,7 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
         bound = strategy.bind(module, group.size, name=f"{name}.{kind}", split=split, config=strategy.config)
         split_module(module, bound, group)
     dropped = layer.lora_dropout[adapter]
-    if split is not None and of_a.takes_sharded_input and isinstance(dropped, nn.Dropout):
+    if split is not None and of_a.signature.takes is FEATURES and isinstance(dropped, nn.Dropout):
         layer.lora_dropout[adapter] = SlicedDropout(dropped.p, split, group.rank)
 
 
@@ -62,7 +63,7 @@ def strategies_of(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelL
     if strategy is None:
         return ReplicateParallel(), ReplicateParallel()
     refused = unsupported(strategy.name, f"an adapter on a layer with the strategy {strategy}")
-    if strategy.splits_batch:
+    if strategy.signature.takes is BATCH:
         raise refused
     try:
         return strategy.adapter()

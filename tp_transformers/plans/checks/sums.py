@@ -12,6 +12,7 @@ from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import TensorParallelLayer
+from ...strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, State
 from ..attention_heads import AttentionCut
 from ..rule import UNRULED
 
@@ -67,7 +68,7 @@ def _experts(plan: BoundPlan) -> Iterator[str]:
         layouts = plan.own_layouts(owner)
         spread = [name for name, layout in layouts.items() if layout is not None and layout.dim == 0]
         rest = [name for name in layouts if name not in spread]
-        if plan.module_strategies.get(owner, UNRULED).exchanges_tokens and rest:
+        if plan.module_strategies.get(owner, UNRULED).signature.exchanges_tokens and rest:
             yield (
                 f"{fold_layers(owner)}: moe_all_to_all sends tokens to ranks that hold whole experts, but "
                 f"{', '.join(rest)} would not be; make all of them local, or use moe_tp_experts"
@@ -120,7 +121,7 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
             continue
         for name in inside:
             strategy = plan.module_strategies.get(name, UNRULED)
-            if name != block and (strategy.sums_own_output or strategy.sums_output):
+            if name != block and strategy.signature.sums:
                 yield f"{fold_layers(name)}: it sums its output, and {fold_layers(block)} sums again; use local_rowwise"
         for name in plan.parameters:
             if not name.startswith(f"{block}."):
@@ -134,7 +135,7 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
                     f"{fold_layers(name)}: every rank would hold it whole, and their outputs are summed; cut it, or "
                     f"add {fold_layers(name)}: replicate_once if it is added to the output"
                 )
-            elif not strategy.sums_gradients:
+            elif strategy.signature.gradient is not PARTIAL:
                 yield (
                     f"{fold_layers(name)}: it stands in a block whose parts are summed, so its gradient has to be "
                     f"summed too; add {fold_layers(owner)}: replicated_with_grad_allreduce"
@@ -142,13 +143,14 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
 
 
 def _sums(plan: BoundPlan) -> set[str]:
-    """Modules with outputs that are summed over the ranks."""
-    return {name for name, strategy in plan.module_strategies.items() if strategy.sums_output}
+    """Blocks with outputs that are summed over the ranks; a linear sums its own."""
+    strategies = plan.module_strategies.items()
+    return {name for name, each in strategies if each.signature.sums and features(plan.modules[name]) is None}
 
 
 def _parts(plan: BoundPlan) -> set[str]:
     """Modules with outputs that are partial sums."""
-    parts = {name for name, strategy in plan.module_strategies.items() if strategy.leaves_partial_output}
+    parts = {name for name, strategy in plan.module_strategies.items() if strategy.signature.leaves is PARTIAL}
     sums = _sums(plan)
     for name, module in plan.modules.items():
         if holds_experts(module) or name in sums:
@@ -168,10 +170,15 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
         attention = next((module for module in names_around(owner) if module in cut.heads), None)
         strategy = plan.param_strategies.get(name, UNRULED)
         projected = owner in cut.splits and owner not in cut.heads
-        if attention is None or projected or plan.layouts.get(name) is not None or strategy.sums_gradients:
+        if (
+            attention is None
+            or projected
+            or plan.layouts.get(name) is not None
+            or strategy.signature.gradient is PARTIAL
+        ):
             continue
         # Latents are whole, and column-parallel layers sum their gradients; but not that of the rotary key.
-        rotary_key = owner.endswith("kv_a_proj_with_mqa") and not strategy.sums_rotary_gradient
+        rotary_key = owner.endswith("kv_a_proj_with_mqa") and strategy.signature.leaves is not LOCAL
         if cut.heads[attention].is_latent and not rotary_key:
             continue
         heads = cut.heads[attention]
@@ -201,7 +208,7 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
         between.add(child)
         for param_type, param in plan.modules[child].named_parameters():
             name = _join(child, param_type)
-            if plan.layouts.get(name) is not None or plan.param_strategies.get(name, UNRULED).sums_gradients:
+            if plan.layouts.get(name) is not None or _gradient(plan, name) is PARTIAL:
                 continue
             rule = "sharded_norm" if width in param.shape else "replicated_with_grad_allreduce"
             yield (
@@ -209,9 +216,9 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
                 f"{fold_layers(child)}: {rule}"
             )
     for name, strategy in plan.module_strategies.items():
-        if not strategy.takes_sharded_activations or name in between:
+        if strategy.signature.takes is not LOCAL or name in between:
             continue
-        if not strategy.sums_gradients:
+        if strategy.signature.gradient is not PARTIAL:
             if name not in plan.cut.splits:
                 yield (
                     f"{fold_layers(name)}: its input is whole on every rank; use replicate, or name it under "
@@ -234,22 +241,23 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
     It is not checked beside a user's strategy, which may cut the sequence or return DTensors.
     """
     strategies = plan.module_strategies
-    styles = {name for name, each in strategies.items() if each.cuts_as_torch and each.takes_sequence_part}
-    others = [each for name, each in strategies.items() if name not in styles]
-    if any(each.cuts_sequence or not each.use_local_output or not each.is_built_in for each in others):
+    styles = {name for name, each in strategies.items() if each.cuts_as_torch}
+    on_shards = {name for name, each in strategies.items() if each.signature.takes is SEQUENCE}
+    others = [each for name, each in strategies.items() if name not in styles & on_shards]
+    if any(each.signature.cuts_sequence or not each.use_local_output or not each.is_built_in for each in others):
         return
-    for name, strategy in strategies.items():
+    for name in (each for each in strategies if each in on_shards):
         if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # within attention, heads are cut
             yield (
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
                 "rule cuts before it; use replicate, or let what comes before it leave Shard(1)"
             )
-        if strategy.takes_sequence_part and strategy.exchanges_tokens:
+        if strategies[name].signature.exchanges_tokens:
             yield (
                 f"{fold_layers(name)}: all ranks have the same tokens, of which there is nothing to exchange; use "
                 "moe_tp_experts, or load with tp_sequence_parallel=True or tp_batch_sharded=True"
             )
-        elif strategy.takes_sequence_part and name not in styles:
+        elif name not in styles:
             yield (
                 f"{fold_layers(name)}: its input is whole on every rank, since no rule cuts the sequence before it; "
                 "use replicate, or load with tp_sequence_parallel=True"
@@ -263,9 +271,9 @@ def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
         if is_attention(module):
             continue
         children = {_join(block, child): part for child, part in module.named_children()}
-        leaving = [name for name in children if strategies.get(name, UNRULED).leaves_sharded_output]
+        leaving = [name for name in children if strategies.get(name, UNRULED).signature.leaves is FEATURES]
         made = {name: found for name in leaving if (found := features(children[name]))}
-        if not made or not any(strategies.get(name, UNRULED).takes_sharded_input for name in children):
+        if not made or not any(strategies.get(name, UNRULED).signature.takes is FEATURES for name in children):
             continue
         inputs, width = next(iter(made.values()))
         for name, part in children.items():
@@ -279,7 +287,11 @@ def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
 def _has_sharded_sibling(plan: BoundPlan, name: str) -> bool:
     parent = name.rpartition(".")[0]
     siblings = (_join(parent, child) for child, _ in plan.modules[parent].named_children())
-    return any(plan.module_strategies.get(sibling, UNRULED).leaves_sharded_output for sibling in siblings)
+    return any(plan.module_strategies.get(sibling, UNRULED).signature.leaves is FEATURES for sibling in siblings)
+
+
+def _gradient(plan: BoundPlan, name: str) -> State:
+    return plan.param_strategies.get(name, UNRULED).signature.gradient
 
 
 def _join(owner: str, name: str) -> str:

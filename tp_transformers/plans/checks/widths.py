@@ -11,6 +11,7 @@ from ...anatomy.linears import features, input_width, output_width
 from ...anatomy.names import fold_layers
 from ...slices.layout import Split, even
 from ...strategies import TensorParallelLayer
+from ...strategies.signature import FEATURES
 from ..rule import UNRULED
 
 
@@ -42,12 +43,12 @@ def misfits(
             mine = strategies.get(linear, UNRULED)
             makes = _makes(modules[linear], mine, size)
             fed = [other for other in linears[position + 1 :] if input_width(modules[other]) in makes]
-            if not fed and mine.leaves_sharded_output:  # Idefics declares down_proj before up_proj
+            if not fed and mine.signature.leaves is FEATURES:  # Idefics declares down_proj before up_proj
                 before = [other for other in linears[:position] if input_width(modules[other]) in makes]
-                fed = [other for other in before if strategies.get(other, UNRULED).takes_sharded_input]
-            takers = [other for other in fed if strategies.get(other, UNRULED).takes_sharded_input]
+                fed = [other for other in before if strategies.get(other, UNRULED).signature.takes is FEATURES]
+            takers = [other for other in fed if strategies.get(other, UNRULED).signature.takes is FEATURES]
             split = None
-            if mine.leaves_sharded_output:
+            if mine.signature.leaves is FEATURES:
                 ends = linear == linears[-1] and isinstance(module, nn.Sequential)
                 if not fed and len(linears) > 1 and not ends:  # one alone may be wrapped by what stands beside others
                     yield (
@@ -63,7 +64,7 @@ def misfits(
                 split = next((makes[input_width(modules[other])] for other in takers), None)
             for other in takers:
                 maker, taker = fold_layers(linear), fold_layers(other)
-                if not mine.leaves_sharded_output:
+                if mine.signature.leaves is not FEATURES:
                     yield (
                         f"{taker}: it expects its features sharded, but {maker}, which makes as many, leaves the "
                         f"whole; make {maker} colwise, or {taker} rowwise_rep"

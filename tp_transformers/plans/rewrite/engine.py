@@ -19,6 +19,7 @@ from ...anatomy.linears import features
 from ...anatomy.names import base_prefix, fold_layers, folded, is_inside
 from ...errors import PlanError, list_faults
 from ...strategies import TensorParallelLayer
+from ...strategies.signature import FEATURES
 from ..pattern import Pattern
 from ..rule import Rule
 from ..rules import Plan
@@ -90,19 +91,19 @@ class Rewriter(ABC):
     def exchanging(self, name: str) -> list[str]:
         """The experts in the module `name`, or that it is, whose rules let ranks exchange tokens."""
         rules = ((path, rule.instance) for path, rule in self.rules.items() if path == name or is_inside(path, name))
-        return [path for path, strategy in rules if strategy is not None and strategy.exchanges_tokens]
+        return [path for path, strategy in rules if strategy is not None and strategy.signature.exchanges_tokens]
 
     def is_cut(self, name: str) -> bool:
         """True if a rule inside the module `name` cuts features."""
         inner = (rule.instance for path, rule in self.rules.items() if is_inside(path, name))
-        return any(strategy is not None and strategy.leaves_sharded_output for strategy in inner)
+        return any(strategy is not None and strategy.signature.leaves is FEATURES for strategy in inner)
 
     def rewrite_block(self, name: str, block: nn.Module) -> None:
         """Let a block compute locally, if it can, or on the whole; the modules around it communicate."""
         inner = {rule: self.rules[rule] for rule in self.rules if is_inside(rule, name)}
         own = self.rules.get(name)
-        makes = [rule for rule in inner.values() if rule.instance and rule.instance.leaves_sharded_output]
-        sums = [rule for rule in inner.values() if rule.instance and rule.instance.takes_sharded_input]
+        makes = [rule for rule in inner.values() if rule.instance and rule.instance.signature.leaves is FEATURES]
+        sums = [rule for rule in inner.values() if rule.instance and rule.instance.signature.takes is FEATURES]
         if features(block) is not None or not (makes and sums):
             self.faults.append(f"{fold_layers(name)}: {self.unfit}")
         elif own is not None and own.strategy not in ("gather", "replicate"):

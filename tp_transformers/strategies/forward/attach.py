@@ -17,7 +17,6 @@ from torch.nn.utils import parametrize
 
 from ...marks import untyped
 from ...slices.layout import even_widths
-from ..parameters.tensors import ShardTensor
 from ..shards.shard import ParamShard
 from .block import Block
 from .communication import Communication
@@ -51,54 +50,62 @@ def attach(
     is_plain = "forward" not in module.__dict__ and not strategy.widths
 
     def around(call: Forwarder) -> Forwarder:
-        def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() and any(name not in mod._parameters for name in views):
-                return untraced(mod, *args, **kwargs)  # the compiler does not see that computed values are replaced
-            # Read directly: torch.compile loses what is restored where a mark reads the module.
-            strategy: Communication = mod.tp_strategy
-            state = Forward(strategy.arguments, args, kwargs)
-            forwards: list[Forward] = mod.tp_forwards
-            is_local = any(other.replaced is not None for other in forwards)
-            forwards.append(state)
-            try:
-                names = _input_names(strategy.arguments, args, kwargs)
-                inputs = (*args, *(kwargs[name] for name in names))
-                given = len(inputs)
-                inputs = strategy.before(mod, inputs, mesh)
-                if not is_local:
-                    is_dtensor = any(isinstance(value, DTensor) for value in inputs)
-                    if is_dtensor:
-                        state.replaced = _enter_dtensor_view(mod, shards, mesh)
-                    else:
-                        state.replaced = _enter_local_view(mod, strategy, views)
-                count = len(args) if len(inputs) == given else len(inputs)
-                kwargs = {name: value for name, value in kwargs.items() if name not in names}
-                kwargs.update(zip(names, inputs[count:]))  # noqa: B905, see Forward
-                args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
-                state.given = {}
-                output = call(mod, *args, **kwargs)
-            except BaseException:
-                _leave_view(mod, state)
-                strategy.interrupted(mod, mesh)
-                forwards.pop()
-                raise
-            try:
-                _leave_view(mod, state)
-                return strategy.after(mod, output, mesh)
-            finally:
-                forwards.pop()
-
-        # Not traced, but called between two graphs: numbers of tokens are known in a forward alone.
-        untraced: Forwarder = torch.compiler.disable(forward)
-        return untraced if strategy.exchanges_tokens else forward
+        return strategy.traced(_communicating(call, shards, views, mesh))
 
     wrap_forward(module, around)
     whole = untyped(module).forward.__func__
-    if is_plain and strategy.is_simple and type(module) is nn.Linear:
-        untyped(module).forward = MethodType(forward_of_linear(whole, strategy, views, mesh), module)
+    steps = strategy.short_steps() if is_plain else None
+    if steps is not None and type(module) is nn.Linear:
+        untyped(module).forward = MethodType(forward_of_linear(whole, steps, strategy, views, mesh), module)
         strategy.asks_block = True
-    elif is_plain and strategy.sums_in_place and type(module) is nn.Embedding:
+    elif steps is not None and steps.left == "summed" and type(module) is nn.Embedding:
         untyped(module).forward = MethodType(forward_of_embedding(whole, mesh), module)
+
+
+def _communicating(
+    call: Forwarder, shards: Mapping[str, ParamShard], views: Mapping[str, ParamShard], mesh: DeviceMesh
+) -> Forwarder:
+    """`call`, the forward of a module, on this rank's tensors, between `before` and `after` of its strategy."""
+
+    def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and any(name not in mod._parameters for name in views):
+            return untraced(mod, *args, **kwargs)  # the compiler does not see that computed values are replaced
+        # Read directly: torch.compile loses what is restored where a mark reads the module.
+        strategy: Communication = mod.tp_strategy
+        state = Forward(strategy.arguments, args, kwargs)
+        forwards: list[Forward] = mod.tp_forwards
+        is_local = any(other.replaced is not None for other in forwards)
+        forwards.append(state)
+        try:
+            names = _input_names(strategy.arguments, args, kwargs)
+            inputs = (*args, *(kwargs[name] for name in names))
+            given = len(inputs)
+            inputs = strategy.before(mod, inputs, mesh)
+            if not is_local:
+                is_dtensor = any(isinstance(value, DTensor) for value in inputs)
+                if is_dtensor:
+                    state.replaced = _enter_dtensor_view(mod, shards, mesh)
+                else:
+                    state.replaced = _enter_local_view(mod, strategy, views)
+            count = len(args) if len(inputs) == given else len(inputs)
+            kwargs = {name: value for name, value in kwargs.items() if name not in names}
+            kwargs.update(zip(names, inputs[count:]))  # noqa: B905, see Forward
+            args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
+            state.given = {}
+            output = call(mod, *args, **kwargs)
+        except BaseException:
+            _leave_view(mod, state)
+            strategy.interrupted(mod, mesh)
+            forwards.pop()
+            raise
+        try:
+            _leave_view(mod, state)
+            return strategy.after(mod, output, mesh)
+        finally:
+            forwards.pop()
+
+    untraced: Forwarder = torch.compiler.disable(forward)
+    return forward
 
 
 def wrap_forward(module: nn.Module, around: Callable[[Forwarder], Forwarder]) -> None:
@@ -241,11 +248,10 @@ def _enter_local_view(
     """Let the module see local tensors in place of its parameters; returns its own."""
     parameters = module._parameters
     computed = _view_computed(module, views) if any(name not in parameters for name in views) else {}
-    seen = (
-        views if not strategy.viewed_around else [name for name in views if isinstance(parameters[name], ShardTensor)]
-    )
     saved: dict[str, Any] = {
-        name: parameters[name] for name in (*seen, *strategy.hidden) if parameters.get(name) is not None
+        name: parameters[name]
+        for name in (*strategy.views_of(module, views), *strategy.hidden)
+        if parameters.get(name) is not None
     }
     for name, param in saved.items():
         hidden = name in strategy.hidden

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ...copies import copied_only
 from ...ranks.collectives import Group, copy_to_region
 from ...slices.layout import Split
 from ..shards.shard import ParamShard
+from ..signature import Signature
 from .block import Block
 
 Placements = Sequence[Placement] | Placement | None
+
+
+class Steps(NamedTuple):
+    """The steps of a linear's forward that stand in place of a strategy's `before` and `after`."""
+
+    given: Literal["as it is", "copied", "before"]
+    """The input: as it is; `copy` of one that has a gradient; `before`."""
+    left: Literal["as it is", "summed", "after"]
+    """The output: as it is; summed in place, then its bias added; `after`."""
 
 
 class Communication:
@@ -30,40 +40,10 @@ class Communication:
 
     hidden: tuple[str, ...] = ()
     """Parameters that the local forward must not see (a bias that may be added only once)."""
+    signature: Signature = Signature()
+    """How activations lie over the ranks before and after the module; `__init__` takes it from the layouts."""
     arguments: tuple[str, ...] = ()
     """Names of the arguments of the module's forward that can be given by position, once it is attached."""
-    sums_rotary_gradient = False
-    """True if the gradient of the rotary key that a projection to a latent ends with is summed (backward: all-reduce).
-    """
-    sums_output: bool = False
-    """True around a block with outputs that are summed: a replicated parameter in it would count twice."""
-    sums_own_output: bool = False
-    """True if a layer with sharded input features sums its own output over the ranks."""
-    leaves_partial_output: bool = False
-    """True if outputs are parts of a sum over the ranks, which something around the module has to add up."""
-    takes_sharded_activations = False
-    """True for modules between layers, such as norms, that apply to features or heads which are sharded."""
-    viewed_around = False
-    """True if the module around it, which reads its parameters, puts local tensors in their place."""
-    takes_sequence_part = False
-    """True if inputs have to be this rank's part of the sequence."""
-    joins_sequence = False
-    """True for a block that joins the parts of the sequence, and leaves this rank's part of its output."""
-    cuts_sequence = False
-    """True if the next modules compute on this rank's part of the sequence."""
-    splits_batch = False
-    """True if the module takes samples of each rank's own, and computes on those of all ranks."""
-    is_for_identity = False
-    """True for a module without parameters that returns its input."""
-    shares_moments = False
-    """True around a block with means and deviations over all features, where features are cut."""
-    exchanges_tokens = False
-    """True for experts that are sent the tokens of other ranks, where each rank has tokens of its own."""
-    draws_between_products = False
-    """True for a module that draws random numbers of its rank's own between products with parameters that are cut."""
-    draws_alike = False
-    """True if the ranks, which draw random numbers of their own outside of the module, draw the same inside."""
-
     input_layouts: Placements
     output_layouts: Placements
     desired_input_layouts: Placements
@@ -119,21 +99,6 @@ class Communication:
         return copied_only(self, "pickle of a tensor-parallel module", f"{self.name}, as one rank holds it")
 
     @property
-    def takes_sharded_input(self) -> bool:
-        """True if the module's features may arrive sharded over the ranks."""
-        return isinstance(only(self.input_layouts), Shard)
-
-    @property
-    def leaves_sharded_output(self) -> bool:
-        """True if the module's features leave sharded over the ranks."""
-        return isinstance(only(self.output_layouts), Shard)
-
-    @property
-    def leaves_replicated_output(self) -> bool:
-        """True if the module's output is the same on all ranks, of the unsharded shape."""
-        return isinstance(only(self.output_layouts), Replicate)
-
-    @property
     def sharded_input(self) -> Split | None:
         """Split of the input features over the ranks; None where they are replicated, or it is not known."""
         return None
@@ -155,36 +120,23 @@ class Communication:
     def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Called once the modules inside of `module` are attached, too."""
 
-    @property
-    def is_simple(self) -> bool:
-        """True if `before` and `after` ask for the input and the output alone, and keep nothing meanwhile."""
-        return False
+    def short_steps(self) -> Steps | None:
+        """The steps of `before` and `after` for plain tensors, where they keep nothing meanwhile; None for others."""
+        return None
 
-    @property
-    def keeps_input(self) -> bool:
-        """True if `before` checks a plain input, and leaves it as it is; see `copies_input`."""
-        return False
+    def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
+        """Names of those parameters, of `views`, that the forward of `module` sees local tensors of."""
+        return views
 
-    @property
-    def copies_input(self) -> bool:
-        """True if it `copy`s an input that has a gradient."""
-        return False
+    def traced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The module's `forward`, as torch.compile is to see it."""
+        return forward
 
     def copy(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         """See `copy_to_region`; layers of one block share a copy."""
         if self.block is None:
             return copy_to_region(x, self.group_of(mesh))
         return self.block.copy(x, self, mesh)
-
-    @property
-    def keeps_output(self) -> bool:
-        """True if `after` leaves a plain output as it is."""
-        return False
-
-    @property
-    def sums_in_place(self) -> bool:
-        """True if all that `after` does in inference is a sum of the output, and its bias."""
-        return False
 
     @property
     def acts(self) -> bool:

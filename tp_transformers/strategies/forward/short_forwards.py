@@ -16,50 +16,45 @@ from ...ranks import direct
 from ...slices.layout import Split
 from ..parameters.tensors import HAS_LOCAL
 from ..shards.shard import ParamShard
-from .communication import Communication
+from .block import Block
+from .communication import Communication, Steps
 
 Forwarder = Callable[..., Any]
 """The forward of a module, which it takes first."""
 
 
 def forward_of_linear(
-    otherwise: Forwarder, strategy: Communication, views: Mapping[str, ParamShard], mesh: DeviceMesh
+    otherwise: Forwarder, steps: Steps, strategy: Communication, views: Mapping[str, ParamShard], mesh: DeviceMesh
 ) -> Forwarder:
-    """The forward of an `nn.Linear`; `otherwise` is for DTensors.
+    """The forward of an `nn.Linear`, which equals `after(linear(before(input)))`; `otherwise` is for DTensors.
 
     In inference it is `linear` on local tensors and, for a row-parallel one, an all-reduce of its output in place. All
-    else (gradients, a sum of gradients over ranks, a gather) takes the longer way.
+    else (gradients, a sum of gradients over ranks, a gather) takes the `longer` way.
     """
     of_bias, hides_bias = views.get("bias"), "bias" in strategy.hidden
     of_weight, joins = views.get("weight"), {name for name, shard in views.items() if not shard.routes_gradient}
     joins_weight, joins_bias = "weight" in joins, "bias" in joins
-    keeps_input, keeps_output, copies_input = strategy.keeps_input, strategy.keeps_output, strategy.copies_input
-    sums = strategy.sums_in_place
+    copies_input, prepares_input = steps.given == "copied", steps.given == "before"
+    keeps_output, sums = steps.left == "as it is", steps.left == "summed"
 
     def longer(module: Any, input: Tensor) -> Any:
         if type(input) is not Tensor:
             return otherwise(module, input)
         strategy: Communication = module.tp_strategy
-        parameters, records = module._parameters, torch.is_grad_enabled()
+        parameters = module._parameters
         try:
             weight, bias = parameters["weight"], None if hides_bias else parameters["bias"]
         except KeyError:  # computed from others, as by torch.nn.utils.parametrize
             return otherwise(module, input)
         block = strategy.block
-        if not keeps_input:
+        if prepares_input:
             (x,) = strategy.before(module, (input,), mesh)
-        elif copies_input and records and input.requires_grad:
+        elif copies_input and torch.is_grad_enabled() and input.requires_grad:
             x = strategy.copy(input, mesh) if block is None else block.copy(input, strategy, mesh)
         else:
             x = input
-        if joins_weight and not records and isinstance(weight, HAS_LOCAL):
-            weight = weight._local_tensor
-        elif of_weight is not None:
-            in_block = block if joins_weight and isinstance(weight, HAS_LOCAL) else None
-            weight = of_weight.view(weight) if in_block is None else in_block.local(weight)
-        if bias is not None and of_bias is not None:
-            in_block = block if joins_bias and isinstance(bias, HAS_LOCAL) else None
-            bias = of_bias.view(bias) if in_block is None else in_block.local(bias)
+        weight = _view(weight, of_weight, block if joins_weight else None)
+        bias = None if bias is None else _view(bias, of_bias, block if joins_bias else None)
         try:
             output = linear(x, weight, bias)
         except RuntimeError:
@@ -67,7 +62,7 @@ def forward_of_linear(
             raise
         return output if keeps_output else strategy.after(module, output, mesh)
 
-    is_quick = keeps_input and (keeps_output or sums) and not (views.keys() - joins)
+    is_quick = not prepares_input and (keeps_output or sums) and not (views.keys() - joins)
     if not is_quick:
         return wraps(nn.Linear.forward)(longer)
 
@@ -96,6 +91,13 @@ def forward_of_linear(
         return output
 
     return forward
+
+
+def _view(param: Tensor, shard: ParamShard | None, block: Block | None) -> Tensor:
+    """The local tensor of a parameter, from the node of autograd's graph that a `block` makes for its layers."""
+    if shard is None:
+        return param
+    return shard.view(param) if block is None or not isinstance(param, HAS_LOCAL) else block.local(param)
 
 
 def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:

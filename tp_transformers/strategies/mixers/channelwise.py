@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,9 @@ from ...anatomy.linears import features, has_inputs_first
 from ...anatomy.mixers import first_long_dim
 from ...slices.layout import Layout
 from ..base import TensorParallelLayer
+from ..forward.views import still_sharded
+from ..shards.shard import ParamShard
+from ..signature import LOCAL, Signature
 
 
 class ChannelwiseParallel(TensorParallelLayer):
@@ -21,8 +24,7 @@ class ChannelwiseParallel(TensorParallelLayer):
         [x | y] ── [a / b] ── [ax | by]
     """
 
-    takes_sharded_activations = True
-    viewed_around = True
+    signature = Signature(LOCAL, LOCAL)
 
     def check(self, module: nn.Module) -> None:
         """A convolution that computes each channel by itself, or a linear."""
@@ -38,6 +40,10 @@ class ChannelwiseParallel(TensorParallelLayer):
     def _layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout | None:
         dim = first_long_dim(shape)
         return Layout(dim, self.cut(shape[dim], size))
+
+    def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
+        """See `Communication.views_of`; the mixer around it, which reads its parameters, has replaced the others."""
+        return still_sharded(module, views)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The channels of a convolution, for code that calls it."""

@@ -14,6 +14,7 @@ from ...ranks.collectives import copy_to_region, reduce_from_region
 from ..base import TensorParallelLayer
 from ..forward.attach import forward_of
 from ..linear import LAST
+from ..signature import LOCAL, Signature
 
 
 class GatedNormParallel(TensorParallelLayer):
@@ -26,7 +27,7 @@ class GatedNormParallel(TensorParallelLayer):
         [x | y] ── norm by mean(x² + y²) ── [x' | y']
     """
 
-    takes_sharded_activations = True
+    signature = Signature(LOCAL, LOCAL)
     length = 0
     """Features of all groups."""
     group = 0

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...ranks.collectives import copy_to_region
 from ..linear import RowwiseParallel
+from ..signature import FEATURES, LOCAL, Signature
 
 
 class InnerRowwiseParallel(RowwiseParallel):
@@ -18,7 +19,7 @@ class InnerRowwiseParallel(RowwiseParallel):
         [x | y] ── [A / B] ── xA + yB ──g──f──
     """
 
-    sums_own_output = False  # that of the block: it is a step on the way there
+    signature = Signature(FEATURES, LOCAL)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         return copy_to_region(super().after(module, outputs, mesh), mesh.get_group())

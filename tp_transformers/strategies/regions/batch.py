@@ -29,11 +29,12 @@ from ...anatomy.names import CACHES
 from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
 from ...ranks.collectives import Group, all_gather_uneven, scale_gradient, scatter_to_region
 from ...ranks.group import agreed
-from ..base import TensorParallelLayer
+from ..base import STRATEGY, TensorParallelLayer
 from ..forward.attach import forward_of
+from ..signature import BATCH
 from .region import Widths, in_backward
 
-BATCH = 0
+BATCH_DIM = 0
 """The batch dim of a model's activations: (batch, sequence, hidden)."""
 
 _NOTHING, _POSITIONS, _MASK, _CACHE, _ATTENTIONS, _PACKED = range(6)
@@ -148,7 +149,8 @@ def exchange_samples(group: Group) -> bool:
 def batch_sharded(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of `model` that take samples of each rank's own, and compute on those of all ranks that share it."""
     for module in model.modules():
-        if getattr(module.__dict__.get("tp_strategy"), "splits_batch", False):
+        strategy = STRATEGY.find(module)
+        if strategy is not None and strategy.signature.takes is BATCH:
             yield module
 
 
@@ -185,7 +187,7 @@ class BatchStates(TensorParallelLayer):
             ):
                 return value
             rows = (each.unflatten(0, (sum(batch.widths), -1)) for each in value)
-            parts = (scatter_to_region(each, batch.widths, group, dim=BATCH) for each in rows)
+            parts = (scatter_to_region(each, batch.widths, group, dim=BATCH_DIM) for each in rows)
             return tuple(scale_gradient(part, 1 / group.size()).flatten(0, 1) for part in parts)
 
         if isinstance(outputs, ModelOutput):

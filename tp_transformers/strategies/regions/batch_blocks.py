@@ -21,9 +21,11 @@ from ...ranks.collectives import (
 )
 from ..base import TensorParallelLayer
 from ..forward.attach import Forward, forward_of
+from ..forward.communication import Steps
 from ..linear import LAST, ColwiseParallel, RowwiseParallel
 from ..local import to_local
-from .batch import BATCH, Batch, batch_of
+from ..signature import BATCH, FEATURES, PARTIAL, REPLICATED, Signature
+from .batch import BATCH_DIM, Batch, batch_of
 from .exchange import BatchExpertsParallel
 from .region import GatherMixin, RegionBlock, Widths
 
@@ -31,9 +33,8 @@ from .region import GatherMixin, RegionBlock, Widths
 class BatchBlock(RegionBlock):
     """A block that computes on the samples of all ranks, between modules that compute on a rank's own."""
 
-    dim, what = BATCH, "batch"
+    dim, what = BATCH_DIM, "batch"
     remedy = "Leave it out of tp_batch_sharded."
-    splits_batch = True
 
     @property
     def around_whole(self) -> BatchWhole:
@@ -93,7 +94,7 @@ class BatchBlock(RegionBlock):
         self.check_fit(name, tensor.shape[0], batch.widths, mesh, broadcasts=True)
         tensor = tensor.expand(batch.widths[mesh.get_local_rank()], *tensor.shape[1:])
         if not tensor.requires_grad:
-            return all_gather_uneven(tensor, batch.widths, mesh.get_group(), dim=BATCH)
+            return all_gather_uneven(tensor, batch.widths, mesh.get_group(), dim=BATCH_DIM)
         return self.join(scale_gradient(tensor, mesh.size()), batch.widths, mesh.get_group())
 
     def __repr__(self) -> str:
@@ -121,13 +122,15 @@ class BatchGather(BatchBlock, GatherMixin):
     reduce-scatter), sum the output and keep this rank's own (reduce-scatter; backward: all-gather).
     """
 
+    signature = Signature(BATCH, BATCH, inside=(REPLICATED, PARTIAL))
+
 
 class BatchWhole(BatchBlock):
     """Around a block that makes a whole output of a whole input: join the samples of all ranks (all-gather; backward:
     own slice), keep this rank's own of the output (backward: all-gather).
     """
 
-    draws_alike = True
+    signature = Signature(BATCH, BATCH, inside=(REPLICATED, REPLICATED))
 
 
 class BatchColwise(ColwiseParallel):
@@ -137,8 +140,10 @@ class BatchColwise(ColwiseParallel):
     features of its own samples (all-to-all; backward: all-to-all).
     """
 
-    splits_batch = True
-    is_simple = False
+    signature = Signature(BATCH, BATCH, inside=(REPLICATED, FEATURES))
+
+    def short_steps(self) -> Steps | None:
+        return None
 
     def __init__(self, name: str) -> None:
         """`name`: the name of the strategy in a plan."""
@@ -170,7 +175,7 @@ class BatchVocabulary(RowwiseParallel):
     rank's own samples (reduce-scatter; backward: all-gather).
     """
 
-    splits_batch = True
+    signature = Signature(BATCH, BATCH, inside=(REPLICATED, PARTIAL))
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         ids = to_local(inputs)[0]
@@ -184,7 +189,7 @@ class BatchVocabulary(RowwiseParallel):
         if batch is None:
             return super().after(module, outputs, mesh)
         outputs = outputs.masked_fill(forward_of(module).notes["outside"].unsqueeze(LAST), 0)
-        own = reduce_scatter_from_region(outputs, batch.widths, mesh.get_group(), dim=BATCH)
+        own = reduce_scatter_from_region(outputs, batch.widths, mesh.get_group(), dim=BATCH_DIM)
         return scale_gradient(own, 1 / mesh.size())
 
     def __repr__(self) -> str:
@@ -193,9 +198,9 @@ class BatchVocabulary(RowwiseParallel):
 
 def _joined(x: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
     if not x.is_floating_point():
-        return all_gather_uneven(x, batch.widths, mesh.get_group(), dim=BATCH)
+        return all_gather_uneven(x, batch.widths, mesh.get_group(), dim=BATCH_DIM)
     x = scale_gradient(x, mesh.size())
-    return gather_to_region(x, batch.widths, mesh.get_group(), dim=BATCH)
+    return gather_to_region(x, batch.widths, mesh.get_group(), dim=BATCH_DIM)
 
 
 BATCH_SHARDED: Mapping[str, TensorParallelLayer] = {

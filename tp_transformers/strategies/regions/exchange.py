@@ -24,7 +24,9 @@ from ...ranks.collectives import exchange_counts, exchange_rows, scale_gradient
 from ...slices.layout import Split
 from ..experts import IsolatedParallel, MoEExpertsParallel
 from ..forward.attach import forward_of
+from ..forward.short_forwards import Forwarder
 from ..local import to_local
+from ..signature import BATCH, LOCAL, PARTIAL, SEQUENCE, Signature
 from .batch import exchange_samples
 from .sequence import exchange_parts
 
@@ -54,8 +56,12 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
     It computes as `moe_tp_experts` if all ranks have the same tokens, such as one that is generated.
     """
 
-    exchanges_tokens = True
     split_dim = IsolatedParallel.split_dim
+
+    def traced(self, forward: Forwarder) -> Forwarder:
+        """Not at all: it is called between two graphs, since numbers of tokens are known in a forward alone."""
+        untraced: Forwarder = torch.compiler.disable(forward)
+        return untraced
 
     def has_own_tokens(self, mesh: DeviceMesh) -> bool:
         """True if this rank's tokens are not those of the other ranks; the answer is the same on all."""
@@ -132,7 +138,7 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
 class SequenceExpertsParallel(ExchangeExpertsParallel):
     """Experts with the tokens of this rank's part of the sequence."""
 
-    takes_sequence_part = True
+    signature = Signature(SEQUENCE, SEQUENCE, inside=(LOCAL, PARTIAL))
 
     def has_own_tokens(self, mesh: DeviceMesh) -> bool:
         return exchange_parts(self.name, mesh.get_group())
@@ -141,7 +147,7 @@ class SequenceExpertsParallel(ExchangeExpertsParallel):
 class BatchExpertsParallel(ExchangeExpertsParallel):
     """Experts with tokens of each rank's own samples; see `batch.py` about gradients."""
 
-    splits_batch = True
+    signature = Signature(BATCH, BATCH, inside=(LOCAL, PARTIAL))
 
     def has_own_tokens(self, mesh: DeviceMesh) -> bool:
         return exchange_samples(mesh.get_group())

@@ -25,7 +25,8 @@ from ...ranks.collectives import gather_from_region, scatter_to_region
 from ...ranks.group import agreed
 from ..base import STRATEGY
 from ..forward.attach import argument_names
-from .region import SEQUENCE, Widths
+from ..signature import SEQUENCE, Signature
+from .region import SEQUENCE_DIM, Widths
 
 logger = get_logger(__name__)
 
@@ -57,23 +58,24 @@ def _between_blocks(base: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
     """Each module with inputs or outputs that are parts: (name, module, True beside experts that exchange tokens)."""
     for child, module in base.named_children():
         path = f"{name}.{child}".lstrip(".")
-        if _is(module, "takes_sequence_part"):  # the norm after the layers
+        if _signature(module).takes is SEQUENCE:  # the norm after the layers
             yield path, module, False
-        elif any(_is(layer, "cuts_sequence") for layer in module.children()):
+        elif any(_signature(layer).cuts_sequence for layer in module.children()):
             for index, layer in module.named_children():
                 yield from _on_parts(f"{path}.{index}", layer, in_mixture=False)
 
 
 def _on_parts(name: str, module: nn.Module, *, in_mixture: bool) -> Iterator[tuple[str, nn.Module, bool]]:
     yield name, module, in_mixture
-    if not (_is(module, "joins_sequence") or _is(module, "exchanges_tokens")):
-        in_mixture = in_mixture or any(_is(child, "exchanges_tokens") for child in module.children())
+    if not (_signature(module).joins_sequence or _signature(module).exchanges_tokens):
+        in_mixture = in_mixture or any(_signature(child).exchanges_tokens for child in module.children())
         for child, inner in module.named_children():
             yield from _on_parts(f"{name}.{child}", inner, in_mixture=in_mixture)
 
 
-def _is(module: nn.Module, attribute: str) -> bool:
-    return bool(getattr(STRATEGY.find(module), attribute, False))
+def _signature(module: nn.Module) -> Signature:
+    strategy = STRATEGY.find(module)
+    return Signature() if strategy is None else strategy.signature
 
 
 class _Sides:
@@ -87,7 +89,7 @@ class _Sides:
     def __init__(self, module: nn.Module, name: str, widths_of: WidthsOf, mesh: DeviceMesh) -> None:
         self.name, self.widths_of, self.mesh = name, widths_of, mesh
         self.first = next(iter(argument_names(module)), "")
-        self.takes_whole = _is(module, "cuts_sequence")
+        self.takes_whole = _signature(module).cuts_sequence
 
     def inputs(self, values: Values) -> _Joined:
         """The positional arguments, or gradients of them."""
@@ -112,11 +114,11 @@ class _Joined:
     def __init__(self, values: Values, sides: _Sides, *, is_whole: bool) -> None:
         self.values, self.sides, self.widths = values, sides, None
         part: Any = values[0] if values else None
-        if isinstance(part, Tensor) and part.ndim > SEQUENCE + 1 and not is_whole:
+        if isinstance(part, Tensor) and part.ndim > SEQUENCE_DIM + 1 and not is_whole:
             self.widths = sides.widths_of(sides.name, part, sides.mesh)
         if self.widths is not None:
             self.part = part
-            self.whole = gather_from_region(part, self.widths, sides.mesh.get_group(), dim=SEQUENCE)
+            self.whole = gather_from_region(part, self.widths, sides.mesh.get_group(), dim=SEQUENCE_DIM)
             self.version = _version(self.whole)
             self.values = (self.whole, *values[1:])
 
@@ -125,12 +127,12 @@ class _Joined:
         if self.widths is None or not values or not isinstance(values[0], Tensor):
             return values
         shape, length = tuple(values[0].shape), sum(self.widths)
-        if shape[SEQUENCE : SEQUENCE + 1] != (length,):
+        if shape[SEQUENCE_DIM : SEQUENCE_DIM + 1] != (length,):
             raise agreed(
                 UnsupportedError(
                     f"a hook on {self.sides.name}",
                     got=f"a tensor of shape {shape} from it",
-                    expected=f"length {length} along dim {SEQUENCE}, as its sequence is cut (tp_sequence_parallel)",
+                    expected=f"length {length} along dim {SEQUENCE_DIM}, as its sequence is cut (tp_sequence_parallel)",
                     fix="Return a tensor of the shape that the hook was given, or load without tp_sequence_parallel.",
                 )
             )
@@ -151,7 +153,7 @@ class _Joined:
 
     def _own(self, whole: Tensor) -> Tensor:
         assert self.widths is not None
-        return scatter_to_region(whole, self.widths, self.sides.mesh.get_group(), dim=SEQUENCE)
+        return scatter_to_region(whole, self.widths, self.sides.mesh.get_group(), dim=SEQUENCE_DIM)
 
 
 def _version(x: Tensor) -> int | None:

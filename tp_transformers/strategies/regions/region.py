@@ -29,7 +29,7 @@ from ..forward.attach import Forward, forward_of
 from ..local import to_local
 from .regather import saving_part
 
-SEQUENCE = 1
+SEQUENCE_DIM = 1
 """The sequence dim of a model's activations: (batch, sequence, hidden)."""
 
 Widths = tuple[int, ...]
@@ -139,8 +139,6 @@ class RegionBlock(TensorParallelLayer):
 
 class GatherMixin(RegionBlock):
     """Around a block that computes locally: gather and scatter a sum."""
-
-    sums_output = True
 
     def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
         return gather_to_region(x, widths, group, dim=self.dim)

@@ -24,9 +24,10 @@ from ...slices.layout import chunked, even_widths
 from ..base import TensorParallelLayer
 from ..forward.attach import Forward, forward_of
 from ..forward.communication import as_sharded
+from ..signature import PARTIAL, REPLICATED, SEQUENCE, Signature
 from .hooks import gather_around_hooks, tell_of_global_hooks
 from .regather import remember
-from .region import SEQUENCE, GatherMixin, RegionBlock, Widths, all_lengths, in_backward
+from .region import SEQUENCE_DIM, GatherMixin, RegionBlock, Widths, all_lengths, in_backward
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ class SequenceParallel(TensorParallelLayer):
         [x / y] ── n ── [n(x) / n(y)]
     """
 
-    sums_gradients = True
-    takes_sequence_part = True
+    signature = Signature(SEQUENCE, SEQUENCE, gradient=PARTIAL)
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True, use_dtensor: bool = True) -> None:
         """`sequence_dim`: of the activations, which are (batch, sequence, hidden) by default."""
@@ -76,16 +76,6 @@ class SequenceParallel(TensorParallelLayer):
             use_local_output=use_local_output,
             use_dtensor=use_dtensor,
         )
-
-    @property
-    def takes_sharded_input(self) -> bool:
-        """Its features are whole; the sequence is cut."""
-        return False
-
-    @property
-    def leaves_sharded_output(self) -> bool:
-        """Its features are whole; the sequence is cut."""
-        return False
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, length = inputs[0], None
@@ -117,9 +107,11 @@ class SequenceParallelRep(SequenceParallel):
     [x / y] ── n ── [n(x) / n(y)] ── whole
     """
 
+    signature = Signature(SEQUENCE, REPLICATED, gradient=PARTIAL)
+
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         widths = widths_of(self.name, outputs, mesh)
-        return outputs if widths is None else gather_from_region(outputs, widths, mesh.get_group(), dim=SEQUENCE)
+        return outputs if widths is None else gather_from_region(outputs, widths, mesh.get_group(), dim=SEQUENCE_DIM)
 
 
 class SequenceScatterParallel(TensorParallelLayer):
@@ -132,25 +124,23 @@ class SequenceScatterParallel(TensorParallelLayer):
         whole ── [x / y]
     """
 
-    cuts_sequence = True
+    signature = Signature(REPLICATED, SEQUENCE)
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, *others = inputs
-        length = x.shape[SEQUENCE]
+        length = x.shape[SEQUENCE_DIM]
         # Re-entrant checkpointing runs forwards that are trained without gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
         widths = even_widths(length, mesh.size()) if trains or length >= mesh.size() else None
         _current[mesh.get_group().group_name] = _Cut(widths, in_backward(), f"{self.name}.", x)
-        return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE), *others)
+        return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE_DIM), *others)
 
 
 class SequenceBlock(RegionBlock):
     """A block that computes on the whole sequence, between modules that compute on parts."""
 
-    dim, what = SEQUENCE, "sequence"
+    dim, what = SEQUENCE_DIM, "sequence"
     remedy = "Sequence parallelism does not fit this model; load it without."
-    takes_sequence_part = True
-    joins_sequence = True
 
     @property
     def around_whole(self) -> SequenceWholeParallel:
@@ -182,6 +172,8 @@ class SequenceGatherParallel(GatherMixin, SequenceBlock):
         [x / y] ── whole ── [ local_colwise ── local_rowwise ] ── [x' / y']
     """
 
+    signature = Signature(SEQUENCE, SEQUENCE, inside=(REPLICATED, PARTIAL))
+
 
 class SequenceWholeParallel(SequenceBlock):
     """Around a block that makes a whole output of a whole input: join the parts of the input (all-gather; backward: own
@@ -189,6 +181,8 @@ class SequenceWholeParallel(SequenceBlock):
 
         [x / y] ── whole ── [ any strategies ] ── whole ── [x' / y']
     """
+
+    signature = Signature(SEQUENCE, SEQUENCE, inside=(REPLICATED, REPLICATED))
 
 
 class SequenceStatesParallel(TensorParallelLayer):
@@ -218,7 +212,7 @@ class SequenceStatesParallel(TensorParallelLayer):
         def whole(state: Tensor | None) -> Tensor | None:
             if state is None or state is last or state is cut.whole:
                 return state
-            return gather_from_region(state, widths, group, dim=SEQUENCE)
+            return gather_from_region(state, widths, group, dim=SEQUENCE_DIM)
 
         def joined(value: Any) -> Any:
             """Hidden states, or the outputs of routers for parts, (tokens, experts), of the whole sequence."""
@@ -229,7 +223,8 @@ class SequenceStatesParallel(TensorParallelLayer):
                 return value
             part = (last.shape[0], widths[self.rank])
             return tuple(
-                gather_from_region(each.unflatten(0, part), widths, group, dim=SEQUENCE).flatten(0, 1) for each in value
+                gather_from_region(each.unflatten(0, part), widths, group, dim=SEQUENCE_DIM).flatten(0, 1)
+                for each in value
             )
 
         if isinstance(outputs, tuple):  # return_dict=False
@@ -288,4 +283,4 @@ def widths_of(name: str, x: Tensor, mesh: DeviceMesh) -> Widths | None:
     cut = _current.get(mesh.get_group().group_name)
     if cut is not None and cut.holds(name):
         return cut.widths
-    return all_lengths(x.shape[SEQUENCE], mesh) if in_backward() >= 0 else None
+    return all_lengths(x.shape[SEQUENCE_DIM], mesh) if in_backward() >= 0 else None

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from ...anatomy.linears import embeds_states
 from ..forward.communication import only
 from ..shards.shard import ParamShard
+from ..signature import ANY, FEATURES, PARTIAL, SEQUENCE, Signature
 from .style import StyleParallel, is_features
 
 _Linears = torch_parallel.ColwiseParallel | torch_parallel.RowwiseParallel
@@ -61,12 +62,7 @@ class TorchStyleParallel(StyleParallel):
             use_local_output=isinstance(output, PrepareModuleInput) or getattr(output, "use_local_output", True),
             use_dtensor=isinstance(style, _Linears | torch_parallel.SequenceParallel),
         )
-        self.takes_sequence_part = isinstance(style, torch_parallel.SequenceParallel)
-        self.sums_own_output = isinstance(style, torch_parallel.RowwiseParallel)
-        self.sums_gradients = self.takes_sequence_part
-        self.cuts_sequence = not self.takes_sequence_part and any(
-            isinstance(each, Shard) and not is_features(each) for each in _placements(style)
-        )
+        self.signature = _signature(style)
 
     def check(self, module: nn.Module) -> None:
         """Colwise and rowwise are for `nn.Linear` and `nn.Embedding`, the sequence's for what has no children."""
@@ -84,37 +80,28 @@ class TorchStyleParallel(StyleParallel):
                 f"{self.shown} is for nn.Linear and nn.Embedding, not for a {kind}; use a strategy's name, such as "
                 f"{OWN_NAMES[_known_base(type(self.style)).__name__]!r}"
             )
-        if self.takes_sequence_part and any(module.children()):
+        if self.signature.takes is SEQUENCE and any(module.children()):
             raise ValueError(f"{self.shown} is for a norm or a dropout, not for a {kind} with modules of its own")
-        if self.leaves_sharded_output and self.use_local_output and embeds_states(module, self.config):
+        if self.signature.leaves is FEATURES and self.use_local_output and embeds_states(module, self.config):
             raise ValueError(
                 f"{self.shown} would leave each rank a part of the hidden features, of which what follows takes "
                 "all; give it output_layouts=Replicate()"
             )
-        if self.sums_own_output and self.is_embedding and self.input_layouts == (Shard(-1),):
+        if self.signature.sums and self.is_embedding and self.input_layouts == (Shard(-1),):
             raise ValueError(f"{self.shown} takes ids that are cut over the ranks; give it input_layouts=Replicate()")
-
-    @property
-    def takes_sharded_input(self) -> bool:
-        """See `TensorParallelLayer.takes_sharded_input`; a tensor that is cut along the sequence has whole features."""
-        return isinstance(self.style, _Linears) and is_features(only(self.input_layouts)) and not self.is_embedding
-
-    @property
-    def leaves_sharded_output(self) -> bool:
-        return isinstance(self.style, _Linears) and is_features(only(self.output_layouts))
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The dim along which torch cuts a linear or an embedding."""
         if isinstance(self.style, torch_parallel.ColwiseParallel):
             return 1 if self.is_embedding else 0
-        if self.sums_own_output:
+        if self.signature.sums:
             return 0 if self.is_embedding else 1 if ndim == 2 else None
         return None
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Let torch apply the style: the parameters, which are cut already, are left alone."""
         own = dict(module._parameters)
-        if self.takes_sequence_part:  # torch would take them for plain tensors
+        if self.signature.takes is SEQUENCE:  # torch would take them for plain tensors
             module._parameters.clear()
         try:
             copy.copy(self.style)._apply(module, mesh)
@@ -140,6 +127,20 @@ def _is_known(style: type[ParallelStyle]) -> bool:
 
 def _known_base(style: type[ParallelStyle]) -> type[ParallelStyle]:
     return next((base for base in SUPPORTED if issubclass(style, base)), style)
+
+
+def _signature(style: ParallelStyle) -> Signature:
+    if isinstance(style, torch_parallel.SequenceParallel):
+        return Signature(SEQUENCE, SEQUENCE, gradient=PARTIAL)
+    cuts_sequence = any(isinstance(each, Shard) and not is_features(each) for each in _placements(style))
+    leaves = SEQUENCE if cuts_sequence else ANY  # it may say how an output arrives, and leave it otherwise
+    if not isinstance(style, _Linears):
+        return Signature(ANY, leaves)
+    return Signature(
+        FEATURES if is_features(only(style.input_layouts)) else ANY,
+        FEATURES if is_features(only(style.output_layouts)) else leaves,
+        inside=(FEATURES, PARTIAL) if isinstance(style, torch_parallel.RowwiseParallel) else None,
+    )
 
 
 def _placements(style: Any) -> Iterator[Placement | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -19,8 +19,10 @@ from ...ranks.group import TensorParallelGroup
 from ..forward.attach import wrap_forward
 from ..forward.communication import only
 from ..forward.short_forwards import Forwarder
+from ..forward.views import still_sharded
 from ..shards.shard import ParamShard
 from ..shards.trace import outline_mesh
+from ..signature import ANY, FEATURES, PARTIAL, Signature
 from .style import StyleParallel, is_features
 
 _CONTRACT = ("shard_param", "transform_inputs_pre_forward", "transform_output_post_forward", "install_forward")
@@ -34,7 +36,6 @@ class TransformersStyleParallel(StyleParallel):
     """
 
     owner = "transformers'"
-    viewed_around = True  # by context_around_forward
 
     def __init__(self, style: Any) -> None:
         """`style`: an instance; one serves all modules, as it does in transformers."""
@@ -43,6 +44,12 @@ class TransformersStyleParallel(StyleParallel):
             input_layouts=getattr(style, "input_layouts", None),
             output_layouts=getattr(style, "output_layouts", None),
             use_local_output=getattr(style, "use_local_output", True),
+        )
+        is_rowwise = is_features(only(self.input_layouts))
+        self.signature = Signature(
+            FEATURES if is_rowwise else ANY,
+            FEATURES if is_features(only(self.output_layouts)) else ANY,
+            inside=(FEATURES, PARTIAL) if is_rowwise else None,
         )
         self.placements: Mapping[str, Placement] = {}
         self.refusal = ""
@@ -64,18 +71,6 @@ class TransformersStyleParallel(StyleParallel):
             raise ValueError(f"{self.shown} takes no parts, no unit and no widths")
 
     @property
-    def takes_sharded_input(self) -> bool:
-        return is_features(only(self.input_layouts)) and not self.is_embedding
-
-    @property
-    def leaves_sharded_output(self) -> bool:
-        return is_features(only(self.output_layouts))
-
-    @property
-    def sums_own_output(self) -> bool:  # type: ignore[override]
-        return self.takes_sharded_input
-
-    @property
     def is_built_in(self) -> bool:
         """False: it may communicate in ways that its layouts do not tell."""
         return False
@@ -87,6 +82,10 @@ class TransformersStyleParallel(StyleParallel):
     def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
         """A DTensor where the style makes one; a tensor that it leaves plain is plain."""
         return replace(super().shard(param_type, shape, group), use_dtensor=param_type in self.placements)
+
+    def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
+        """See `Communication.views_of`; `context_around_forward` replaces the others."""
+        return still_sharded(module, views)
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Let the style install its forward, once more for a deep copy of the module."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
+from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Split, chunked
 from ..base import TensorParallelLayer
+from ..shards.shard import ParamShard
+from ..signature import ANY, FEATURES
 
 
 class StyleParallel(TensorParallelLayer):
@@ -18,15 +24,21 @@ class StyleParallel(TensorParallelLayer):
     """The library's name in messages: "torch's"."""
     style: Any
 
+    def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
+        """See `TensorParallelLayer.bind`; an embedding takes ids, which have no features."""
+        bound = super().bind(module, size, **options)
+        if bound.is_embedding and bound.signature.takes is FEATURES:
+            bound.signature = replace(bound.signature, takes=ANY)
+        return bound
+
     @property
     def shown(self) -> str:
         """The style in messages."""
         return f"{self.owner} {type(self.style).__name__}"
 
-    @property
-    def leaves_replicated_output(self) -> bool:
-        """False: a style may say how an output arrives, and leave it otherwise."""
-        return False
+    def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
+        """A DTensor, also where every rank holds the full parameter."""
+        return replace(super().shard(param_type, shape, group), use_dtensor=self.use_dtensor)
 
     def _cut(self, length: int, size: int, unit: int) -> Split:
         split = chunked(length, size)
