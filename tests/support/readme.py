@@ -248,9 +248,11 @@ def _listed(imported: list[str], others: list[str]) -> str:
     """The packages that one imports, of those above it; `others` are those that it does not."""
     if not imported:
         return "nothing of ours"
+    if not others:
+        return "all of the above"
     is_most = 3 * len(others) <= len(imported)
     names = ", ".join(f"`{name or PACKAGE.name}`" for name in (others if is_most else imported))
-    return ("all of the above but " if is_most else "") + names
+    return f"all of the above but {names}" if is_most else names
 
 
 def quantised(page: Path) -> str:
