@@ -1,4 +1,4 @@
-"""Errors that a user can fix.
+"""Errors that a user can fix, and the form of their messages.
 
 A message names its subject, the value found, the expected value, and the remedy.
 """

@@ -1,4 +1,4 @@
-"""Numbers and tables as text."""
+"""Sizes, ranges of integers and tables as text."""
 
 from __future__ import annotations
 

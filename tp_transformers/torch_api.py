@@ -1,4 +1,4 @@
-"""What this package uses of torch below its public names."""
+"""The private API of torch that this package uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that this package uses of transformers below its public names, and a check that it is there.
+"""The private API of transformers that this package uses, and a check that it is there.
 
 Public are the names of `transformers.__all__` and the module `transformers.utils`. A test lets no other module import
 from below them, except `training/trainer_checkpoints.py`, whose module of transformers is imported late.

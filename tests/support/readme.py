@@ -1,7 +1,8 @@
 """The pages of the project, as tests know them: code blocks, links, and tables that are generated from the code.
 
 `python -m tests.support.readme` writes the generated parts into the pages, between the markers `<!-- NAME -->` and
-`<!-- /NAME -->`: the tables of architectures, of proofs and of public names, and tables of contents.
+`<!-- /NAME -->`: the map of the package and the modules of each folder, the tables of architectures, of proofs and of
+public names, and tables of contents.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import tp_transformers
+from tests.support.imports import ORDER, Imports
 from tests.support.proofs import KINDS, PROVEN_ON, Proof, read
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.listing import catalogue
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-STRATEGIES_PAGE = ROOT / "tp_transformers" / "strategies" / "README.md"
+PACKAGE = ROOT / "tp_transformers"
+STRATEGIES_PAGE = PACKAGE / "strategies" / "README.md"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
@@ -172,11 +175,9 @@ def public_names(page: Path) -> str:
         is_defined = inspect.isclass(value) or inspect.isroutine(value)
         module = sys.modules[(value if is_defined else type(value)).__module__]
         doc = inspect.getdoc(value) if is_defined else _doc_of_value(name, inspect.getsource(module))
-        first = re.match(r"(.+?(?<!et al)\.)(?:\s|$)", f"{doc}", re.DOTALL)
-        assert first is not None, f"{name} has no docstring"
+        assert doc, f"{name} has no docstring"
         file = Path(inspect.getsourcefile(module) or "").relative_to(page.parent).as_posix()
-        meaning = " ".join(first[1].split()).replace("|", "\\|")
-        rows.append(f"| [`{name}`]({file}) | {meaning} |")
+        rows.append(f"| [`{name}`]({file}) | {_cell(first_sentence(doc))} |")
     return "\n".join(rows)
 
 
@@ -188,6 +189,70 @@ def _doc_of_value(name: str, source: str) -> str | None:
         if is_named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             return str(after.value.value)
     return None
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a text, on one line; the first paragraph where that has none."""
+    paragraph = " ".join(re.split(r"\n\s*\n", text.strip())[0].split())
+    found = re.match(r"((?:`[^`]*`|[^`])+?(?<!et al)(?<!\.\.)\.)(?=\s|$)", paragraph)
+    return found[1] if found else paragraph
+
+
+def opening(page: Path) -> str:
+    """The first sentence of prose below the title of a page; links are replaced by their texts."""
+    paragraphs = re.split(r"\n\s*\n", prose(page).strip())
+    first = next(each for each in paragraphs if not each.startswith(("#", "|", "![", "<!--")))
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", first_sentence(first))
+
+
+def _content(path: Path) -> str:
+    """The first sentence about a module or a folder with a page, for a cell of a table."""
+    if path.is_dir():
+        return _cell(opening(path / "README.md"))
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert doc, f"{path.relative_to(ROOT)} has no docstring"
+    return _cell(first_sentence(doc))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _link(path: Path) -> str:
+    """A link to a module or a folder's page, from the page of the folder around it."""
+    return f"[{path.name}/]({path.name}/README.md)" if path.is_dir() else f"[{path.name}]({path.name})"
+
+
+def modules(page: Path) -> str:
+    """One row a module of the page's folder, then one for each folder in it with modules."""
+    files = sorted(path for path in page.parent.glob("*.py") if path.name != "__init__.py")
+    folders = sorted({path.parent for path in page.parent.glob("*/*.py")})
+    rows = [f"| {_link(path)} | {_content(path)} |" for path in files + folders]
+    return "\n".join(["| module | content |", "| --- | --- |", *rows])
+
+
+def package_map(page: Path) -> str:
+    """One row a package or module at the top level: its content and its imports, the lowest first."""
+    imports = Imports(PACKAGE)
+    rows = ["| package | content | imports |", "| --- | --- | --- |"]
+    for place, name in enumerate(ORDER):
+        path = PACKAGE / name if (PACKAGE / name / "__init__.py").exists() else PACKAGE / f"{name}.py"
+        path = path if name else PACKAGE / "__init__.py"
+        imported = [other for other in ORDER[:place] if other in imports.of_package[name]]
+        others = [other for other in ORDER[:place] if other not in imported]
+        rows.append(f"| {_link(path)} | {_content(path)} | {_listed(imported, others)} |")
+    return "\n".join(rows)
+
+
+def _listed(imported: list[str], others: list[str]) -> str:
+    """The packages that one imports, of those above it; `others` are those that it does not."""
+    if not imported:
+        return "nothing of ours"
+    if not others:
+        return "all of the above"
+    is_most = 3 * len(others) <= len(imported)
+    names = ", ".join(f"`{name or PACKAGE.name}`" for name in (others if is_most else imported))
+    return f"all of the above but {names}" if is_most else names
 
 
 def quantised(page: Path) -> str:
@@ -212,6 +277,8 @@ def contents(page: Path) -> str:
 
 
 GENERATED: dict[str, Callable[[Path], str]] = {
+    "map": package_map,
+    "modules": modules,
     "architectures": architectures,
     "proofs": proofs,
     "public names": public_names,

@@ -10,6 +10,7 @@ import pytest
 import tp_transformers
 from tests.support.readme import (
     GENERATED,
+    PACKAGE,
     PAGES,
     README,
     ROOT,
@@ -22,8 +23,12 @@ from tests.support.readme import (
 )
 from tp_transformers import STRATEGIES, TensorParallelError, errors
 
+ONE_SCREEN = 40
+"""Lines from which on a page begins with a drawing or a table."""
 THREE_SCREENS = 120
 """Lines from which on a page has a table of contents."""
+FOLDERS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
+"""Every folder of the package."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=called)
 
@@ -36,6 +41,18 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
 def test_every_generated_part_is_on_a_page() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert all(f"<!-- {name} -->" in text for name in GENERATED)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=called)
+def test_every_folder_has_a_page_with_all_of_its_modules(folder: Path) -> None:
+    page = folder / "README.md"
+    assert page.exists(), "begin it with a title and a sentence about the folder, and let it have a block `modules`"
+    text = page.read_text(encoding="utf-8")
+    _, begin, rest = text.partition("<!-- map -->" if folder == PACKAGE else "<!-- modules -->")
+    assert begin
+    listed = set(re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", rest.partition("<!-- /")[0], re.MULTILINE))
+    modules = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    assert modules | {f"{path.parent.name}/README.md" for path in folder.glob("*/*.py")} == listed - {"__init__.py"}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=called)
@@ -57,8 +74,8 @@ def test_pages_are_short_or_have_contents_and_begin_with_a_drawing_or_a_table(pa
     text = page.read_text(encoding="utf-8")
     lines = text.splitlines()
     assert len(lines) <= THREE_SCREENS or "<!-- contents -->" in text
-    if page.parent not in (ROOT,):
-        first = next(line for line in lines[1:] if line)
+    if page.parent != ROOT and len(lines) > ONE_SCREEN:
+        first = next(line for line in lines[1:] if line and not line.startswith("<!--"))
         assert first.startswith(("```", "|", "![")), first
 
 

@@ -1,4 +1,4 @@
-"""Attention: whether a module is attention, its kind, and its numbers of heads.
+"""Attention: tests for attention modules of each kind, their configs, and their numbers of heads.
 
 transformers' attention modules have no class in common: they are known by their class's name, their attributes and
 their configs.

@@ -1,4 +1,4 @@
-"""The class that a config means, and a model of it without memory."""
+"""Configs and classes: the config of a checkpoint, the model class that it names, and its model on the meta device."""
 
 from __future__ import annotations
 

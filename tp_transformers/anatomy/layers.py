@@ -1,4 +1,4 @@
-"""Layers: the lists of them that a model is made up of, and which of them are alike."""
+"""Layers: the module lists of a model, the layer around a parameter, and a description that equal layers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linears, embeddings and experts: whether a module is one, and how wide it is."""
+"""Linears, embeddings and experts: tests for each, and their numbers of input and output features."""
 
 from __future__ import annotations
 

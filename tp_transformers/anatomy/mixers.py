@@ -1,4 +1,4 @@
-"""Mixers of tokens that are no attention, such as state spaces and delta nets: the names that they have for widths."""
+"""Mixers other than attention, such as state spaces and delta nets: their numbers of heads and groups, their widths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms: several questions, since a norm may be wanted for its function, its shape, or its arithmetic."""
+"""Norms: tests for any norm, for one that computes token by token, and for an RMS norm; the epsilon of a norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' `DistributedConfig`, where it asks for tensor parallelism, as arguments of ours."""
+"""transformers' `DistributedConfig`: its request for tensor parallelism as arguments of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line, once a process, where a step of a launch was forgotten: `enable()`, torchrun, or `tp_plan`."""
+"""Log messages, once a process, about a forgotten step of a launch: `enable()`, torchrun, or `tp_plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm_eval's own option, `--model hf --model_args pretrained=NAME,tp_plan=auto`, for any number of KV heads."""
+"""The patch of lm_eval: `--model hf --model_args pretrained=NAME,tp_plan=auto` takes any number of KV heads."""
 
 from __future__ import annotations
 

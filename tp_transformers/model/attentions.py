@@ -1,4 +1,4 @@
-"""Attentions that a model returns, gathered: those of all heads."""
+"""Attentions of all heads, gathered where a model returns them (`output_attentions=True`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model that is cut."""
+"""Gradient clipping by the norm of the gradients of all shards: `clip_grad_norm_`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of a model that fail on one rank alone: all ranks hear of it, and raise. See `ranks.watch`.
+"""Failures of one rank in calls of a model: all ranks hear of them, and raise. See `ranks.watch`.
 
 Forwards, `generate`, backwards, steps of optimizers, and errors that end the process are watched; `fail_together` is
 for the code of users around them.

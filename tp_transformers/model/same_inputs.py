@@ -1,4 +1,4 @@
-"""A guard against the fault that nothing else shows: ranks that share a model, but are given different batches."""
+"""`check_inputs`: an error where ranks that share a model get different batches, which nothing else would show."""
 
 from __future__ import annotations
 

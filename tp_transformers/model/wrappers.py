@@ -1,4 +1,4 @@
-"""Wrappers of other libraries that a tensor-parallel model cannot be put into."""
+"""Wrappers that refuse a tensor-parallel model: `DistributedDataParallel`, and with it accelerate's `prepare`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings about an architecture, block by block."""
+"""Blocks of an architecture: rules of modules that are sharded together, or the reason why a block is replicated."""
 
 from __future__ import annotations
 

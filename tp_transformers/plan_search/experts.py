@@ -1,4 +1,4 @@
-"""Matching of the parameters of merged experts: slices of one that make the features another takes.
+"""Matching of the parameters of merged experts: slices of one that make the features that another takes.
 
 A change to the slice that makes a feature changes one slice of the gradient of the parameter that takes it.
 """

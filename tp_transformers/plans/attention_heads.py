@@ -1,4 +1,4 @@
-"""How the heads of attention are cut, for a module and for a model."""
+"""Splits of attention's heads, of one module and of a model, and the head counts of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention: which projections belong together, and how their heads are cut."""
+"""Attention: the projections that belong together, and the split of their heads, which keeps complete KV groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans as data: data of a YAML file or a dict -> the parts of rules, and every fault of the form.
+"""Plans as data: the content of a YAML file or a dict -> arguments of rules, and every fault of the form.
 
 `model_plans/README.md` describes the format; `model_plans/llama.yaml` is an example.
 """

@@ -1,4 +1,4 @@
-"""Shares: how much of a model each rank holds, and how much of it every rank."""
+"""Shares: the fractions of a model that each rank and all ranks hold; refuses a plan that leaves most of it whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives with the backward that tensor parallelism needs.
+"""Collectives with the backward that tensor parallelism needs, also of uneven shards.
 
 The pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3; Korthikanti et al. 2022 where the sequence
 is cut): each function's backward is the other collective of its pair. README.md has a table of them.

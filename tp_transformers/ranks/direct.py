@@ -1,4 +1,4 @@
-"""Collectives of plain tensors without autograd, called as directly as watchers of operators allow.
+"""Collectives of plain tensors without autograd: in shared memory, or calls of the backend past torch's dispatcher.
 
 The way from `torch.distributed.all_reduce` to the backend passes the dispatcher, which takes longer in a decode step
 than all else that a layer has beside its arithmetic. So the backend is called itself, as the dispatcher's kernel does.

@@ -1,4 +1,4 @@
-"""Which rank failed first, judged from the reports of the ranks and their signs of life."""
+"""The rank that failed first, judged from the reports of the ranks and their signs of life."""
 
 from __future__ import annotations
 

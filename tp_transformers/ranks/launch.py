@@ -1,4 +1,4 @@
-"""Start ranks on this machine: torchrun, with an end for each of them."""
+"""Ranks on this machine for a command: torchrun starts them, and they end with the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this process is in its user's code, read from the frames of its threads."""
+"""The line of the user's code that this process is at, read from the frames of its threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one thread of a process that polls for all models of it."""
+"""The thread of a process that polls the ranks' store, for the watches of all models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages about ranks that this one waits for in a call.
+"""Messages about ranks that have not come to the call in which this one waits.
 
 Each rank says in the store where it is, once it has begun no collective between two polls. A rank that has waited in a
 collective for PATIENCE seconds logs which others are elsewhere, and where: they may come later. Where all ranks wait,

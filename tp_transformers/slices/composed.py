@@ -1,4 +1,4 @@
-"""Lazy tensors that are made of other lazy tensors: moved data, no arithmetic.
+"""Stacks, concatenations and transposes of lazy tensors: moved data, no arithmetic.
 
     Stack(A, B)        [A, B] along a new dim         MergeModulelist
     Concat(A, B)       AB along a dim there is        Concatenate

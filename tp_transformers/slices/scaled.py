@@ -1,4 +1,4 @@
-"""Quantised tensors: narrow values with a scale for each block.
+"""Float8 tensors with a scale for each block, read into place without a buffer.
 
     Scaled(values, scales, block=(2, 2))      AABB     [a b     the blocks of A times a, of B times b, ...
                                               AABB      c d]

@@ -1,4 +1,4 @@
-"""A file to read bytes of: one small interface, one class a storage."""
+"""The interface of a file that bytes are read from; one class a storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are bytes in a file: the runs and the boxes of a selection."""
+"""Tensors that are bytes in a file: the runs of bytes of a selection, and its boxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small widths of a config: equal ones stay equal, and heads by their width still make the hidden width."""
+"""Small widths of a config: equal widths stay equal, and heads times their width still make the hidden width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Position biases of all heads; each rank takes those of its own."""
+"""Position biases of all heads (ALiBi); each rank takes those of its own."""
 
 from __future__ import annotations
 

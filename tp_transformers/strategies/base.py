@@ -1,4 +1,4 @@
-"""The contract of a strategy, and how it is attached to a module."""
+"""The contract of a strategy, `TensorParallelLayer`: `split_dim` or `partition_tensor`, `check`, `adapter`."""
 
 from __future__ import annotations
 

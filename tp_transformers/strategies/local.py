@@ -1,4 +1,4 @@
-"""Computation that stays on its rank, and the sum that makes it whole again.
+"""Blocks that compute on each rank alone, and the sum around them that makes their output whole.
 
 A block of modules that are `local_*` computes a part of its output on every rank without communication; `gather` on the
 block copies its input (backward: all-reduce) and sums its output (all-reduce), once for all that is inside.

@@ -1,4 +1,4 @@
-"""Blocks that compare features, which are cut over the ranks, with each other."""
+"""Blocks that compare features, which are cut over the ranks, with each other, such as Gemma 3n's MLP."""
 
 from __future__ import annotations
 

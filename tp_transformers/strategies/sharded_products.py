@@ -1,4 +1,4 @@
-"""Attention that multiplies with parameters of its own, by torch.einsum, instead of calling projections."""
+"""Attention that multiplies with parameters of its own, by torch.einsum, instead of calling projections, as XLNet's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules that each rank holds, or its part of them, and the ranks that make up groups."""
+"""The modules that each rank holds, or its part of them, and the ranks of every group."""
 
 from __future__ import annotations
 

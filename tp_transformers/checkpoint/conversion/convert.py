@@ -1,4 +1,4 @@
-"""transformers' renamings and converters -> for every model parameter, a lazy expression over checkpoint tensors.
+"""transformers' renamings and converters -> a lazy expression over checkpoint tensors for every model parameter.
 
 Converters are expressed by `operations`, so that slices of their results read slices of their sources. A converter
 that cannot be expressed falls back: transformers itself converts its complete sources, and the result is sliced.

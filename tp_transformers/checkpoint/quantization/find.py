@@ -1,4 +1,4 @@
-"""The format of a checkpoint, from its config."""
+"""The quantised format of a checkpoint, found from its config."""
 
 from __future__ import annotations
 

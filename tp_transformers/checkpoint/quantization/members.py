@@ -1,4 +1,4 @@
-"""The stored tensors of packed weights, as the ranks hold them, and a save of a packed model writes them.
+"""The stored tensors of packed weights: the indices that each rank holds of them, for saves of a packed model.
 
 A rank holds some indices of one dim of a stored tensor, for one parameter or several. At the ends of groups, two ranks
 may hold the same indices.

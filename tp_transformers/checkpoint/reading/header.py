@@ -1,4 +1,4 @@
-"""Safetensors headers -> the offset of every tensor. Reads headers only, and trusts none of them."""
+"""Safetensors headers -> the place of every tensor in its file, as a lazy tensor. Trusts no header."""
 
 from __future__ import annotations
 

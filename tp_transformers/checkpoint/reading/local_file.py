@@ -1,4 +1,4 @@
-"""Files on a mounted file system."""
+"""Files on a mounted file system: reads into place, memory maps, and prefetching into the page cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pre-sharded checkpoints, read back at any size.
+"""Pre-sharded checkpoints, read back on any number of ranks.
 
 A parameter is an expression over the rank files, the concatenation of the pieces that its layout names. Slices push
 through it: at the layout that was saved, a rank's slice is exactly the tensor in its own file, and the load is one read

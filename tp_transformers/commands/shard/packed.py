@@ -1,4 +1,4 @@
-"""Quantised weights that are cut for ranks that do not exist, and stay packed."""
+"""Quantised weights that stay packed, cut for ranks that are not running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof of a suggested plan. Blocks that `verify` finds wrong are replicated; the plan says why."""
+"""The proof of a suggested plan, by `verify`. Blocks that `verify` finds wrong are replicated; the plan says why."""
 
 from __future__ import annotations
 

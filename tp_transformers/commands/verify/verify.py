@@ -1,4 +1,4 @@
-"""Prove a plan: a small random model of the architecture, on ranks of this machine, compared with one process.
+"""The proof of a plan: a small random model of the architecture, on ranks of this machine, compared with one process.
 
 The plan is first bound to the model in its true shapes, which starts nothing. Then a small model of the same head
 counts, experts and kinds of layers is written to a temporary folder. One process computes logits, greedy tokens and

@@ -1,4 +1,4 @@
-"""An adapter's matrices, cut as the base layer is: how they are, and whole for as long as peft computes on them."""
+"""An adapter's matrices: cut as the base layer is, and gathered for as long as PEFT computes on full ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole adapters to and from files, as PEFT and transformers do in one process, on the ranks of a model."""
+"""Full adapters to and from files, as PEFT and transformers do in one process, on the ranks of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""peft's swap of one adapter for another in its place, which may be of another rank: on whole adapters, cut again."""
+"""PEFT's swap of one adapter for another, also of another LoRA rank: on full matrices, which are cut again."""
 
 from __future__ import annotations
 

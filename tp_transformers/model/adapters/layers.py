@@ -1,4 +1,4 @@
-"""LoRA layers of peft with a base layer that is cut: peft's methods of their weights, on this rank's."""
+"""LoRA layers of PEFT with a base layer that is cut: they merge, unmerge and compute on this rank's weights."""
 
 from __future__ import annotations
 

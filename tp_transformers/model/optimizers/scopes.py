@@ -1,4 +1,4 @@
-"""Which tensors the step of an optimizer computes with: shards, one whole parameter at a time, or the whole model."""
+"""Scopes of optimizers: their steps compute with shards, with one full parameter at a time, or with the full model."""
 
 from __future__ import annotations
 

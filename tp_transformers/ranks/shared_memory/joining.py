@@ -1,4 +1,4 @@
-"""Which process groups communicate through shared memory: those with ranks that all read one another's tokens in it."""
+"""Process groups that communicate through shared memory: those with ranks that all read one another's tokens in it."""
 
 from __future__ import annotations
 

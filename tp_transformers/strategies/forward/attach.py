@@ -1,4 +1,4 @@
-"""How a strategy is attached to a module, which then computes with this rank's shards."""
+"""Attachment of a strategy to a module, which then computes with this rank's shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication of a strategy around one module's forward."""
+"""Communication of a strategy around one module's forward: `before`, `after`, and whether features are sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters with something for every channel or head, which the forward of a mixer reads."""
+"""Parameters with values for every channel or head, which the forward of a mixer reads itself."""
 
 from __future__ import annotations
 

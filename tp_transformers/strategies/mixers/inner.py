@@ -1,4 +1,4 @@
-"""Linears between features that are cut on both sides."""
+"""Row-parallel linears before ranks that go on with features of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that several ranks hold: which they are, and whether the ranks still hold the same ones.
+"""Values that several ranks hold, and samples of them that show whether the ranks have drifted apart.
 
 Norms and replicated KV heads stay the same on all ranks as long as all change them alike. Random numbers that ranks
 draw with other seeds, or a change on one rank, let them drift apart, without an error.

@@ -1,4 +1,4 @@
-"""The layout that a strategy's own `partition_tensor` cuts, found without data."""
+"""The layout of a strategy's own `partition_tensor`, found by a call without data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What styles of other libraries have in common, which say themselves how their module is cut and communicates."""
+"""The base class of other libraries' styles, which cut their module and communicate by themselves."""
 
 from __future__ import annotations
 
