@@ -157,7 +157,8 @@ def test_views_of_any_strides_are_filled_and_nothing_beside_them(
     stored, staging: int, cast: torch.dtype | None, method: str, monkeypatch
 ) -> None:
     # 16 bytes are less than a row of any tensor here, and two elements of a cast one.
-    monkeypatch.setattr("tp_transformers.checkpoint.reading.reader.may_map", lambda: method == "map")
+    if method != "map":
+        monkeypatch.setattr("tp_transformers.checkpoint.reading.reader._mapped", lambda pieces: [])
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.cheapest", lambda box, may_map: method)
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.BLOCK_BYTES", 100)
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.JOB_BYTES", staging)
@@ -199,7 +200,7 @@ def test_views_of_any_strides_are_filled_and_nothing_beside_them(
 
 def test_staging_is_bounded(stored, monkeypatch) -> None:
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.JOB_BYTES", 1000)
-    monkeypatch.setattr("tp_transformers.checkpoint.reading.reader.may_map", lambda: False)
+    monkeypatch.setattr("tp_transformers.checkpoint.reading.reader._mapped", lambda pieces: [])
     checkpoint, _ = stored
     (source,) = checkpoint.sources
     largest = 0

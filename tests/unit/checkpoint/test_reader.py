@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from tests.support.reading import columns
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading import costs, jobs, memory, reader
-from tp_transformers.checkpoint.reading.file_map import may_map
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.local_file import LocalFile
@@ -26,30 +25,11 @@ from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.slices.stored import Stored
 
 
-def test_other_threads_read_without_maps(big) -> None:
-    """Signals reach the main thread alone, so that truncation could not be survived elsewhere."""
-    checkpoint, _, values = big
-    request = columns(checkpoint)
-    seen: list[Any] = []
-
-    def elsewhere() -> None:
-        seen.append(may_map())
-        seen.append(read([request]))
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    assert may_map()
-    assert seen[0] is False
-    assert seen[1].methods.keys() == {"blocks"}
-    assert torch.equal(request.destination, values[:, 2048:])
-
-
 @pytest.mark.parametrize("method", ["contiguous", "blocks", "reads"])
 def test_an_io_error_stops_all_threads(big, method: str, monkeypatch) -> None:
     checkpoint, _, _ = big
     monkeypatch.setattr(jobs, "JOB_BYTES", 1 << 16)
-    monkeypatch.setattr(reader, "may_map", lambda: False)
+    monkeypatch.setattr(reader, "_mapped", lambda pieces: [])
     monkeypatch.setattr(jobs, "cheapest", lambda box, may_map: method)
     preadv, calls = os.preadv, []
 
@@ -276,7 +256,7 @@ def test_buffers_are_used_again_only_when_their_copies_are_made(big, threads: in
     device = LateDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda kind: device.module())
     monkeypatch.setattr(memory, "copy", device.copy)
-    monkeypatch.setattr(reader, "may_map", lambda: False)
+    monkeypatch.setattr(reader, "_mapped", lambda pieces: [])
     monkeypatch.setattr(jobs, "JOB_BYTES", 1 << 18)
     tensor = checkpoint.tensors["x"]
     whole = torch.empty(tensor.shape, dtype=torch.float32)

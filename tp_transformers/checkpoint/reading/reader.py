@@ -11,21 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import groupby
 from operator import attrgetter
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from time import perf_counter
 
 import torch
 
-from ...errors import CheckpointError
 from ...ranks.group import bind_thread
 from .costs import BLOCK_BYTES
-from .file_map import handle_signals, may_map, survive_truncation
 from .jobs import Context, Job, Request, Statistics, cut, order
 from .local_file import LocalFile
 from .memory import Staging
-
-_POLL_SECONDS = 0.05
-"""Seconds between the main thread's looks at signals while it waits."""
 
 
 def read(
@@ -42,9 +37,7 @@ def read(
     pieces = [piece for request in requests for piece in cut(request)]
     pieces.sort(key=lambda piece: (piece.tensor.source.name, piece.tensor.start))
     with ExitStack() as stack:
-        mapped = _mapped(pieces) if may_map() else []
-        if mapped:
-            stack.enter_context(survive_truncation([source.map() for source in mapped]))
+        mapped = _mapped(pieces)
         jobs = deque(order(pieces, mapped))
         staged = [job for job in jobs if job.is_staged]
         staging = None
@@ -58,7 +51,7 @@ def read(
         if any(job.method == "blocks" for job in jobs):
             statistics.peak_buffer += threads * BLOCK_BYTES
         _run(jobs, Context(staging, statistics), threads, progress)
-        _check_maps(mapped)
+        _check_unchanged(mapped)
     statistics.seconds = perf_counter() - began
     return statistics
 
@@ -74,19 +67,11 @@ def _mapped(pieces: Sequence[Request]) -> list[LocalFile]:
     return found
 
 
-def _check_maps(mapped: Sequence[LocalFile]) -> None:
-    """Raise CheckpointError where bytes of a map were lost, with the names of the files that may be to blame."""
-    lost = [source for source in mapped if source.map().lost]
-    changed = [source for source in lost if source.map().has_changed()]
-    if changed:
-        raise CheckpointError(f"checkpoint file {changed[0].name}: truncated while it was read")
-    if lost:
-        raise CheckpointError(
-            f"checkpoint file {', '.join(source.name for source in lost)}",
-            got="bytes of a memory map that could not be read (SIGBUS)",
-            expected="files whose bytes can all be read",
-            fix="Check the disk or the mount that they are on, and load again.",
-        )
+def _check_unchanged(mapped: Sequence[LocalFile]) -> None:
+    """Raise CheckpointError where a mapped file was written to, or became shorter, since it was mapped."""
+    for source in mapped:
+        if source.map().has_changed():
+            raise source.fault("a file that changed while it was read", "the same file throughout", "Load again.")
 
 
 def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[int], object]) -> None:
@@ -118,11 +103,7 @@ def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[i
         for worker in workers:
             worker.start()
         while left:
-            try:
-                result = finished.get(timeout=_POLL_SECONDS)
-            except Empty:
-                handle_signals()
-                continue
+            result = finished.get()
             if isinstance(result, BaseException):
                 raise result
             left -= 1
@@ -130,7 +111,5 @@ def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[i
     finally:
         stop.set()
         for worker in workers:
-            while worker.is_alive():
-                worker.join(_POLL_SECONDS)
-                handle_signals()
+            worker.join()
         torch.set_num_threads(torch_threads)
