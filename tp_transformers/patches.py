@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -72,6 +72,17 @@ def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Undo:
         is_on = False
         if vars(owner)[name] is placed:
             setattr(owner, name, descriptor)
+
+    return undo
+
+
+def all_of(undos: Iterable[Undo]) -> Undo:
+    """One undoing for several, which are made now and undone in their order."""
+    undos = list(undos)
+
+    def undo() -> None:
+        for each in undos:
+            each()
 
     return undo
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import tp_transformers
 from tests.support.models import MASK, PROMPTS, load
 from tp_transformers import CheckpointError, PlanError, RemoteRankError, renew_process_group
-from tp_transformers.loading import rounds
+from tp_transformers.loading import request
 from tp_transformers.ranks import failure
 from tp_transformers.ranks.poller import POLLER
 
@@ -94,18 +94,18 @@ def refused_save(soak: Soak) -> None:
 
 def load_that_fails_on_one_rank(soak: Soak) -> None:
     """A rank cannot read."""
-    read = rounds.read
+    read = request.read
 
     def raising(*args: Any, **kwargs: Any) -> Any:
         raise OSError(5, "Input/output error")
 
     if dist.get_rank() == soak.bad:
-        rounds.read = raising
+        request.read = raising
     try:
         with pytest.raises(RemoteRankError, match=f"rank {soak.bad}: OSError"):
             load(soak.folder)
     finally:
-        rounds.read = read
+        request.read = read
 
 
 def forward_that_fails(soak: Soak, *, on_this_rank: bool) -> None:

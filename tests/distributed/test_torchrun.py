@@ -87,11 +87,11 @@ def test_an_error_ends_the_launch_with_one_message_a_rank(cases: Any, script: st
 KILLED = """
 import os, signal, sys
 import tp_transformers
-from tp_transformers.loading import rounds
+from tp_transformers.loading import request
 from transformers import AutoModelForCausalLM
 
 if os.environ["RANK"] == "1":
-    rounds.read = lambda *arguments, **keywords: os.kill(os.getpid(), signal.SIGKILL)
+    request.read = lambda *arguments, **keywords: os.kill(os.getpid(), signal.SIGKILL)
 tp_transformers.enable()
 AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
 """

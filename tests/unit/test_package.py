@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from collections import Counter
@@ -26,6 +27,8 @@ LONGEST = 400
 """Lines of a module, at most."""
 MOST = 15
 """Modules in one folder, at most."""
+LONGEST_FUNCTION = 70
+"""Lines of a function, at most, its docstring included."""
 LONGEST_TEST = 400
 """Lines of a file of the tests, at most; parallel runs hand out whole files."""
 
@@ -45,6 +48,18 @@ def test_folders_and_modules_stay_small(imports: Imports) -> None:
     folders = Counter(path.parent for path in imports.files.values() if path.name != "__init__.py")
     assert not {str(folder): count for folder, count in folders.items() if count > MOST}
     assert not {name: lines for name, lines in imports.lines.items() if lines > LONGEST}
+
+
+def test_functions_stay_small(imports: Imports) -> None:
+    lines: dict[str, int] = {}
+    for module, path in imports.files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                name = f"{module}.{node.name}"
+                lines[name] = max(lines.get(name, 0), node.end_lineno - node.lineno + 1)
+    assert len(lines) > 1000
+    assert not {name: count for name, count in lines.items() if count > LONGEST_FUNCTION}
 
 
 def test_files_of_the_tests_stay_small() -> None:

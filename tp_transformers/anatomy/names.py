@@ -81,3 +81,9 @@ def inner(module: nn.Module, name: str) -> Any:
     for step in name.split("."):
         found = getattr(found, step, None)
     return found
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has a parameter or buffer, and its name there."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute

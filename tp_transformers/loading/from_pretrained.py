@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
@@ -34,11 +34,12 @@ from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
 from ..training.trainer_patch import TRAINER
-from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo, extract_commit_hash
+from ..transformers_api import LoadStateDictConfig, extract_commit_hash
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
 from .forgotten import tell_of_one_rank, tell_of_size_alone
-from .load import LoadResult, load, pad_locally, partition_initialized
+from .initialized import pad_locally, partition_initialized
+from .load import LoadResult, load
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
 
@@ -69,6 +70,28 @@ class _Load:
     """Set once the model is parallelized."""
     undo: Callable[[], None] = lambda: None
     """Undoes the patches that are there while transformers initialises."""
+
+    def request(
+        self, config: LoadStateDictConfig, state_dict: Mapping[str, torch.Tensor] | None, files: Sequence[str]
+    ) -> LoadRequest:
+        """The request for a load of `files`, named as transformers names them, or of `state_dict`."""
+        return LoadRequest(
+            config=config,
+            options=self.options,
+            files=[self.remote.get(file, file) for file in files],
+            shared=self.stream is not None,
+            state_dict=state_dict,
+            sharded=self.sharded,
+            quantization=self.quantization,
+            arriving=self.arriving,
+        )
+
+    def source(self, model: PreTrainedModel, files: Sequence[str]) -> Mapping[str, Any]:
+        """Name and commit of the checkpoint that the weights are from; a pre-sharded one names its own source."""
+        if self.sharded is not None:
+            return self.sharded.source
+        commit = self.stream or extract_commit_hash(next(iter(files), None), None)
+        return {"name": model.config.name_or_path or None, "commit_hash": commit}
 
 
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
@@ -214,13 +237,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
             return original(**{**asked, "download_kwargs": {**found, "force_download": force}})
         except OSError as error:  # the other ranks get a class of error that is ours
             raise CheckpointError(str(error)) from error
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ):  # what transformers finds in an index
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # of transformers, on an index
             check_index(Weights(asked, found))
             raise
 
@@ -257,16 +274,7 @@ def load_pretrained_model(
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     plan = current.options.change(plan_for(model, current.tp_plan, current.group))
-    request = LoadRequest(
-        config=load_config,
-        options=current.options,
-        files=[current.remote.get(file, file) for file in checkpoint_files or ()],
-        shared=current.stream is not None,
-        state_dict=state_dict,
-        sharded=current.sharded,
-        quantization=current.quantization,
-        arriving=current.arriving,
-    )
+    request = current.request(load_config, state_dict, checkpoint_files or ())
     if current.instead is not None:
         current.resolution, result = current.instead(model, plan, request)
     else:
@@ -274,24 +282,9 @@ def load_pretrained_model(
         current.resolution = parallelize(model, plan, current.group, allow_replicated=replicated)
         result = load(model, current.resolution, current.group, request)
         current.undo = pad_locally(model, current.resolution, current.group, result.missing)
-    loaded = untyped(model)
-    loaded.tp_report = result.report
-    if current.sharded is not None:
-        loaded.tp_source = current.sharded.source
-    else:
-        commit = current.stream or extract_commit_hash(next(iter(checkpoint_files or ()), None), None)
-        loaded.tp_source = {"name": model.config.name_or_path or None, "commit_hash": commit}
-    found = {
-        "missing_keys": result.missing,
-        "unexpected_keys": result.unexpected,
-        "mismatched_keys": result.mismatched,
-        "error_msgs": [],
-        "conversion_errors": {},
-    }
-    others: dict[str, set[str]] = {
-        info.name: set() for info in dataclasses.fields(LoadStateDictInfo) if info.name not in found
-    }
-    return LoadStateDictInfo(**found, **others), None
+    untyped(model).tp_report = result.report
+    untyped(model).tp_source = current.source(model, checkpoint_files or ())
+    return result.as_loading_info(), None
 
 
 def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:

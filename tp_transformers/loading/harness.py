@@ -7,7 +7,7 @@ import sys
 from contextvars import ContextVar
 from typing import Any
 
-from ..patches import Undo, replace
+from ..patches import Undo, all_of, replace
 from ..strategies import LocalConfig
 
 MODULE = "lm_eval.models.huggingface"
@@ -37,10 +37,4 @@ def _get_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def change_harness() -> Undo:
     """Change the class of lm_eval, which is imported already."""
     model: Any = sys.modules[MODULE].HFLM
-    undos = [replace(model, "__init__", _init), replace(model, "_get_config", _get_config)]
-
-    def undo_all() -> None:
-        for undo in undos:
-            undo()
-
-    return undo_all
+    return all_of((replace(model, "__init__", _init), replace(model, "_get_config", _get_config)))

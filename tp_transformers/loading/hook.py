@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ..patches import Patch, Undo, replace, when_imported
+from ..patches import Patch, Undo, all_of, replace, when_imported
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import auto_classes, check, modeling_utils, parallel_styles
 from . import forgotten
@@ -15,7 +15,7 @@ from .pipelines import change_pipeline
 
 
 def _replace_all() -> Undo:
-    undos = [
+    undos = (
         replace(PreTrainedModel, "_load_pretrained_model", load_pretrained_model),
         replace(modeling_utils, "_get_resolved_checkpoint_files", resolve_files),
         replace(modeling_utils, "get_hf_quantizer", find_quantizer),
@@ -23,13 +23,8 @@ def _replace_all() -> Undo:
         when_imported(HARNESS, change_harness),
         *(replace(cls, "from_pretrained", from_pretrained) for cls in (PreTrainedModel, *auto_classes())),
         _name_registration(),
-    ]
-
-    def undo_all() -> None:
-        for undo in undos:
-            undo()
-
-    return undo_all
+    )
+    return all_of(undos)
 
 
 def _name_registration() -> Undo:

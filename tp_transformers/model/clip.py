@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..patches import Patch, replace
+from ..patches import Patch, Undo, all_of, replace
 from ..ranks import direct
 from ..strategies import SHARD, local_tensor, settle_gradient, shard_of
 from .grad_scaler import with_gradient
@@ -89,14 +89,8 @@ def _clip(
     return clip_grad_norm_(params, *args, **keywords) if ours else original(params, *args, **keywords)
 
 
-def _install() -> Callable[[], None]:
-    undoings = [replace(owner, "clip_grad_norm_", _clip) for owner in (nn.utils, nn.utils.clip_grad)]
-
-    def undo() -> None:
-        for each in undoings:
-            each()
-
-    return undo
+def _install() -> Undo:
+    return all_of(replace(owner, "clip_grad_norm_", _clip) for owner in (nn.utils, nn.utils.clip_grad))
 
 
 WHOLE_NORMS = Patch("torch", "nn.utils.clip_grad_norm_", _install)

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..errors import UnsupportedError
-from ..patches import Patch, Undo, replace, when_imported
+from ..patches import Patch, Undo, all_of, replace, when_imported
 from ..ranks.group import GROUP
 from ..strategies import LocalConfig
 
@@ -64,16 +64,8 @@ def _own_kv_heads(model: Any) -> int | None:
 
 def _install() -> Undo:
     module = sys.modules[_MODULE]
-    undos = [
-        replace(module.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor),
-        replace(module.PagedAttentionCache, "__init__", _make_cache),
-    ]
-
-    def undo_all() -> None:
-        for undo in undos:
-            undo()
-
-    return undo_all
+    batches = replace(module.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor)
+    return all_of((batches, replace(module.PagedAttentionCache, "__init__", _make_cache)))
 
 
 OWN_CACHE = Patch(

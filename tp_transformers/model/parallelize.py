@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ..anatomy.mixers import HEAD_COUNTS, counts_heads_by_config
-from ..anatomy.names import base_prefix, fold_layers
+from ..anatomy.names import base_prefix, fold_layers, owner_of
 from ..logs import get_logger
 from ..plans.attention_heads import count_heads, set_own
 from ..plans.bind import Resolution, resolve
@@ -47,18 +49,41 @@ def parallelize(
     Raises PlanError if the plan does not fit; the model is then untouched.
     """
     # 1. Bind the plan to the modules. Nothing is changed before every fault is known.
+    resolution = _bind(model, plan, group, allow_replicated=allow_replicated)
+    # 2. Local shapes.
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    shards = {name: _local_parameter(model, name, resolution, group) for name in names}
+    # 3. Local head counts, on the module alone: the config is shared and stays as it is.
+    _count_local_heads(model, resolution, group)
+    # 4. Communication.
+    if group.device_mesh is not None:
+        _attach_strategies(model, resolution, shards, group, group.device_mesh)
+        return_whole_attentions(model, resolution.attention, group)
+        _attach_randomness(model, resolution, group)
+    # 5. The model knows that it is tensor-parallel, and so do modules around it.
+    hold_patches(model)
+    for module in list(model.modules()):
+        if hasattr(module, "save_pretrained"):
+            become_tensor_parallel(module, resolution, group)
+    model._tp_plan = resolution.plan.as_dict(base_prefix(model))
+    model._tp_size = group.size
+    model._device_mesh = group.device_mesh
+    return resolution
+
+
+def _bind(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, allow_replicated: bool) -> Resolution:
+    """Bind the plan to the modules, compare plan and model over the ranks, and log how parameters are replicated."""
     with group.agree():
         resolution = resolve(plan, model, group.size)
         warning = check_layers_are_cut(model, plan, resolution, group.size, allow_replicated=allow_replicated)
         config = json.loads(model.config.to_json_string(use_diff=False))
     config.pop("_name_or_path", None)  # nodes may have copies at paths of their own
-    whole = {name: (tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()}
     plan = resolution.plan
     group.check_same(
         {
             "the plan": plan.as_dict(),
             "tp_reduce_dtype": str(group.reduce_dtype),
-            "the model's parameters": whole,
+            "the model's parameters": {name: (tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()},
             **{f"{name} of the model's config": str(value) for name, value in config.items()},
         }
     )
@@ -69,14 +94,21 @@ def parallelize(
         if resolution.uncovered:
             folded = sorted(set(map(fold_layers, resolution.uncovered)))
             logger.info("%s: no rule covers %s; every rank holds them whole", plan.source, ", ".join(folded))
+    return resolution
 
-    # 2. Local shapes.
-    shards = {
-        name: _local_parameter(model, name, resolution, group)
-        for name, _ in list(model.named_parameters(remove_duplicate=False))
-    }
 
-    # 3. Local head counts, on the module alone: the config is shared and stays as it is.
+def _local_parameter(model: nn.Module, name: str, resolution: Resolution, group: TensorParallelGroup) -> ParamShard:
+    """Swap one meta parameter for a meta parameter of this rank's shape; returns the rank's shards."""
+    owner, param_type = owner_of(model, name)
+    full: nn.Parameter = getattr(owner, param_type)
+    shard = resolution.shard(name, full.shape, group)
+    local = torch.empty(shard.local_shape, dtype=full.dtype, device="meta")
+    owner._parameters[param_type] = shard.wrap(local, requires_grad=full.requires_grad)
+    return shard
+
+
+def _count_local_heads(model: PreTrainedModel, resolution: Resolution, group: TensorParallelGroup) -> None:
+    """Set this rank's numbers of heads in attention modules and mixers."""
     for name, heads in resolution.attention.items():
         count_heads(model, name, heads, group.rank)
     for name, mixer in resolution.mixers.items():
@@ -86,61 +118,45 @@ def parallelize(
         for owner in ("", *(child.rpartition(".")[0] for child in mixer.local)):
             set_own(model.get_submodule(f"{name}.{owner}".rstrip(".")), mixer.attributes(group.rank))
 
-    # 4. Communication.
-    if group.device_mesh is not None:
-        takes_dtensors = any(strategy.passes_dtensors for strategy in resolution.module_strategies.values())
-        for name, strategy in _owners(resolution).items():
-            module = model.get_submodule(name)
-            own = {param: shards[f"{name}.{param}".lstrip(".")] for param, _ in module.named_parameters(recurse=False)}
-            attach(module, strategy, own, group.device_mesh, takes_dtensors=takes_dtensors)
-        for name, strategy in resolution.module_strategies.items():
-            strategy.completed(model.get_submodule(name), group.device_mesh)
-        for module in model.modules():
-            if module._parameters:
-                keep_state(module)
-        for name, mixer in resolution.mixers.items():
-            inside = tuple(f"{name}.{child}." for child in mixer.local)
-            read = {param[len(name) + 1 :]: shard for param, shard in shards.items() if param.startswith(inside)}
-            mix_locally(model.get_submodule(name), read, mixer.splits, mixer.states, group.rank)
-        return_whole_attentions(model, resolution.attention, group)
-        for name in dict.fromkeys(
-            name if strategy.signature.computes_locally else name.rpartition(".")[0]
-            for name, strategy in resolution.module_strategies.items()
-            if strategy.signature.leaves is FEATURES
-            or strategy.signature.joins_sequence
-            or strategy.signature.computes_locally
-        ):
-            join_layers(model.get_submodule(name))
-            OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
-        for name, strategy in resolution.module_strategies.items():
-            if strategy.signature.gathers_batch:  # after what is inside: its own states begin in the shared one
-                SharedRandomness(group).attach(model.get_submodule(name))
 
-    # 5. The model knows that it is tensor-parallel, and so do modules around it.
-    hold_patches(model)
-    for module in list(model.modules()):
-        if hasattr(module, "save_pretrained"):
-            become_tensor_parallel(module, resolution, group)
-    model._tp_plan = plan.as_dict(base_prefix(model))
-    model._tp_size = group.size
-    model._device_mesh = group.device_mesh
-    return resolution
-
-
-def _local_parameter(model: nn.Module, name: str, resolution: Resolution, group: TensorParallelGroup) -> ParamShard:
-    """Swap one meta parameter for a meta parameter of this rank's shape; returns the rank's shards."""
-    owner_name, _, param_type = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    whole: nn.Parameter = getattr(owner, param_type)
-    shard = resolution.shard(name, whole.shape, group)
-    local = torch.empty(shard.local_shape, dtype=whole.dtype, device="meta")
-    owner._parameters[param_type] = shard.wrap(local, requires_grad=whole.requires_grad)
-    return shard
-
-
-def _owners(resolution: Resolution) -> dict[str, TensorParallelLayer]:
-    """Every module that needs attaching: those with a strategy, and those with a parameter that a rule cuts."""
+def _attach_strategies(
+    model: nn.Module,
+    resolution: Resolution,
+    shards: Mapping[str, ParamShard],
+    group: TensorParallelGroup,
+    mesh: DeviceMesh,
+) -> None:
+    """Attach strategies to the modules that communicate, hold a parameter that a rule cuts, or mix tokens by heads."""
+    takes_dtensors = any(strategy.passes_dtensors for strategy in resolution.module_strategies.values())
     owners = dict(resolution.module_strategies)
     for name in resolution.param_strategies:
         owners.setdefault(name.rpartition(".")[0], TensorParallelLayer())
-    return owners
+    for name, strategy in owners.items():
+        module = model.get_submodule(name)
+        own = {param: shards[f"{name}.{param}".lstrip(".")] for param, _ in module.named_parameters(recurse=False)}
+        attach(module, strategy, own, mesh, takes_dtensors=takes_dtensors)
+    for name, strategy in resolution.module_strategies.items():
+        strategy.completed(model.get_submodule(name), mesh)
+    for module in model.modules():
+        if module._parameters:
+            keep_state(module)
+    for name, mixer in resolution.mixers.items():
+        inside = tuple(f"{name}.{child}." for child in mixer.local)
+        read = {param[len(name) + 1 :]: shard for param, shard in shards.items() if param.startswith(inside)}
+        mix_locally(model.get_submodule(name), read, mixer.splits, mixer.states, group.rank)
+
+
+def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
+    """Let modules draw random numbers of this rank for sharded activations, those of all ranks for replicated ones."""
+    for name in dict.fromkeys(
+        name if strategy.signature.computes_locally else name.rpartition(".")[0]
+        for name, strategy in resolution.module_strategies.items()
+        if strategy.signature.leaves is FEATURES
+        or strategy.signature.joins_sequence
+        or strategy.signature.computes_locally
+    ):
+        join_layers(model.get_submodule(name))
+        OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
+    for name, strategy in resolution.module_strategies.items():
+        if strategy.signature.gathers_batch:  # after what is inside: its own states begin in the shared one
+            SharedRandomness(group).attach(model.get_submodule(name))

@@ -36,21 +36,66 @@ def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]
     The down projection is the matrix with a gradient that changes in one slice along a dim, for each change of another
     parameter. The result is empty without one. `args` and `kwargs` are those of the module's forward.
     """
-    params = {name: param.detach().double() for name, param in module.named_parameters()}
     is_stacked = stacked_experts(module) > 0
-    changes: dict[tuple[str, int, int], dict[str, Tensor]] = {}
-    ids = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_floating_point()]
-    all_rows = is_stacked or not ids  # tokens that come sorted by expert have no ids
+    probe = _Probe(module, args, kwargs, is_stacked)
+    matrices = {name for name, param in probe.params.items() if param.ndim == 3 or is_stacked}
+    for down in (name for name in probe.params if name in matrices):
+        for taken in (0,) if is_stacked else (1, 2):
+            width = probe.params[down].shape[taken]
+            feeds: dict[str, Feeds] = {}
+            for name, param in probe.params.items():
+                for dim in (0,) if is_stacked else range(1, param.ndim):
+                    made = probe.features(name, dim, down, taken) if name != down else ()
+                    if any(feature is not None for feature in made):
+                        feeds[name] = Feeds(dim, made, width)
+            if feeds and matrices <= {*feeds, down}:
+                return {**feeds, down: Feeds(taken, tuple(range(width)), width)}
+    return {}
 
-    def prepare(value: Tensor) -> Tensor:
-        rows = value if all_rows else value[:ROWS]
-        return rows.double() if rows.is_floating_point() else rows
 
-    args, kwargs = tree_map_only(Tensor, prepare, (args, kwargs))
+class _Probe:
+    """Merged experts in fp64, and the gradients that change with each slice of a parameter."""
 
-    def gradients(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any, is_stacked: bool) -> None:
+        self.module = module
+        self.params = {name: param.detach().double() for name, param in module.named_parameters()}
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        # Tokens that come sorted by expert have no ids.
+        all_rows = is_stacked or all(value.is_floating_point() for value in inputs)
+
+        def prepare(value: Tensor) -> Tensor:
+            rows = value if all_rows else value[:ROWS]
+            return rows.double() if rows.is_floating_point() else rows
+
+        self.args, self.kwargs = tree_map_only(Tensor, prepare, (args, kwargs))
+        self.before = self._gradients(self.params)
+        self._changes: dict[tuple[str, int, int], dict[str, Tensor]] = {}
+
+    def features(self, name: str, dim: int, down: str, taken: int) -> tuple[int | None, ...]:
+        """Index along `taken` of `down` that each index of `name` along `dim` makes; empty if one makes several."""
+        length = self.params[name].shape[dim]
+        made: list[int | None] = [None] * length
+        for index in sorted({*range(min(length, TRIED // 2)), *range(0, length, -(-length // TRIED))}):
+            slices = self._changed(name, dim, index)[down].movedim(taken, 0).flatten(1).any(1).nonzero().flatten()
+            if len(slices) > 1:
+                return ()
+            made[index] = int(slices) if len(slices) else None
+        return tuple(made)
+
+    def _changed(self, name: str, dim: int, index: int) -> dict[str, Tensor]:
+        """Elements of all gradients that change with one slice of the parameter `name`."""
+        if (name, dim, index) not in self._changes:
+            other = self.params[name].clone()
+            other.select(dim, index).mul_(1.5).add_(0.1)
+            after = self._gradients({**self.params, name: other})
+            self._changes[name, dim, index] = {
+                key: (after[key] - before).abs() > 1e-9 * before.abs().max() for key, before in self.before.items()
+            }
+        return self._changes[name, dim, index]
+
+    def _gradients(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
-        output = torch.func.functional_call(module, leaves, args, kwargs)
+        output = torch.func.functional_call(self.module, leaves, self.args, self.kwargs)
         output = output if isinstance(output, Tensor) else output[0]
         weights = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view_as(output)
         found = torch.autograd.grad((output * weights).sum(), list(leaves.values()), allow_unused=True)
@@ -58,38 +103,3 @@ def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]
             name: torch.zeros_like(values[name]) if gradient is None else gradient
             for name, gradient in zip(leaves, found, strict=True)
         }
-
-    before = gradients(params)
-
-    def changed(name: str, dim: int, index: int) -> dict[str, Tensor]:
-        if (name, dim, index) not in changes:
-            other = params[name].clone()
-            other.select(dim, index).mul_(1.5).add_(0.1)
-            after = gradients({**params, name: other})
-            changes[name, dim, index] = {
-                key: (after[key] - before[key]).abs() > 1e-9 * before[key].abs().max() for key in params
-            }
-        return changes[name, dim, index]
-
-    matrices = [name for name, param in params.items() if param.ndim == 3 or is_stacked]
-    for down in matrices:
-        for taken in (0,) if is_stacked else (1, 2):
-            feeds: dict[str, Feeds] = {}
-            for name, param in params.items():
-                for dim in (0,) if is_stacked else range(1, param.ndim):
-                    if name == down:
-                        continue
-                    length = param.shape[dim]
-                    made: list[int | None] = [None] * length
-                    for index in sorted({*range(min(length, TRIED // 2)), *range(0, length, -(-length // TRIED))}):
-                        slices = changed(name, dim, index)[down].movedim(taken, 0).flatten(1).any(1).nonzero().flatten()
-                        if len(slices) > 1:
-                            break
-                        made[index] = int(slices) if len(slices) else None
-                    else:
-                        if any(feature is not None for feature in made):
-                            feeds[name] = Feeds(dim, tuple(made), params[down].shape[taken])
-            if feeds and {*matrices} <= {*feeds, down}:
-                width = params[down].shape[taken]
-                return {**feeds, down: Feeds(taken, tuple(range(width)), width)}
-    return {}

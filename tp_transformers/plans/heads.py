@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..anatomy.attention import (
-    HEAD_SIZES,
-    attention_config,
-    first_of,
-    head_counts,
-    is_attention,
-)
+from ..anatomy.attention import HEAD_SIZES, attention_config, first_of, head_counts, is_attention
 from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
@@ -64,15 +58,7 @@ def cut_attention(
     modules, known = dict(model.named_modules()), len(faults)
     for name, (around, children, blocks) in _groups(plan, modules, prefix, faults).items():
         roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
-        projections = {child: role for role, names in roles.items() for child in names if not role.startswith("with_")}
-        sharded = {child for child, role in projections.items() if _is_sharded(role, module_rules.get(child))}
-        if len(sharded) < len(projections):
-            if sharded:
-                faults.append(
-                    f"attention {fold_layers(name)}: {_own_names(sharded)} leave their features sharded, "
-                    f"{_own_names(projections.keys() - sharded)} do not; make all of query, key and value colwise and "
-                    "the output rowwise, or none"
-                )
+        if not _stays_sharded(name, roles, module_rules, faults):
             continue
         counts = _count_heads(name, roles, modules, model, faults)
         if counts is None:
@@ -89,8 +75,8 @@ def cut_attention(
             cut.whole.update(dict.fromkeys((*followers, name), name))
             continue
         units, hidden = heads(query // count, kv // count, size), roles.pop("with_hidden", [])
-        holders = dict.fromkeys(child.rpartition(".")[0] for child in projections)
-        group = AttentionHeads(
+        holders = dict.fromkeys(child.rpartition(".")[0] for child, _ in _projections(roles))
+        cut.heads[name] = AttentionHeads(
             packed([units[0]] * count),
             packed([units[1]] * count),
             is_fused=bool({"fused", "interleaved"} & roles.keys()),
@@ -100,21 +86,32 @@ def cut_attention(
             hidden=tuple(hidden),
             repeats=_repeats(modules[name], roles, query, attention_config(modules[name], model)),
         )
-        cut.heads[name] = group
-        cut.splits[name] = group.query
-        for role, names in roles.items():
-            for child in names:
-                rule = module_rules.get(child) or param_rules.get(child)
-                if rule is not None:
-                    cut.splits[child] = packed([_role_split(role, units, rule)] * blocks.get(role, 1))
-                if rule is not None and rule.parts is not None and role != "fused":
-                    faults.append(
-                        f"{fold_layers(child)}: attention cuts it by heads, as {role}, which has no parts; leave parts "
-                        "out, or make its role in the plan's attention fused"
-                    )
+        cut.splits[name] = cut.heads[name].query
+        rules = {child: module_rules.get(child) or param_rules.get(child) for child in followers}
+        _split_children(roles, units, blocks, rules, faults, cut)
     if len(faults) == known:  # faults in the description of attention are reported alone
         faults.extend(_unrecognised(modules, model, module_rules, cut, size))
     return cut
+
+
+def _stays_sharded(
+    name: str, roles: Mapping[str, list[str]], module_rules: Mapping[str, Rule], faults: list[str]
+) -> bool:
+    """True if every projection of an attention module is sharded; a fault where only some of them are."""
+    projections = dict(_projections(roles))
+    sharded = {child for child, role in projections.items() if _is_sharded(role, module_rules.get(child))}
+    if 0 < len(sharded) < len(projections):
+        faults.append(
+            f"attention {fold_layers(name)}: {_own_names(sharded)} leave their features sharded, "
+            f"{_own_names(projections.keys() - sharded)} do not; make all of query, key and value colwise and the "
+            "output rowwise, or none"
+        )
+    return len(sharded) == len(projections)
+
+
+def _projections(roles: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
+    """(projection, role) pairs of one attention module."""
+    return ((child, role) for role, names in roles.items() for child in names if not role.startswith("with_"))
 
 
 def _complete_declared(
@@ -145,6 +142,27 @@ def _complete_declared(
             shapes = [tuple(param.shape) for param in module.parameters()]
             if shapes and set(shapes) == {(head_dim,)}:
                 module_rules[child] = Rule(child, "replicated_with_grad_allreduce")
+
+
+def _split_children(
+    roles: Mapping[str, list[str]],
+    units: tuple[Split, Split],
+    blocks: Mapping[str, int],
+    rules: Mapping[str, Rule | None],
+    faults: list[str],
+    cut: AttentionCut,
+) -> None:
+    """Split the children of one attention module that have rules as its heads are split."""
+    for child, role in ((child, role) for role, names in roles.items() for child in names):
+        rule = rules[child]
+        if rule is None:
+            continue
+        cut.splits[child] = packed([_role_split(role, units, rule)] * blocks.get(role, 1))
+        if rule.parts is not None and role != "fused":
+            faults.append(
+                f"{fold_layers(child)}: attention cuts it by heads, as {role}, which has no parts; leave parts out, or "
+                "make its role in the plan's attention fused"
+            )
 
 
 def _role_split(role: str, units: tuple[Split, Split], rule: Rule) -> Split:

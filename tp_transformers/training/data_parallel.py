@@ -76,16 +76,8 @@ def data_parallel(
     group = GROUP.find(model)
     if group is None:
         raise UnsupportedError("data_parallel needs a model that was loaded with tp_plan")
-    with group.agree():
-        _check_mesh(group, mesh, axis)
-        refuse_packed(model, "data_parallel")
+    copies = _join_copies(model, group, mesh, axis, mode, options)
     process_group = mesh[axis].get_group()
-    share(process_group)
-    copies = TensorParallelGroup(mesh[axis], mesh[axis].get_local_rank(), process_group.size(), group.device)
-    fault = next(filter(None, copies.gather(_fault(model, mode, options))), None)
-    with group.agree():
-        if fault is not None:
-            raise UnsupportedError(fault)
     if any(batch_sharded(model)):
         _start_alike((*outside(model), *model.buffers()), group.process_group)
     _start_alike((*model.parameters(), *model.buffers()), process_group)
@@ -102,6 +94,23 @@ def data_parallel(
         model.register_forward_hook(average.watch)
         untyped(model).set_requires_gradient_sync = average.set_requires_gradient_sync
     return model
+
+
+def _join_copies(
+    model: PreTrainedModel, group: TensorParallelGroup, mesh: DeviceMesh, axis: str, mode: str, options: dict[str, Any]
+) -> TensorParallelGroup:
+    """This rank and those of the other copies that hold the same shards. Raises on all ranks what one refuses."""
+    with group.agree():
+        _check_mesh(group, mesh, axis)
+        refuse_packed(model, "data_parallel")
+    process_group = mesh[axis].get_group()
+    share(process_group)
+    copies = TensorParallelGroup(mesh[axis], mesh[axis].get_local_rank(), process_group.size(), group.device)
+    fault = next(filter(None, copies.gather(_fault(model, mode, options))), None)
+    with group.agree():
+        if fault is not None:
+            raise UnsupportedError(fault)
+    return copies
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ import tp_transformers
 from tests.support import quantized
 from tests.support.models import bytes_read, headers, llama_config, load, logits_of, read_folder
 from tests.support.tiers import wide
-from tp_transformers.loading import rounds
+from tp_transformers.loading import memory
 
 pytestmark = pytest.mark.distributed
 
@@ -275,11 +275,11 @@ def load_unread(folder: str, dequantize: bool) -> None:
     def read(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a weight is read")
 
-    original, rounds.read = rounds.read, read  # type: ignore[assignment]
+    original, memory.read_together = memory.read_together, read  # type: ignore[assignment]
     try:
         load(folder, tp_dequantize=dequantize)
     finally:
-        rounds.read = original
+        memory.read_together = original
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 import tp_transformers
 from tests.support.models import llama_config, load, logits_of, relative
 from tp_transformers.checkpoint.quantization.packed import PACKED, packed_weights
-from tp_transformers.loading import rounds
+from tp_transformers.loading import memory
 
 pytest.importorskip("torchao")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -42,21 +43,16 @@ def quantised(weight: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def compare(folder: str, kind: str) -> dict[str, Any]:
-    rounds.ROUND_BYTES = 20_000  # some weights a round
     held: list[int] = []
-    made = rounds.fill_round
+    made = memory.Memory._fill_later
 
-    def fill_round(shards: Any, *args: Any) -> Any:
-        held.append(len(shards))
-        return made(shards, *args)
+    def fill_later(self: Any, names: Any, *args: Any) -> Any:
+        held.append(len(names))
+        return made(self, names, *args)
 
-    from tp_transformers.loading import load as loader
-
-    loader.fill_round = fill_round  # type: ignore[assignment]
-    try:
+    few = mock.patch.object(memory, "ROUND_BYTES", 20_000)  # some weights a round
+    with few, mock.patch.object(memory.Memory, "_fill_later", fill_later):
         model = load(folder, dtype=torch.bfloat16, quantization_config=TorchAoConfig(config_of(kind)))
-    finally:
-        loader.fill_round = made
     dense = load(folder, dtype=torch.bfloat16)
     plain = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).named_parameters())
     shards = dict(dense.named_parameters())

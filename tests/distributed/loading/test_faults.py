@@ -33,7 +33,7 @@ from tp_transformers.checkpoint.reading.file_map import FileMap
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
-from tp_transformers.loading import from_pretrained
+from tp_transformers.loading import from_pretrained, memory, request
 from tp_transformers.loading import load as loader
 from tp_transformers.plans.rules import Plan
 from tp_transformers.ranks import group as group_module
@@ -257,11 +257,11 @@ class UnprintableError(Exception):
 
 STEPS = (
     (Plan, "as_dict"),  # before ranks compare plans
-    (loader, "read_first"),
-    (loader, "names_arriving"),
+    (request, "_read_first"),
+    (memory, "_names_arriving"),
     (sameness, "_compare"),
     (loader, "prefetch"),
-    (loader, "fill"),
+    (memory, "read_together"),
     (loader, "same_bytes"),  # of tied parameters that the checkpoint holds twice
     (loader, "place"),
     (loader, "LoadReport"),
@@ -327,7 +327,7 @@ def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(group_module, "HEARTBEAT", 0.3))
         for owner, name in (
-            (loader, "open_checkpoint"),
+            (request, "open_checkpoint"),
             (LocalFile, "prefetch"),
             (reader, "_run"),
             (LocalFile, "check_unchanged"),

@@ -33,8 +33,7 @@ from tp_transformers.checkpoint.quantization.format import Format
 from tp_transformers.checkpoint.quantization.gptq import Gptq
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
 from tp_transformers.errors import CheckpointError, PlanError, UnsupportedError
-from tp_transformers.loading import load as loader
-from tp_transformers.loading import rounds
+from tp_transformers.loading import memory
 from tp_transformers.slices.bundle import Decoded
 from tp_transformers.slices.lazy import Resident
 
@@ -338,17 +337,16 @@ def test_few_weights_are_packed_and_dequantised_at_once(
     whole = load(tmp_path / "packed")
     seen = []
 
-    def fill(stored: Any, others: Any, *args: Any) -> Any:
+    def fill(self: Any, stored: Any, others: Any, *args: Any) -> Any:
         gc.collect()
         seen.append((sum(isinstance(leaf, Decoded) for leaf, _ in others), sum(each() is not None for each in parts)))
         parts.extend(weakref.ref(leaf) for leaf, _ in others if isinstance(leaf, Decoded))
-        return original(stored, others, *args)
+        return original(self, stored, others, *args)
 
     parts: list[weakref.ref[Decoded]] = []
-    original = rounds.fill
-    monkeypatch.setattr(rounds, "ROUND_BYTES", 1)
-    for module in (loader, rounds):
-        monkeypatch.setattr(module, "fill", fill)
+    original = memory.Memory._fill_round
+    monkeypatch.setattr(memory, "ROUND_BYTES", 1)
+    monkeypatch.setattr(memory.Memory, "_fill_round", fill)
     model = load(tmp_path / "packed")
     assert seen == [(0, 0), *[(1, 0)] * 14], "what was packed is gone before the next weight is read"
     assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), whole.parameters(), strict=True))

@@ -84,6 +84,11 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """A value that is the same on all ranks if they read the same checkpoint, whatever its files hold."""
         return [os.path.basename(source.name) for source in self.sources]
 
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where a file is not the one that was opened, or was written to since."""
+        for source in self.sources:
+            source.check_unchanged()
+
     def close(self) -> None:
         for source in self.sources:
             source.close()

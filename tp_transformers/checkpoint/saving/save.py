@@ -12,11 +12,11 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
@@ -41,7 +41,6 @@ from .writer import Writer, named, write_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 logger = get_logger(__name__)
 
 Revert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -63,13 +62,31 @@ def save_pretrained(
     never write. Raises UnsupportedError on any other argument that is set, CheckpointError
     where the folder cannot be written to, another save goes on in it, or it holds a pre-sharded checkpoint.
     """
-    unsupported.pop("safe_serialization", None)  # there is no other kind
-    if unsupported.get("distributed_checkpoint"):
+    _refuse_arguments(variant, unsupported)
+    group, folder = GROUP.of(model), Path(save_directory)
+    # 1. The tensors of every file: from shapes alone, the same on all ranks.
+    contents = _Contents(model, max_shard_size, variant, save_original_format)
+    with ExitStack() as stack:
+        # 2. The headers of the files, in a place that readers do not look at.
+        with group.agree():
+            files = _Files(contents, folder, stack) if group.writes and is_main_process else None
+        warn_of_drift(group.gather(sample(model, group)), group.rank)
+        # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
+        for names in _convertible_groups(contents, group):
+            _write_together(names, contents, files, group)
+        # 4. Everything else; from the last file on the folder is this checkpoint.
+        group.together(lambda: files.finish(model) if files is not None else None)
+
+
+def _refuse_arguments(variant: str | None, others: dict[str, Any]) -> None:
+    """Raise UnsupportedError on arguments of transformers' `save_pretrained` that are set and not served here."""
+    others.pop("safe_serialization", None)  # there is no other kind
+    if others.get("distributed_checkpoint"):
         raise UnsupportedError(
             "save_pretrained of a tensor-parallel model does not take distributed_checkpoint. For a file a rank, call "
             "tp_transformers.save_sharded(model, folder); it loads at any number of ranks."
         )
-    given = sorted(name for name, value in unsupported.items() if value not in (None, False))
+    given = sorted(name for name, value in others.items() if value not in (None, False))
     if given:
         raise UnsupportedError(
             f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; a "
@@ -82,97 +99,38 @@ def save_pretrained(
             expected="another",
             fix="Choose another; or call tp_transformers.save_sharded(model, folder).",
         )
-    group = GROUP.of(model)
-    writes = group.writes and is_main_process
-    folder = Path(save_directory)
-    # 1. The tensors of every file: from shapes alone, the same on all ranks.
-    dense, packed = saved_state(model)
-    tensors = dense | packed
-    meta = {name: whole_like(tensor) for name, tensor in tensors.items()}
-    whole_model = WholeModel(model, {name: meta[name].shape for name in dense})
-    # To the names and pieces of the checkpoint that the model was loaded from.
-    revert: Revert = partial(revert_weight_conversion, cast(Any, whole_model)) if save_original_format else dict
-    if packed:
-        revert = partial(_revert_dense, revert, packed, PACKED_CHECKPOINT.of(model).quantization.format)
-    state = revert(meta)
-    weights_name = SAFE_WEIGHTS_NAME if variant is None else SAFE_WEIGHTS_NAME.replace(".", f".{variant}.")
-    cut = split_torch_state_dict_into_shards(
-        state,
-        filename_pattern=weights_name.replace(".safetensors", "{suffix}.safetensors"),
-        max_shard_size=max_shard_size,
-    )
-    index_name = SAFE_WEIGHTS_INDEX_NAME if variant is None else f"model.safetensors.index.{variant}.json"
-    writers: dict[str, Writer] = {}
-    with ExitStack() as stack:
-        # 2. The headers of the files, in a place that readers do not look at.
-        with group.agree():
-            if writes:
-                save = stack.enter_context(SaveFolder(folder))
-                with named(folder, "folder"):
-                    _refuse_sharded(folder)
-                    names = _names(save, cut.filename_to_tensors)
-                    before = names_in(folder / index_name)
-                for file, contents in cut.filename_to_tensors.items():
-                    writer = Writer(save.staging / names[file], {name: state[name] for name in contents})
-                    writers[file] = stack.enter_context(closing(writer))
-
-        warn_of_drift(group.gather(sample(model, group)), group.rank)
-
-        # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
-        def write(values: dict[str, Tensor]) -> None:
-            for target, value in revert(values).items():
-                writers[cut.tensor_to_filename[target]].write(target, value)
-
-        for group_of_names in _convertible_groups(revert, meta, state, group):
-            gathered = {name: gather(tensors[name], group) for name in group_of_names}
-            group.together(partial(write, {n: value for n, value in gathered.items() if value is not None and writes}))
-            del gathered
-
-        # 4. Everything else; from the last file on the folder is this checkpoint.
-        def finish() -> None:
-            for writer in writers.values():
-                writer.finish()
-            write_configs(model, save.staging)
-            with named(folder, "folder"):
-                configs = config_last({path.name for path in save.staging.iterdir()} - set(names.values()))
-                earlier = weights_name if cut.is_sharded and os.path.lexists(folder / weights_name) else None
-            if cut.is_sharded:
-                total = sum(whole_like(param).numel() for param in model.parameters())
-                weight_map = {name: names[file] for name, file in cut.tensor_to_filename.items()}
-                index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": weight_map}
-                write_text(save.staging / index_name, json.dumps(index, indent=2, sort_keys=True) + "\n")
-                written = [*names.values(), *configs]
-                # Readers look at the index once there is no single file; the config is the last step but one.
-                written.insert(len(written) if earlier is None else -1, index_name)
-            else:
-                written = [*configs, *names.values()]
-            save.put(written, instead_of=earlier)
-            save.remove(_old_weights(save, weights_name, index_name, before=before, keep=written))
-
-        group.together(lambda: finish() if writes else None)
 
 
-def _refuse_sharded(folder: Path) -> None:
-    """Raise CheckpointError where the folder holds a pre-sharded checkpoint, beside which no load takes weights."""
-    if os.path.lexists(folder / MANIFEST_NAME):
-        raise CheckpointError(
-            f"save_pretrained to {folder}",
-            got=f"a folder that holds {MANIFEST_NAME}",
-            expected="a folder without a pre-sharded checkpoint",
-            fix="Choose another folder; one inside this one will do.",
+class _Contents:
+    """The files of a save and their tensors, from shapes alone; all ranks have to make one."""
+
+    def __init__(
+        self, model: PreTrainedModel, max_shard_size: int | str, variant: str | None, save_original_format: bool
+    ) -> None:
+        dense, packed = saved_state(model)
+        self.tensors = dense | packed
+        """Tensors of the model, as this rank holds them."""
+        self.meta = {name: whole_like(tensor) for name, tensor in self.tensors.items()}
+        full_model: Any = WholeModel(model, {name: self.meta[name].shape for name in dense})
+        self.revert: Revert = partial(revert_weight_conversion, full_model) if save_original_format else dict
+        """Takes full tensors to the names and pieces of the checkpoint that the model was loaded from."""
+        if packed:
+            form = PACKED_CHECKPOINT.of(model).quantization.format
+            self.revert = partial(_revert_dense, self.revert, packed, form)
+        self.state = self.revert(self.meta)
+        """The tensors of the files, on the meta device."""
+        weights, index = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
+        self.weights_name = weights if variant is None else weights.replace(".", f".{variant}.")
+        self.index_name = index if variant is None else f"model.safetensors.index.{variant}.json"
+        pattern = self.weights_name.replace(".safetensors", "{suffix}.safetensors")
+        self.cut = split_torch_state_dict_into_shards(
+            self.state, filename_pattern=pattern, max_shard_size=max_shard_size
         )
 
 
 def saved_state(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors to save: those of `dense_state`, and the stored tensors of packed weights; all ranks have to call it."""
     return dense_state(model), packed_state(model, GROUP.of(model)) if packed_weights(model) else {}
-
-
-def _revert_dense(revert: Revert, packed: Container[str], form: Format, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`revert` of the values that are not of `packed` weights, which have the checkpoint's names."""
-    dense = {name: value for name, value in values.items() if name not in packed}
-    result = revert(dense) if dense else {}
-    return result | {name: form.published(name, value) for name, value in values.items() if name not in dense}
 
 
 def dense_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -188,51 +146,68 @@ def dense_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return state
 
 
-def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
-    """The whole tensor on the CPU of rank 0; None elsewhere."""
-    shard = shard_of(tensor)
-    if shard is not None:
-        return shard.gather(local_tensor(tensor))
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.detach().cpu() if group.rank == 0 else None
+def _revert_dense(revert: Revert, packed: Container[str], form: Format, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`revert` of the values that are not of `packed` weights, which have the checkpoint's names."""
+    dense = {name: value for name, value in values.items() if name not in packed}
+    result = revert(dense) if dense else {}
+    return result | {name: form.published(name, value) for name, value in values.items() if name not in dense}
 
 
-def _convertible_groups(
-    revert: Revert, meta: Mapping[str, Tensor], state: Mapping[str, Tensor], group: TensorParallelGroup
-) -> list[list[str]]:
-    """Cut the names into groups that can be reverted by themselves: one a module, else all together."""
-    groups: dict[str, list[str]] = {}
-    for name in meta:
-        groups.setdefault(name.rpartition(".")[0], []).append(name)
-    alone = [revert({name: meta[name] for name in names}) for names in groups.values()]
-    shapes = {name: tensor.shape for part in alone for name, tensor in part.items()}
-    if shapes == {name: tensor.shape for name, tensor in state.items()}:
-        return list(groups.values())
-    if group.rank == 0:
-        logger.warning("the weights are converted all together; rank 0 holds the whole model while it saves")
-    return [list(meta)]
+class _Files:
+    """The files of a save, on the rank that writes them."""
+
+    def __init__(self, contents: _Contents, folder: Path, stack: ExitStack) -> None:
+        """Write the headers to a hidden place in `folder`; `stack` closes the files, and removes what is left there.
+
+        Raises CheckpointError where it cannot be written to, or holds a pre-sharded checkpoint.
+        """
+        self.contents, self.writers = contents, dict[str, Writer]()
+        self.place = stack.enter_context(SaveFolder(folder))
+        with named(folder, "folder"):
+            _refuse_sharded(folder)
+            self.names = _names(self.place, contents.cut.filename_to_tensors)
+            self.before = names_in(folder / contents.index_name)
+        for file, names in contents.cut.filename_to_tensors.items():
+            writer = Writer(self.place.staging / self.names[file], {name: contents.state[name] for name in names})
+            self.writers[file] = stack.enter_context(closing(writer))
+
+    def write(self, values: dict[str, Tensor]) -> None:
+        """Write full tensors of the model to the files that they are in."""
+        for target, value in self.contents.revert(values).items():
+            self.writers[self.contents.cut.tensor_to_filename[target]].write(target, value)
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Write configs and index, put all files in place, and remove those of an earlier save."""
+        place, cut = self.place, self.contents.cut
+        weights_name, index_name = self.contents.weights_name, self.contents.index_name
+        for writer in self.writers.values():
+            writer.finish()
+        write_configs(model, place.staging)
+        with named(place.path, "folder"):
+            configs = config_last({path.name for path in place.staging.iterdir()} - set(self.names.values()))
+            earlier = weights_name if cut.is_sharded and os.path.lexists(place.path / weights_name) else None
+        written = [*configs, *self.names.values()]
+        if cut.is_sharded:
+            total = sum(whole_like(param).numel() for param in model.parameters())
+            weight_map = {name: self.names[file] for name, file in cut.tensor_to_filename.items()}
+            index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": weight_map}
+            write_text(place.staging / index_name, json.dumps(index, indent=2, sort_keys=True) + "\n")
+            written = [*self.names.values(), *configs]
+            # Readers look at the index once there is no single file; the config is the last step but one.
+            written.insert(len(written) if earlier is None else -1, index_name)
+        place.put(written, instead_of=earlier)
+        place.remove(_old_weights(place, weights_name, index_name, before=self.before, keep=written))
 
 
-def write_configs(model: PreTrainedModel, folder: Path) -> None:
-    """Everything of a checkpoint but its weights, as transformers writes it."""
-    with named(folder, "folder"):
-        if model._auto_class is not None:
-            custom_object_save(model, folder, config=model.config)
-        config = copy.deepcopy(model.config)
-        config.dtype = str(model.dtype).removeprefix("torch.")
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        packed = PACKED_CHECKPOINT.find(model)
-        if packed is not None:
-            packed.quantization.put_into(config)
-        config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-
-
-def config_last(names: Iterable[str]) -> list[str]:
-    """The names in order, the model's config at the end."""
-    return sorted(names, key=lambda name: (name == CONFIG_NAME, name))
+def _refuse_sharded(folder: Path) -> None:
+    """Raise CheckpointError where the folder holds a pre-sharded checkpoint, beside which no load takes weights."""
+    if os.path.lexists(folder / MANIFEST_NAME):
+        raise CheckpointError(
+            f"save_pretrained to {folder}",
+            got=f"a folder that holds {MANIFEST_NAME}",
+            expected="a folder without a pre-sharded checkpoint",
+            fix="Choose another folder; one inside this one will do.",
+        )
 
 
 def _names(place: SaveFolder, files: Iterable[str]) -> dict[str, str]:
@@ -272,3 +247,57 @@ def _old_weights(
         found = []
     old = [name for name in found if place.is_locked or name in before]
     return [name for name in (weights_name, index_name, *old) if name not in keep]
+
+
+def _convertible_groups(contents: _Contents, group: TensorParallelGroup) -> list[list[str]]:
+    """Cut the names into groups that can be reverted by themselves: one a module, else all together."""
+    groups: dict[str, list[str]] = {}
+    for name in contents.meta:
+        groups.setdefault(name.rpartition(".")[0], []).append(name)
+    alone = [contents.revert({name: contents.meta[name] for name in names}) for names in groups.values()]
+    shapes = {name: tensor.shape for part in alone for name, tensor in part.items()}
+    if shapes == {name: tensor.shape for name, tensor in contents.state.items()}:
+        return list(groups.values())
+    if group.rank == 0:
+        logger.warning("the weights are converted all together; rank 0 holds the whole model while it saves")
+    return [list(contents.meta)]
+
+
+def _write_together(
+    names: Sequence[str], contents: _Contents, files: _Files | None, group: TensorParallelGroup
+) -> None:
+    """Gather full tensors on rank 0 and write them there, then let go of them; all ranks have to call it."""
+    tensors = {name: gather(contents.tensors[name], group) for name in names}
+    values = {name: value for name, value in tensors.items() if value is not None}
+    group.together(lambda: files.write(values) if files is not None else None)
+
+
+def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
+    """The whole tensor on the CPU of rank 0; None elsewhere."""
+    shard = shard_of(tensor)
+    if shard is not None:
+        return shard.gather(local_tensor(tensor))
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu() if group.rank == 0 else None
+
+
+def write_configs(model: PreTrainedModel, folder: Path) -> None:
+    """Everything of a checkpoint but its weights, as transformers writes it."""
+    with named(folder, "folder"):
+        if model._auto_class is not None:
+            custom_object_save(model, folder, config=model.config)
+        config = copy.deepcopy(model.config)
+        config.dtype = str(model.dtype).removeprefix("torch.")
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        packed = PACKED_CHECKPOINT.find(model)
+        if packed is not None:
+            packed.quantization.put_into(config)
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+
+def config_last(names: Iterable[str]) -> list[str]:
+    """The names in order, the model's config at the end."""
+    return sorted(names, key=lambda name: (name == CONFIG_NAME, name))

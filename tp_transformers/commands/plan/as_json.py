@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .memory import MemoryPlan
+from .memory import MemoryPlan, Parameter
 from .report import dtype_name
 
 
 def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> dict[str, Any]:
     """All there is to know; `version` changes where a key changes its meaning, or goes."""
-    found, ranks = planned.survey, range(planned.size)
-    stock = found.stock
+    found, stock = planned.survey, planned.survey.stock
     return {
         "version": 1,
         "model": found.name,
@@ -30,21 +29,7 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
             "tied_but_both_stored": [list(pair) for pair in stock.twice],
             "read_whole": list(stock.read_whole),
         },
-        "parameters": [
-            {
-                "name": parameter.name,
-                "tied": list(parameter.tied),
-                "shape": list(parameter.shape),
-                "dtype": dtype_name(parameter.dtype),
-                "strategy": parameter.strategy,
-                "whole_because": parameter.whole_because,
-                "dim": None if parameter.layout is None else parameter.layout.dim,
-                "ranges": None if parameter.layout is None else parameter.layout.split.ranges,
-                "local_shapes": [parameter.local_shape(rank) for rank in ranks],
-                "bytes": parameter.local_bytes(planned.size),
-            }
-            for parameter in planned.parameters
-        ],
+        "parameters": [_parameter(parameter, planned.size) for parameter in planned.parameters],
         "attention": [
             {
                 "name": heads.name,
@@ -72,10 +57,26 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
                 "kv_cache_bytes": planned.cache_bytes[rank],
                 "total_bytes": planned.total_bytes[rank],
             }
-            for rank in ranks
+            for rank in range(planned.size)
         ],
         "notes": list(planned.notes),
         "gpu_memory": memory,
         "fits": None if memory is None else max(planned.total_bytes) <= memory,
         "smallest_tp_size": smallest,
+    }
+
+
+def _parameter(parameter: Parameter, size: int) -> dict[str, Any]:
+    layout = parameter.layout
+    return {
+        "name": parameter.name,
+        "tied": list(parameter.tied),
+        "shape": list(parameter.shape),
+        "dtype": dtype_name(parameter.dtype),
+        "strategy": parameter.strategy,
+        "whole_because": parameter.whole_because,
+        "dim": layout and layout.dim,
+        "ranges": layout and layout.split.ranges,
+        "local_shapes": [parameter.local_shape(rank) for rank in range(size)],
+        "bytes": parameter.local_bytes(size),
     }

@@ -20,7 +20,9 @@ from ...checkpoint.conversion.convert import dtype_policy
 from ...errors import CheckpointError, TensorParallelError
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
-from ...loading.request import LoadRequest, express, open_checkpoint, packing
+from ...loading.memory import pack_weights
+from ...loading.request import LoadRequest, open_checkpoint
+from ...loading.targets import describe
 from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor
 
@@ -128,13 +130,13 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
     """Hold the headers against the model; returns the stock, the names that a load would fill, and the tensors that it
     would keep packed.
     """
-    whole = model.state_dict(keep_vars=True)
     with open_checkpoint(request, rank=0) as checkpoint:
-        conversion, _ = express(model, checkpoint, whole, request)
+        targets = describe(model, checkpoint, {}, request)
+        conversion = targets.conversion
         found = set(conversion.expressions)
         ties = tied_parameters(model)
         filled = found | {one for pair in ties.items() if found.intersection(pair) for one in pair}
-        keys = SimpleNamespace(missing_keys=set(whole) - filled, unexpected_keys=conversion.unexpected)
+        keys = SimpleNamespace(missing_keys=set(targets.full) - filled, unexpected_keys=conversion.unexpected)
         model._adjust_missing_and_unexpected_keys(keys)  # leaves out what transformers never reports
         stock = Stock(
             files=len(request.files or checkpoint.sources),
@@ -145,7 +147,6 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
             twice=tuple(sorted(pair for pair in ties.items() if found.issuperset(pair))),
             read_whole=tuple(sorted(conversion.fallbacks)),
         )
-        dtypes, device = dict.fromkeys(found, torch.float32), torch.device("meta")
-        names = packing(model, conversion, conversion.expressions, dtypes, device, request).weights
+        names = pack_weights(model, targets, conversion.expressions, torch.device("meta"), request).weights
         packed = {name: conversion.expressions[name] for name in names}
     return stock, found, packed

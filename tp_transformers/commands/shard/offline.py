@@ -24,11 +24,8 @@ from transformers.utils import logging as transformers_logging
 
 from ...anatomy.classes import model_class, read_config
 from ...anatomy.names import tied_parameters
-from ...checkpoint.conversion.convert import dtype_policy
-from ...checkpoint.hub.fetch import fetch
 from ...checkpoint.quantization.packed import packed_weights
 from ...checkpoint.reading.header import Checkpoint
-from ...checkpoint.reading.reader import read
 from ...checkpoint.reading.report import LoadReport
 from ...checkpoint.saving.folder import SaveFolder
 from ...checkpoint.saving.manifest import Manifest, RankFile
@@ -38,15 +35,16 @@ from ...checkpoint.saving.writer import named
 from ...errors import CheckpointError, TensorParallelError, UsageError, list_faults
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
-from ...loading.load import LoadResult, place, restore_whole, same_bytes, tie
-from ...loading.request import LoadRequest, express, leaves, open_checkpoint, read_first
+from ...loading.load import LoadResult, place, restore_full, same_bytes, tie
+from ...loading.request import LoadRequest, leaves, open_together, read_together
+from ...loading.targets import describe
 from ...model.parallelize import parallelize
 from ...plans.bind import Resolution
 from ...plans.rules import Plan
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor, Resident
-from ...strategies import layout_of, whole_like
+from ...strategies import layout_of
 from .packed import pack, stored_as
 
 _COMPANIONS = (
@@ -141,20 +139,16 @@ class _Work:
         began = perf_counter()
         absent = AbsentRanks(None, 0, self.size, self.one.device)
         resolution = parallelize(model, plan, absent, allow_replicated=bool(request.options.allow_replicated))
-        whole = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-        dtype_of = dtype_policy(request.config.dtype_plan)
-        dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in whole.items()}
-        with open_checkpoint(request, rank=0) as checkpoint:
+        with open_together(request, self.one) as checkpoint:
             # 1. Every parameter: its expression, layout and dtype.
-            read_first(checkpoint, request, self.one)
-            conversion, mismatched = express(model, checkpoint, whole, request)
+            targets = describe(model, checkpoint, resolution.layouts, request)
             values = {
-                name: _Value(value, resolution.layouts.get(name), dtypes[name], request, checkpoint, self.one)
-                for name, value in conversion.expressions.items()
+                name: _Value(value, resolution.layouts.get(name), targets.dtypes[name], request, checkpoint, self.one)
+                for name, value in targets.conversion.expressions.items()
             }
             _settle_tied(model, values)
-            _refuse_missing(model, values, whole)
-            self.packed = pack(model, conversion, dtypes, resolution, absent, request)
+            _refuse_missing(model, values, targets.full)
+            self.packed = pack(model, targets, absent, request)
             members = {
                 name: _Value(tensor, layout_of(self.packed[name]), tensor.dtype, request, checkpoint, self.one)
                 for name, tensor in stored_as(self.packed, checkpoint.tensors)
@@ -177,21 +171,20 @@ class _Work:
                         for writer, piece in zip(writers, kept[name].pieces(self.size), strict=True):
                             writer.write(name, piece)
                             bar.update(piece.nbytes)
-                for source in checkpoint.sources:
-                    source.check_unchanged()
+                checkpoint.check_unchanged()
                 for writer in writers:
                     writer.finish()
-            reads, bytes_read = checkpoint.reads, checkpoint.bytes_read
         for path, writer in zip(self.paths, writers, strict=True):
             self.files.append(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
         for name, tensor in _shards(values, 0).items():
             place(model, name, tensor)
-        missing = whole.keys() - values.keys() - packed_weights(model).keys()  # tied: transformers does that
+        missing = targets.full.keys() - values.keys() - packed_weights(model).keys()  # tied: transformers does that
         for name in missing:
-            restore_whole(model, name, whole[name])
+            restore_full(model, name, targets.full[name])
         shares = tuple(file.size for file in self.files)
-        report = LoadReport(0, shares, perf_counter() - began, perf_counter() - began, bytes_read, reads)
-        return resolution, LoadResult(missing, conversion.unexpected, mismatched, report)
+        seconds = perf_counter() - began
+        report = LoadReport(0, shares, seconds, seconds, checkpoint.bytes_read, checkpoint.reads)
+        return resolution, LoadResult(missing, targets.conversion.unexpected, targets.mismatched, report)
 
     def remove(self) -> None:
         for path in self.paths:
@@ -225,10 +218,7 @@ class _Value:
         """The values of `tensor`, a part of this one."""
         value = torch.empty(tensor.shape, dtype=self.dtype)
         stored, others = leaves({"": tensor}, {"": value})
-        read([each for each in stored if not each.tensor.source.is_remote], threads=self.group.threads)
-        if self.request.shared:
-            remote = [each for each in stored if each.tensor.source.is_remote]
-            fetch(remote, sources=self.checkpoint.sources, group=self.group)
+        read_together(stored, self.checkpoint, self.group, self.request)
         for leaf, destination in others:
             leaf.fill(destination)
         return value
@@ -266,8 +256,8 @@ def _settle_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
             values[source] = values.pop(target)
 
 
-def _refuse_missing(model: PreTrainedModel, values: Mapping[str, _Value], whole: Mapping[str, torch.Tensor]) -> None:
-    missing = whole.keys() - values.keys() - tied_parameters(model).keys()
+def _refuse_missing(model: PreTrainedModel, values: Mapping[str, _Value], full: Mapping[str, torch.Tensor]) -> None:
+    missing = full.keys() - values.keys() - tied_parameters(model).keys()
     if missing:
         raise CheckpointError(
             list_faults("these are not in the checkpoint, and a load would initialise them", missing)

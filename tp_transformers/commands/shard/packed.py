@@ -7,43 +7,29 @@ from collections.abc import Iterator, Mapping
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoint.conversion.convert import Conversion
-from ...checkpoint.quantization.members import PACKED_CHECKPOINT, Members, beside, member_layouts, place_members
-from ...loading.load import owner_of
-from ...loading.request import LoadRequest, packing
-from ...model.packed_forward import hold_packed
-from ...plans.bind import Resolution
+from ...checkpoint.quantization.members import Members, beside, member_layouts, place_members
+from ...loading.memory import pack_weights
+from ...loading.request import LoadRequest
+from ...loading.targets import Targets
 from ...ranks.group import TensorParallelGroup
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor
-from ...strategies import take, whole_like
+from ...strategies import whole_like
 
 
 def pack(
-    model: PreTrainedModel,
-    conversion: Conversion,
-    dtypes: Mapping[str, torch.dtype],
-    resolution: Resolution,
-    group: TensorParallelGroup,
-    request: LoadRequest,
+    model: PreTrainedModel, targets: Targets, group: TensorParallelGroup, request: LoadRequest
 ) -> dict[str, torch.Tensor]:
     """Let parameters stay packed, without values; returns their stored tensors as rank 0 holds them.
 
     There are none if the request does not want it.
     """
-    ranks = []
-    for rank in range(group.size):
-        shards = {
-            name: take(expression, resolution.layouts.get(name), rank)
-            for name, expression in conversion.expressions.items()
-        }
-        ranks.append(packing(model, conversion, shards, dtypes, torch.device("meta"), request))
+    device = torch.device("meta")
+    ranks = [pack_weights(model, targets, targets.shards(rank), device, request) for rank in range(group.size)]
     first = ranks[0]
     if first.kept is None or not first.weights:
         return {}
-    for name, weight in first.weights.items():
-        hold_packed(*owner_of(model, name), weight)
-    PACKED_CHECKPOINT.put(model, first.kept)
+    first.hold(model)
     state = place_members(member_layouts([Members(rank.weights.values()).outlines() for rank in ranks]), group)
     return state | beside(first.kept, state)
 

@@ -39,6 +39,8 @@ from ...strategies import STRATEGIES
 from ...strategies.registry import BUILT_IN
 from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, relative
 
+PlanLike = str | Path | dict[str, Any] | Plan
+
 Launch = Callable[[Path, Path, int, float], int]
 """Starts ranks, given the folder of a proof, that of their reports, their number and their seconds -> an exit code.
 
@@ -72,7 +74,7 @@ class Verdict:
 def verify(
     config: PretrainedConfig | str | Path,
     *,
-    plan: str | Path | dict[str, Any] | Plan | None = None,
+    plan: PlanLike | None = None,
     sizes: Sequence[int] = (2,),
     grads: bool = False,
     timeout: float = 600,
@@ -112,31 +114,12 @@ def verify(
     own = own_class(config, **where)
     cls, small = own or model_class(config), shrink(config, own)
     true, model = meta_model(cls, config), meta_model(cls, small)
-    given = read_plan("auto" if plan is None else plan)
-    if given == "infer":
-        given = suggest(config, size=max(2, *sizes), cls=cls).plan
-    if isinstance(given, NamedPlan):
-        given = given.plan(true, quietly=True)
-    chosen = given if isinstance(given, Plan) else auto_plan(true, quietly=True)
-    verdicts: dict[int, Verdict] = {}
-    resolutions: dict[int, Resolution] = {}
-    for size in dict.fromkeys(sizes):
-        try:
-            resolution = resolve(chosen, true, size)
-            warning = check_layers_are_cut(true, chosen, resolution, size, allow_replicated=allow_replicated)
-        except PlanError as error:
-            verdicts[size] = Verdict(size, (str(error),))
-            continue
-        is_ours = not chosen.declared or config.model_type in available_plans()
-        declared = None if is_ours else f"no plan of ours for {config.model_type}: this is {chosen.source}"
-        verdicts[size] = Verdict(size, notes=tuple(filter(None, (declared, in_floats, *resolution.notes, warning))))
-        try:
-            resolutions[size] = resolve(chosen, model, size)
-        except PlanError as error:
-            got = f"a plan that fits the model, but not its small one: {error}"
-            expected = "one whose parts and units are not lengths"
-            fix = "Give parts by their number or by their heads."
-            raise UnsupportedError(describe(chosen.source, got=got, expected=expected, fix=fix)) from error
+    chosen = _choose(plan, config, true, max(2, *sizes))
+    is_ours = not chosen.declared or config.model_type in available_plans()
+    declared = None if is_ours else f"no plan of ours for {config.model_type}: this is {chosen.source}"
+    notes = tuple(filter(None, (declared, in_floats)))
+    verdicts = {size: _bind(chosen, true, size, notes, allow_replicated) for size in dict.fromkeys(sizes)}
+    resolutions = {size: _bind_small(chosen, model, size) for size, verdict in verdicts.items() if verdict.ok}
     if resolutions:
         with tempfile.TemporaryDirectory(prefix="tp-verify-") as scratch:
             count = sum(param.numel() for param in model.parameters())
@@ -146,6 +129,37 @@ def verify(
                 tell(f"{size} ranks are to compute the same" if size > 1 else "1 rank is to compute the same")
                 verdicts[size] = proof.run(model, resolution, verdicts[size])
     return [verdicts[size] for size in sizes]
+
+
+def _choose(plan: PlanLike | None, config: PretrainedConfig, model: PreTrainedModel, size: int) -> Plan:
+    """The plan that a load of `model` with `tp_plan=plan` takes; one that is inferred is for `size` ranks."""
+    given = read_plan("auto" if plan is None else plan)
+    if given == "infer":
+        return suggest(config, size=size, cls=type(model)).plan
+    if isinstance(given, NamedPlan):
+        return given.plan(model, quietly=True)
+    return given if isinstance(given, Plan) else auto_plan(model, quietly=True)
+
+
+def _bind(plan: Plan, model: PreTrainedModel, size: int, notes: tuple[str, ...], allow_replicated: bool) -> Verdict:
+    """The verdict before ranks run: the faults of the plan, else `notes` and its own."""
+    try:
+        resolution = resolve(plan, model, size)
+        warning = check_layers_are_cut(model, plan, resolution, size, allow_replicated=allow_replicated)
+    except PlanError as error:
+        return Verdict(size, (str(error),))
+    return Verdict(size, notes=(*notes, *filter(None, (*resolution.notes, warning))))
+
+
+def _bind_small(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
+    """`resolve` for the small model. Raises UnsupportedError where the plan does not fit that one alone."""
+    try:
+        return resolve(plan, model, size)
+    except PlanError as error:
+        got = f"a plan that fits the model, but not its small one: {error}"
+        expected = "one whose parts and units are not lengths"
+        fix = "Give parts by their number or by their heads."
+        raise UnsupportedError(describe(plan.source, got=got, expected=expected, fix=fix)) from error
 
 
 def with_torchrun(folder: Path, reports: Path, size: int, timeout: float) -> int:

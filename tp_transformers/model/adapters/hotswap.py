@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...marks import untyped
-from ...patches import Patch, Undo, replace, when_imported
+from ...patches import Patch, Undo, all_of, replace, when_imported
 from ...ranks.group import GROUP
 from ...strategies import full_tensor
 from .cut import whole_adapters
@@ -42,13 +42,7 @@ def _on_whole(model: Any, names: Collection[str] | None = None) -> Iterator[None
 
 def _install() -> Undo:
     module, ways = sys.modules[_MODULE], [("hotswap_adapter_from_state_dict", _swap), ("_pad_lora_weights", _pad)]
-    undos = [replace(module, name, untyped(way)) for name, way in ways if hasattr(module, name)]
-
-    def undo_all() -> None:
-        for undo in undos:
-            undo()
-
-    return undo_all
+    return all_of(replace(module, name, untyped(way)) for name, way in ways if hasattr(module, name))
 
 
 HOT_SWAPS = Patch("peft", "hotswap_adapter", lambda: when_imported(_MODULE, _install))

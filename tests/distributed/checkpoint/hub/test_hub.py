@@ -31,7 +31,7 @@ from tp_transformers.commands import cli
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory
 from tp_transformers.commands.shard.offline import shard_checkpoint
-from tp_transformers.loading import rounds
+from tp_transformers.loading import request
 
 pytestmark = pytest.mark.distributed
 
@@ -120,7 +120,7 @@ def _beside_nccl(folder: str, cache: str) -> dict[str, Any]:
 
     bound = mock.Mock()
     with (
-        mock.patch.object(rounds, "fetch", fetch),
+        mock.patch.object(request, "fetch", fetch),
         mock.patch.object(exchange, "bind_thread", bound),
         mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
     ):

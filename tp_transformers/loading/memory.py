@@ -1,0 +1,257 @@
+"""The memory of a load: the places of this rank's shards, and the rounds of reads that fill them.
+
+A contiguous shard of a local file is mapped, weights that stay packed have members, all others have memory of their
+own. Weights that are dequantised, or quantised as they arrive, come in later rounds: some at a time are in memory in
+both forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..anatomy.names import owner_of, tied_parameters
+from ..checkpoint.quantization.members import PACKED_CHECKPOINT, PackedCheckpoint
+from ..checkpoint.quantization.packed import HeldWeight, pack
+from ..checkpoint.reading.header import Checkpoint
+from ..checkpoint.reading.jobs import Request, Statistics
+from ..checkpoint.reading.local_file import LocalFile
+from ..checkpoint.reading.memory import empty
+from ..model.packed_forward import hold_packed
+from ..ranks.group import TensorParallelGroup
+from ..slices.bundle import Decoded
+from ..slices.lazy import LazyTensor
+from ..slices.stored import Stored
+from .request import Dependents, LoadRequest, Reads, leaves, read_together
+from .targets import Targets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROUND_BYTES = 256 << 20
+"""Bytes that the weights of a round have, dequantised, on one rank; a larger weight has a round of its own."""
+
+
+def allocate(model: PreTrainedModel, targets: Targets, group: TensorParallelGroup, request: LoadRequest) -> Memory:
+    """Give each shard of this rank its memory, and plan the reads that fill it.
+
+    Raises UnsupportedError where a weight cannot be quantised as it arrives.
+    """
+    shards = targets.shards(group.rank)
+    packed = pack_weights(model, targets, shards, group.device, request)
+    dense = {name: shard for name, shard in shards.items() if name not in packed.weights}
+    arriving = _names_arriving(model, dense, request)
+    may_map = request.options.tp_map is not False and group.device.type == "cpu"
+    values, mapped = {}, {}
+    for name, shard in dense.items():
+        if name in arriving:
+            continue
+        pages = _map_pages(shard, targets.dtypes[name]) if may_map else None
+        values[name] = empty(shard.shape, targets.dtypes[name], group.device) if pages is None else pages
+        if pages is not None:
+            mapped[name] = shard
+    in_place, _ = leaves(mapped, values)
+    first, *later = _cut_rounds([name for name in dense if name not in mapped], targets, arriving, group.size, request)
+    stored, others = leaves({name: dense[name] for name in first}, values)
+    outlines = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
+    coming, _ = leaves({name: dense[name] for name in outlines}, outlines)
+    stored += packed.reads
+    return Memory(group, request, dense, targets.dtypes, values, packed, in_place, stored, others, later, coming)
+
+
+@dataclass
+class Packing:
+    """Parameters of a rank that stay packed."""
+
+    weights: dict[str, HeldWeight]
+    reads: Reads
+    """The reads of their members, and of tensors that are kept for a save."""
+    kept: PackedCheckpoint | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the members in memory."""
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    def hold(self, model: PreTrainedModel) -> None:
+        """Let the modules of `model` decode the weights for their forwards."""
+        for name, weight in self.weights.items():
+            hold_packed(*owner_of(model, name), weight)
+        if self.kept is not None and self.weights:
+            PACKED_CHECKPOINT.put(model, self.kept)
+
+
+def pack_weights(
+    model: PreTrainedModel,
+    targets: Targets,
+    shards: Mapping[str, LazyTensor],
+    device: torch.device,
+    request: LoadRequest,
+) -> Packing:
+    """The parameters that stay packed, of those that the request wants to.
+
+    Tied ones cannot, which several modules compute with, and ones that are quantised in part.
+    """
+    found, conversion = Packing({}, []), targets.conversion
+    if request.quantization is None or not request.stays_packed:
+        return found
+    ties, unpacked = tied_parameters(model), list(conversion.fallbacks)
+    untied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {*ties, *ties.values()}
+    for name, shard in shards.items():
+        made = pack(shard, targets.dtypes[name], device) if name in untied else None
+        if made is not None:
+            found.weights[name] = made[0]
+            found.reads += [Request(leaf, view) for leaf, view in made[1]]
+        elif _is_quantised(shard):
+            unpacked.append(name)
+    beside = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in conversion.beside.items()}
+    reads, others = leaves(conversion.beside, beside)
+    found.reads += reads
+    for leaf, destination in others:
+        leaf.fill(destination)
+    found.kept = PackedCheckpoint(request.quantization, beside, unpacked)
+    return found
+
+
+def _names_arriving(model: PreTrainedModel, shards: Mapping[str, LazyTensor], request: LoadRequest) -> set[str]:
+    """The parameters that are quantised as they arrive. Raises UnsupportedError where a shard cannot be."""
+    if request.arriving is None:
+        return set()
+    names = shards.keys() & set(request.arriving.names(model))
+    for name in sorted(names):
+        request.arriving.check(name, shards[name].shape)
+    return names
+
+
+def _map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """The pages of the file with the shard, as a tensor, if they are the parameter's own values.
+
+    A cut of a trailing dim is not: a view of 0.5 GB of such cuts takes 12 ms, and a copy 290, but a decode step takes 5
+    to 7 times as long with it, since torch copies the weight of a bfloat16 linear that is not contiguous every time.
+    """
+    outline = torch.empty(shard.shape, device="meta")
+    found = list(shard.pieces(outline))
+    if len(found) != 1 or not isinstance(found[0][0], Stored) or not found[0][1].is_contiguous():
+        return None
+    boxes = [box for box, _ in found[0][0].boxes(found[0][1])]
+    if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].start % dtype.itemsize:
+        return None
+    (box,) = boxes
+    if not isinstance(box.source, LocalFile):
+        return None
+    return box.source.map(own=True).parameter(box.start, box.span, dtype, outline.shape)
+
+
+def _cut_rounds(
+    names: Sequence[str], targets: Targets, arriving: Collection[str], size: int, request: LoadRequest
+) -> list[list[str]]:
+    """The names in rounds, the same on all ranks: first those that are in memory in one form, then some at a time."""
+    expressions = targets.conversion.expressions
+    is_decoded = request.quantization is not None
+    changed = {name for name in names if name in arriving or (is_decoded and _is_quantised(expressions[name]))}
+    rounds = [[name for name in names if name not in changed]]
+    room = 0
+    for name in (name for name in names if name in changed):
+        nbytes = expressions[name].numel() * targets.dtypes[name].itemsize // size
+        if nbytes > room:
+            rounds.append([])
+            room = ROUND_BYTES
+        rounds[-1].append(name)
+        room -= nbytes
+    return rounds
+
+
+def _is_quantised(expression: LazyTensor) -> bool:
+    """True if some of it is decoded from members that are read first."""
+    outline = torch.empty(expression.shape, device="meta")
+    return any(isinstance(leaf, Decoded) for leaf, _ in expression.pieces(outline))
+
+
+@dataclass
+class Memory:
+    """The places of this rank's shards, and the reads that fill them."""
+
+    group: TensorParallelGroup
+    request: LoadRequest
+    shards: Mapping[str, LazyTensor]
+    """Values of all but packed weights."""
+    dtypes: Mapping[str, torch.dtype]
+    values: dict[str, torch.Tensor]
+    """Places of the shards; a weight that is quantised as it arrives gets one in its round, and is packed then."""
+    packed: Packing
+    mapped: Reads
+    """Shards that are pages of a file: in place without a read."""
+    stored: Reads
+    """Reads of the first round."""
+    others: Dependents
+    """Leaves that fill their places after these reads."""
+    later: Sequence[Sequence[str]]
+    """Names of the shards of each later round."""
+    coming: Reads
+    """Reads of the later rounds, into meta tensors."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(value.nbytes for value in self.values.values()) + self.packed.nbytes
+
+    @cached_property
+    def nbytes_in_files(self) -> int:
+        """Bytes of the shards in the checkpoint."""
+        reads = sum(each.tensor.nbytes for each in (*self.mapped, *self.stored, *self.coming))
+        return reads + sum(leaf.nbytes for leaf, _ in self.others)
+
+    @property
+    def nbytes_mapped(self) -> int:
+        """Bytes of the shards that are pages of a file."""
+        return sum(each.tensor.nbytes for each in self.mapped)
+
+    @property
+    def local_reads(self) -> Reads:
+        """Reads of all rounds in local files; mapped shards count, since their pages are read sometime."""
+        return [each for each in (*self.stored, *self.coming, *self.mapped) if not each.tensor.source.is_remote]
+
+    def fill(self, checkpoint: Checkpoint, progress: Callable[[int], object]) -> Statistics:
+        """Read, round by round; `progress` is called with byte counts. All ranks call it.
+
+        Raises CheckpointError on all ranks where one cannot read a file, or finds it changed.
+        """
+        progress(self.nbytes_mapped)
+        statistics = self._fill_round(self.stored, self.others, checkpoint, progress)
+        for names in self.later:
+            statistics.add(self._fill_later(names, checkpoint, progress))
+        self.group.together(checkpoint.check_unchanged)
+        return statistics
+
+    def _fill_round(
+        self, stored: Reads, others: Dependents, checkpoint: Checkpoint, progress: Callable[[int], object]
+    ) -> Statistics:
+        """Read the stored tensors, then let the leaves that depend on them fill their places."""
+        statistics = read_together(stored, checkpoint, self.group, self.request, progress)
+
+        def finish() -> None:
+            for leaf, destination in others:
+                leaf.fill(destination)
+                progress(leaf.nbytes)
+
+        self.group.together(finish)
+        return statistics
+
+    def _fill_later(
+        self, names: Sequence[str], checkpoint: Checkpoint, progress: Callable[[int], object]
+    ) -> Statistics:
+        """Fill the places of `names`; shards that have none yet are quantised, and packed then."""
+        with self.group.agree():
+            unplaced = [name for name in names if name not in self.values]
+            arriving = {name: empty(self.shards[name].shape, self.dtypes[name], self.group.device) for name in unplaced}
+            stored, others = leaves({name: self.shards[name] for name in names}, self.values | arriving)
+        statistics = self._fill_round(stored, others, checkpoint, progress)
+        if self.request.arriving is not None:
+            quantise = self.request.arriving.quantised
+            weights = self.group.together(lambda: {name: quantise(arriving.pop(name)) for name in sorted(arriving)})
+            self.packed.weights |= weights
+        return statistics

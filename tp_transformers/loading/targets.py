@@ -1,0 +1,105 @@
+"""The targets of a load: every parameter and buffer of a model as slices of checkpoint tensors; nothing is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..checkpoint.conversion.convert import Conversion, convert, dtype_policy, identity
+from ..checkpoint.quantization.format import member_names
+from ..checkpoint.reading.header import Checkpoint
+from ..errors import CheckpointError
+from ..marks import untyped
+from ..slices.layout import Layout
+from ..slices.lazy import LazyTensor, Resident
+from ..strategies import take, whole_like
+from .request import LoadRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Mismatched = set[tuple[str, torch.Size, torch.Size]]
+"""(name, shape in the checkpoint, shape in the model)."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The parameters and persistent buffers of a model, by name."""
+
+    full: Mapping[str, torch.Tensor]
+    """Tensors of the full shapes on the meta device, those included that the checkpoint lacks."""
+    dtypes: Mapping[str, torch.dtype]
+    """Dtypes in memory."""
+    layouts: Mapping[str, Layout | None]
+    """Indices that each rank holds of a sharded one."""
+    conversion: Conversion
+    """Full values in terms of checkpoint tensors."""
+    mismatched: Mismatched
+    """Those that the checkpoint has in another shape; they are initialised anew."""
+
+    def shards(self, rank: int) -> dict[str, LazyTensor]:
+        """The slices that `rank` holds; a pre-sharded checkpoint opens the files that they are in."""
+        expressions = self.conversion.expressions
+        return {name: take(expression, self.layouts.get(name), rank) for name, expression in expressions.items()}
+
+
+def describe(
+    model: PreTrainedModel, checkpoint: Checkpoint, layouts: Mapping[str, Layout | None], request: LoadRequest
+) -> Targets:
+    """Describe each parameter and persistent buffer of `model` in terms of checkpoint tensors.
+
+    Raises CheckpointError on tensors of the wrong shape, unless they are to be ignored.
+    """
+    full = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    conversion = _express(model, checkpoint, full, request)
+    mismatched = _take_mismatched(conversion, full, request)
+    dtype_of = dtype_policy(request.config.dtype_plan)
+    dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in full.items()}
+    return Targets(full, dtypes, layouts, conversion, mismatched)
+
+
+def _express(
+    model: PreTrainedModel, checkpoint: Checkpoint, full: Mapping[str, torch.Tensor], request: LoadRequest
+) -> Conversion:
+    """Express the `full` tensors in terms of checkpoint tensors; those of quantised weights in terms of members."""
+    tensors: Mapping[str, LazyTensor] = checkpoint.tensors
+    if request.state_dict is not None:
+        tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
+    stored = tensors
+    if request.quantization is not None:
+        tensors = request.quantization.format.expressed(tensors, stays_packed=request.stays_packed)
+    shapes, entries = {name: tensor.shape for name, tensor in full.items()}, request.config.weight_mapping
+    # Quantised tensors have the checkpoint's own names in a pre-sharded one too.
+    has_own_names = request.sharded is not None and request.quantization is None
+    conversion = convert(model, tensors, shapes, None if has_own_names else entries)
+    if request.stays_packed:
+        members = {name for tensor in tensors.values() for name in member_names(tensor)}
+        conversion.beside = {
+            name: tensor for name, tensor in stored.items() if name not in members and tensors.get(name) is not tensor
+        }
+    if request.sharded is not None:
+        # The model went through these before it was saved in shards; `save_pretrained` reverts them.
+        gone_through = [entry for entry in entries or () if identity(entry) in request.sharded.conversions]
+        untyped(model)._weight_conversions = gone_through
+    return conversion
+
+
+def _take_mismatched(conversion: Conversion, full: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:
+    """Take tensors of the wrong shape out of `conversion`. Raises CheckpointError unless they are to be ignored."""
+    mismatched = {
+        (name, expression.shape, full[name].shape)
+        for name, expression in conversion.expressions.items()
+        if expression.shape != full[name].shape
+    }
+    if mismatched and not request.config.ignore_mismatched_sizes:
+        lines = (f"\n  - {name}: got {tuple(got)}, expected {tuple(want)}" for name, got, want in sorted(mismatched))
+        raise CheckpointError(
+            f"checkpoint {request.config.pretrained_model_name_or_path}: tensors of the wrong shape:{''.join(lines)}\n"
+            "Correct the config, or pass ignore_mismatched_sizes=True to initialise them anew."
+        )
+    for name, _, _ in mismatched:
+        del conversion.expressions[name]
+    return mismatched
