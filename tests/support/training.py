@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import VOCAB, load, relative
+from tests.support.comparisons import relative
+from tests.support.models import VOCAB, load
 
 BATCH = torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(3))
 MAX_NORM = 0.5

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 
 import tp_transformers
-from tests.support.models import llama_config, load, logits_of, relative
+from tests.support.comparisons import relative
+from tests.support.models import llama_config, load, logits_of
 from tp_transformers.checkpoint.quantization.packed import PACKED, packed_weights
 from tp_transformers.loading import rounds
 
@@ -41,7 +42,8 @@ def quantised(weight: torch.Tensor, kind: str) -> torch.Tensor:
     return linear.weight.dequantize()
 
 
-def compare(folder: str, kind: str) -> dict[str, Any]:
+def quantise_shards(folder: str, kind: str) -> dict[str, Any]:
+    """Run on every rank: quantised shards beside those of torchao, and the model beside one that is not quantised."""
     rounds.ROUND_BYTES = 20_000  # some weights a round
     held: list[int] = []
     made = rounds.fill_round
@@ -98,7 +100,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["int8", "float8", "int8 by groups", "int4 by groups"])
 def test_each_rank_quantises_its_own_shard(pool: Any, llama: Path, kind: str, size: int) -> None:
-    for rank in pool.run(size, compare, str(llama), kind):
+    for rank in pool.run(size, quantise_shards, str(llama), kind):
         assert rank["different"] == []
         assert rank["quantised"] == 14
         assert rank["logits"] == 0

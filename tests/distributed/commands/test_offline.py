@@ -14,8 +14,9 @@ from transformers import LlamaForCausalLM
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES
+from tests.support.comparisons import read_folder
 from tests.support.float8 import quantize_folder
-from tests.support.models import llama_config, load, read_folder
+from tests.support.models import llama_config, load
 from tp_transformers import CheckpointError, verify_sharded
 from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
 from tp_transformers.checkpoint.saving.writer import SummedWriter

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from transformers import AutoModel, PreTrainedModel
 
 import tp_transformers
+from tests.support.comparisons import equal_parameters
 from tests.support.models import edited, load
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
@@ -342,11 +343,7 @@ def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
         before = set(seen)
         seen.clear()
         model.save_pretrained(to + "/whole")
-    assert all(
-        torch.equal(tp_transformers.full_tensor(param), tp_transformers.full_tensor(again))
-        for name in ("sharded", "whole")
-        for param, again in zip(model.parameters(), load(f"{to}/{name}").parameters(), strict=True)
-    )
+    assert all(equal_parameters(model, load(f"{to}/{name}")) for name in ("sharded", "whole"))
     return before, set(seen)
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tp_transformers
-from tests.support.models import relative
+from tests.support.comparisons import relative
 from tests.support.modules import randn, randomized, shard_module
 from tests.support.strategy_cases import TOLERANCE
 from tests.support.tiers import wide

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.distributed.commands.test_verify import changed, in_pool  # noqa: F401 - a fixture
 from tests.distributed.model.test_adapters import shake
-from tests.support.models import MASK, PROMPTS, load, logits_of, read_folder, relative
+from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
+from tests.support.models import MASK, PROMPTS, load, logits_of
 from tests.support.pool import Pool
 from tp_transformers import STRATEGIES, TensorParallelLayer
 from tp_transformers.commands import cli
@@ -138,9 +139,7 @@ def _live(folder: str, plan: str, scratch: str) -> Iterator[float]:
     for each in (model, on_parts):
         yield relative(logits_of(each), expected)
         each(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
-        mine = dict(each.named_parameters())
-        for name, param in whole.named_parameters():
-            yield relative(tp_transformers.full_tensor(mine[name], mine[name].grad), param.grad)
+        yield from gradient_differences(each, whole).values()
 
     # what it draws: the same on all ranks, something else each time
     torch.manual_seed(5)
@@ -156,9 +155,7 @@ def _live(folder: str, plan: str, scratch: str) -> Iterator[float]:
     # files
     model.save_pretrained(scratch)
     dist.barrier()
-    saved, stored = read_folder(scratch), read_folder(folder)
-    assert saved.keys() == stored.keys()
-    assert all(torch.equal(saved[name], value) for name, value in stored.items())
+    assert_same_tensors(folder, scratch)
 
     # adapters
     config = LoraConfig(r=3, target_modules=["up_proj", "down_proj"], task_type="CAUSAL_LM")

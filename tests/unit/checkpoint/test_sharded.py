@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
-from tests.support.models import assert_same_files, load
+from tests.support.comparisons import assert_same_files
+from tests.support.models import load
 from tp_transformers import CheckpointError, UnsupportedError, save_sharded, verify_sharded
 from tp_transformers.checkpoint.saving.manifest import Manifest
 from tp_transformers.checkpoint.saving.writer import SummedWriter
