@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from tests.support import quantized
+from tests.support.comparisons import equal_parameters
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
 from tp_transformers.checkpoint.quantization.awq import Awq
@@ -351,4 +352,4 @@ def test_few_weights_are_packed_and_dequantised_at_once(
         monkeypatch.setattr(module, "fill", fill)
     model = load(tmp_path / "packed")
     assert seen == [(0, 0), *[(1, 0)] * 14], "what was packed is gone before the next weight is read"
-    assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), whole.parameters(), strict=True))
+    assert equal_parameters(whole, model)
