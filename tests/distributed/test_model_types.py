@@ -18,8 +18,8 @@ from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS, TOWERS, Tiny, model_class
 from tests.support.tiny_inputs import seed
-from tp_transformers.commands.verify.verify import verify
 from tp_transformers.plans.catalogue import available_plans
+from tp_transformers.verify import verify
 
 pytestmark = pytest.mark.distributed
 

@@ -57,7 +57,7 @@ def with_trainer(
     from transformers import Trainer, TrainingArguments
 
     if own:
-        from tp_transformers.training.trainer import Trainer  # type: ignore[assignment]
+        from tp_transformers.trainer import Trainer  # type: ignore[assignment]
 
     if not copies:  # for accelerate, torchrun's environment makes one process a distributed one
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

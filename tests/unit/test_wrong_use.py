@@ -16,8 +16,8 @@ import yaml
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, ViTMSNConfig, ViTMSNModel
 
 import tp_transformers
+from tests.support.commands import main
 from tp_transformers import CheckpointError, MeshError, PlanError, UnsupportedError, save_sharded, verify_sharded
-from tp_transformers.commands import cli
 
 UP = "model.layers.*.mlp.up_proj"
 
@@ -231,7 +231,7 @@ def test_on_the_command_line(name: str, here: Here, capsys: pytest.CaptureFixtur
     arguments, says = ON_THE_COMMAND_LINE[name]
     names = {"folder": here.folder, "scratch": here.scratch, "file": here.plan(yaml.safe_dump({"a": 1}))}
     try:
-        code = cli.main([argument.format(**names) for argument in arguments])
+        code = main([argument.format(**names) for argument in arguments])
     except SystemExit as ended:  # argparse's own
         code = int(ended.code or 0)
     assert code == 2

@@ -22,10 +22,10 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.comparisons import assert_same_files, equal_parameters, equal_shards
 from tests.support.models import bytes_read, held, llama_config, load, save_as_loaded
 from tests.support.pool import Pool, WorkerError
+from tests.support.saving import MANIFEST_NAME
 from tests.support.tiers import wide
 from tp_transformers import save_sharded, verify_sharded
 from tp_transformers.checkpoint.reading.local_file import LocalFile
-from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
 from tp_transformers.checkpoint.saving.writer import SummedWriter
 
 pytestmark = pytest.mark.distributed

@@ -13,12 +13,12 @@ import transformers
 
 from tests.support.architectures import cache_bytes, compare_cases, in_float64
 from tests.support.comparisons import assert_same_files, relative
+from tests.support.groups import even_widths
 from tests.support.models import MASK, PROMPTS, Case, load, save_as_loaded, save_reference
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tests.support.tiny_mixers import Mixing
-from tp_transformers.slices.layout import even_widths
 
 pytestmark = pytest.mark.distributed
 

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.distributed.commands.test_verify import changed, in_pool  # noqa: F401 - a fixture
 from tests.distributed.model.test_adapters import shake
+from tests.support.commands import main
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
 from tests.support.models import MASK, PROMPTS, load, logits_of
 from tests.support.pool import Pool
 from tp_transformers import STRATEGIES, TensorParallelLayer
-from tp_transformers.commands import cli
-from tp_transformers.commands.verify import verify
 from tp_transformers.slices.layout import Split, even
+from tp_transformers.verify import verify
 
 pytestmark = pytest.mark.distributed
 
@@ -187,10 +187,10 @@ def test_a_new_kind_is_planned_and_proven(
     for name, kind in KINDS.items():
         monkeypatch.setitem(STRATEGIES, name, kind)
     folder, plan = cases(8, 4).folder, os.fspath(changed(tmp_path, "llama", RULES))
-    assert cli.main(["plan", folder, "--plan", plan, "--tp-size", "3", "--json"]) == 0
+    assert main(["plan", folder, "--plan", plan, "--tp-size", "3", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out.splitlines()[-1])
     down = next(each for each in planned["parameters"] if each["name"].endswith("layers.0.mlp.down_proj.weight"))
     assert (down["strategy"], down["dim"]) == ("takes", 1)
     assert down["ranges"] == [[[67, 100]], [[34, 67]], [[0, 34]]]
-    (verdict,) = verify.verify(folder, plan=plan, sizes=[3], grads=True)
+    (verdict,) = verify(folder, plan=plan, sizes=[3], grads=True)
     assert verdict.ok, verdict.faults

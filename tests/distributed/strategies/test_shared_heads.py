@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 
 import tp_transformers
 from tests.support.comparisons import gradient_differences, gradients, relative
+from tests.support.groups import join
 from tests.support.models import MASK, PROMPTS, load
-from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import Layout, heads, packed
 from tp_transformers.strategies import ParamShard, take
 

@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 
 import tp_transformers
 from tests.support.comparisons import relative
+from tests.support.groups import join
 from tests.support.mixer_cases import MIXER_CASES
 from tests.support.modules import shard_module
 from tests.support.strategy_cases import CASES as OTHERS
 from tests.support.strategy_cases import Case
 from tests.support.tiers import wide
-from tp_transformers.ranks.mesh import join
+from tp_transformers import STRATEGIES
 from tp_transformers.slices.layout import Split
-from tp_transformers.strategies import STRATEGIES
 
 pytestmark = pytest.mark.distributed
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
+from tests.support.groups import join
 from tests.support.models import load
 from tests.support.pool import Pool, WorkerError
 from tests.support.training import BATCH, mesh_of
-from tp_transformers.ranks.mesh import join
 from tp_transformers.ranks.shared_memory.joining import VARIABLE, memory_of
 
 pytestmark = pytest.mark.distributed

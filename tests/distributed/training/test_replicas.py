@@ -110,7 +110,7 @@ def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
     from accelerate.state import AcceleratorState
     from transformers import TrainerCallback, TrainingArguments
 
-    from tp_transformers.training.trainer import Trainer
+    from tp_transformers.trainer import Trainer
 
     said: list[str] = []
 

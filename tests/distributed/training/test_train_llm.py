@@ -17,10 +17,10 @@ from benchmarks.processes import ROOT
 from benchmarks.train_llm import parse, train
 from tests.distributed.model.test_generate import letters
 from tests.support.comparisons import read_folder, relative_errors
+from tests.support.groups import join
 from tests.support.models import llama_config
 from tests.support.pool import Pool
-from tp_transformers.errors import TensorParallelError
-from tp_transformers.ranks.mesh import join
+from tp_transformers import TensorParallelError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -27,13 +27,13 @@ from tests.support import quantized
 from tests.support.comparisons import equal_parameters
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
+from tp_transformers import CheckpointError, PlanError, UnsupportedError
 from tp_transformers.checkpoint.quantization.awq import Awq
 from tp_transformers.checkpoint.quantization.compressed import Compressed
 from tp_transformers.checkpoint.quantization.float8 import Float8
 from tp_transformers.checkpoint.quantization.format import Format
 from tp_transformers.checkpoint.quantization.gptq import Gptq
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
-from tp_transformers.errors import CheckpointError, PlanError, UnsupportedError
 from tp_transformers.loading import load as loader
 from tp_transformers.loading import rounds
 from tp_transformers.slices.bundle import Decoded

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import main
 from tests.support.remote_code import with_code
-from tp_transformers.commands import cli
 
 COMMANDS = {
     "plan": ["--tp-size", "2", "--plan", "infer"],
@@ -29,7 +29,7 @@ def test_code_of_a_repository_runs_only_if_it_is_asked_for(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))  # nobody is asked
     monkeypatch.chdir(tmp_path)
     arguments = [name, folder, *(each.format(out=tmp_path / "out") for each in COMMANDS[name])]
-    assert cli.main(arguments) == 2
+    assert main(arguments) == 2
     said = capsys.readouterr()
     assert not ran.exists()
     assert said.out == ""
@@ -38,6 +38,6 @@ def test_code_of_a_repository_runs_only_if_it_is_asked_for(
     assert len(said.err.splitlines()) == 1
     if name == "verify":  # starts ranks; `suggest` has proven it the same way
         return
-    assert cli.main([*arguments, "--trust-remote-code"]) == 0
+    assert main([*arguments, "--trust-remote-code"]) == 0
     assert ran.exists()
     assert "not run" not in capsys.readouterr().err

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import main
 from tests.support.unplanned import unplanned
-from tp_transformers.commands import cli
+from tp_transformers import Plan
 from tp_transformers.commands.suggest.prove import prove
-from tp_transformers.commands.verify.verify import Verdict
 from tp_transformers.plan_search.suggestion import suggest
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.rules import Plan
+from tp_transformers.verify import Verdict
 
 
 def test_a_block_that_is_found_wrong_stays_whole() -> None:
@@ -41,7 +41,7 @@ def test_a_block_that_is_found_wrong_stays_whole() -> None:
 def test_the_command_writes_a_plan_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unplanned("gptj").save_pretrained(tmp_path)
     out = tmp_path / "gptj.yaml"
-    assert cli.main(["suggest", str(tmp_path / "config.json"), str(out), "--no-verify"]) == 0
+    assert main(["suggest", str(tmp_path / "config.json"), str(out), "--no-verify"]) == 0
     captured = capsys.readouterr()
     assert captured.err == (
         "tp-transformers suggest: gptj has a plan already, gptj.yaml, which auto takes\n"
@@ -53,5 +53,5 @@ def test_the_command_writes_a_plan_that_loads(tmp_path: Path, capsys: pytest.Cap
     suggestion = suggest(unplanned("gptj"))
     assert replace(suggestion.plan, source="") == replace(plan, source="")
     assert resolve(plan, suggestion.model, 3).uncovered == ()
-    assert cli.main(["suggest", str(tmp_path), str(out)]) == 2
+    assert main(["suggest", str(tmp_path), str(out)]) == 2
     assert "--force" in capsys.readouterr().err

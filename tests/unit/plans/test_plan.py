@@ -17,12 +17,11 @@ from transformers import (
 )
 
 from tests.support.models import llama_config
-from tp_transformers import Plan, PlanError, Rule, TensorParallelLayer
+from tp_transformers import STRATEGIES, Plan, PlanError, Rule, TensorParallelLayer
 from tp_transformers.anatomy.names import fold_layers
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.pattern import Pattern
-from tp_transformers.strategies import STRATEGIES
 
 LAYER = "model.layers.*."
 MEGATRON = {
