@@ -188,7 +188,7 @@ def test_float8_stays_packed(tmp_path: Path, llama: Path, block: tuple[int, int]
 
 
 def test_gguf_is_refused(llama: Path) -> None:
-    with pytest.raises(UnsupportedError, match="both tp_plan and gguf_file"):
+    with pytest.raises(UnsupportedError, match="gguf_file"):
         load(llama, gguf_file="model.gguf")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -51,10 +52,12 @@ def test_one_process_is_size_one_without_a_group(cases: Any) -> None:
         ({"tp_plan": "no/such.yaml"}, tp_transformers.PlanError, "no/such.yaml"),
         ({"tp_plan": {"model.norm": "colwize"}}, tp_transformers.PlanError, "model.norm: unknown strategy 'colwize'"),
         ({"tp_plan": {"model.normal": "replicate"}}, tp_transformers.PlanError, "matches no module"),
+        ({"tp_plan": {"up_proj": "colwise"}}, tp_transformers.PlanError, "up_proj"),
     ],
 )
 def test_bad_arguments(cases: Any, arguments: dict[str, Any], kind: type[Exception], says: str) -> None:
     with tp_transformers.enable(), pytest.raises(kind) as caught:
         AutoModelForCausalLM.from_pretrained(cases(8, 4).folder, **arguments)
     assert says in str(caught.value)
+    assert "tp_transformers" in traceback.extract_tb(caught.tb)[-1].filename
     assert not torch.distributed.is_initialized()
