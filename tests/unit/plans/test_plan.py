@@ -198,8 +198,8 @@ def test_a_rule_for_the_parameter_of_a_linear_is_sent_to_the_module(module_rule:
             "model.embed_tokens: ",
         ),
         ({"model.norm": {"strategy": "replicate", "parts": 2}}, "replicate takes no parts"),
-        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": [-1, 101]}}, LAYER + "mlp.up_proj: "),
-        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": []}}, LAYER + "mlp.up_proj: "),
+        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": [-1, 101]}}, LAYER + "mlp.up_proj.weight: "),
+        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": []}}, LAYER + "mlp.up_proj.weight: "),
     ],
 )
 def test_rules_that_would_compute_something_else(rules: dict[str, Any], says: str) -> None:
