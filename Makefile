@@ -5,8 +5,9 @@ CONSTRAINTS ?= .ci/constraints.txt
 RANKS ?= 2
 FUZZ ?= 10
 VENV := .venv
-RELEASE_TESTS := tests/unit/plans tests/unit/commands tests/unit/test_anatomy.py tests/unit/test_package.py \
-  tests/distributed/test_architectures.py tests/distributed/test_model_types.py tests/distributed/loading tests/distributed/model
+RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/plan_search tests/unit/small_models tests/unit/commands \
+  tests/unit/test_anatomy.py tests/unit/test_package.py tests/distributed/test_architectures.py \
+  tests/distributed/test_model_types.py tests/distributed/loading tests/distributed/model
 FUZZ_TESTS := $(wildcard tests/unit/*/test_*_fuzz.py tests/distributed/*/test_*_fuzz.py)
 PY := $(VENV)/bin/python
 

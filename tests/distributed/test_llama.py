@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import tp_transformers
-from tests.support.models import assert_same_files, load, observe, read_folder, relative
+from tests.support.comparisons import (
+    assert_same_files,
+    compare_seen,
+    different_tensors,
+    full_parameters,
+    ranks_agree,
+    read_folder,
+    relative,
+)
+from tests.support.models import load, observe
 
 pytestmark = pytest.mark.distributed
 
@@ -21,50 +28,32 @@ LOGITS_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-4
 
 
-def compare(folder: str, reference_file: str, saved: str, plan: Any = "auto") -> dict[str, Any]:
-    """Run on every rank: load, compare with the reference, save."""
+def compare_and_save(folder: str, reference_file: str, saved: str, plan: Any = "auto") -> dict[str, Any]:
+    """Run on every rank: load, compare with the reference and with the files, save."""
     model = load(folder, tp_plan=plan)
     reference = torch.load(reference_file)
     seen = observe(model)
-    grads = {
-        name: relative(tp_transformers.full_tensor(param, param.grad), reference["grads"][name])
-        for name, param in model.named_parameters()
-    }
+    found = compare_seen(model, seen, reference)
     model.save_pretrained(saved, max_shard_size="60KB")
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (seen["logits"], seen["tokens"]))
+    stored = read_folder(folder)
+    params = full_parameters(model)
     return {
-        "names": sorted(grads) == sorted(reference["grads"]),
-        "logits": relative(seen["logits"], reference["logits"]),
-        "tokens": torch.equal(seen["tokens"], reference["tokens"]),
+        **found,
         "loss": relative(seen["loss"], reference["loss"]),
-        "grads": max(grads.items(), key=lambda item: item[1]),
-        "agree": all(
-            torch.equal(logits, seen["logits"]) and torch.equal(tokens, seen["tokens"]) for logits, tokens in everyone
-        ),
-        "full": all(
-            torch.equal(tp_transformers.full_tensor(param), value)
-            for (_, param), value in zip(model.named_parameters(), whole_values(folder, model), strict=True)
-        ),
+        "agree": ranks_agree(seen["logits"], seen["tokens"]),
+        "different": different_tensors(params, {name: stored[name] for name in params}),
     }
-
-
-def whole_values(folder: str, model: Any) -> list[torch.Tensor]:
-    """The checkpoint's tensors, by safetensors' own reader, in the order of the model's parameters."""
-    tensors = read_folder(folder)
-    return [tensors[name] for name, _ in model.named_parameters()]
 
 
 def check(pool: Any, case: Any, size: int, plan: Any = "auto") -> None:
     with tempfile.TemporaryDirectory() as saved:
-        for result in pool.run(size, compare, case.folder, case.reference, saved, plan):
+        for result in pool.run(size, compare_and_save, case.folder, case.reference, saved, plan):
             print(result)
-            assert result["names"]
             assert result["logits"] < LOGITS_TOLERANCE
             assert result["loss"] < LOGITS_TOLERANCE
             assert result["tokens"]
             assert result["agree"]
-            assert result["full"]
+            assert result["different"] == []
             assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
         assert_same_files(case.folder, saved)
 

@@ -12,7 +12,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from tests.support.architectures import LOGITS_TOLERANCE
-from tests.support.models import load, relative, save_as_loaded
+from tests.support.comparisons import relative
+from tests.support.models import load, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.processors import FAMILIES
 
@@ -23,7 +24,7 @@ pytestmark = [
 QUICK = {"qwen3_vl", "whisper"}
 
 
-def compare(folder: str, kind: Any, inputs: dict[str, Tensor]) -> tuple[float, bool, int]:
+def compare_with_processed(folder: str, kind: Any, inputs: dict[str, Tensor]) -> tuple[float, bool, int]:
     """Run on every rank: (largest error of the logits, whether greedy tokens are one process's, parameters cut)."""
     model, plain = load(folder, kind, allow_replicated=True).eval(), kind.from_pretrained(folder).eval()
     prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_") and name != "labels"}
@@ -43,7 +44,7 @@ def test_what_a_processor_makes_is_answered_as_by_one_process(pool: Pool, tmp_pa
     inputs = family.inputs(model.config)
     assert inputs.keys() & {"pixel_values", "input_features"}
     save_as_loaded(model, tmp_path)
-    for error, same, cut in pool.run(size, compare, str(tmp_path / "checkpoint"), type(model), inputs):
+    for error, same, cut in pool.run(size, compare_with_processed, str(tmp_path / "checkpoint"), type(model), inputs):
         print(name, size, error)
         assert error < LOGITS_TOLERANCE
         assert same

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tp_transformers
-from tests.support.models import bytes_read, load, relative
+from tests.support.comparisons import relative
+from tests.support.models import bytes_read, load
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -31,7 +32,8 @@ def run(model: Any, folder: str) -> dict[str, torch.Tensor]:
     return {"logits": logits, "tokens": model.generate(**batch, max_new_tokens=12, do_sample=False)}
 
 
-def compare(folder: str, reference_file: str) -> dict[str, Any]:
+def compare_texts(folder: str, reference_file: str) -> dict[str, Any]:
+    """Run on every rank: logits and tokens beside one process, and bytes held and read."""
     model = load(folder)
     seen, expected = run(model, folder), torch.load(reference_file)
     params = list(model.parameters())
@@ -49,7 +51,7 @@ def compare(folder: str, reference_file: str) -> dict[str, Any]:
 def test_any_number_of_ranks_says_what_one_process_says(pool: Any, smollm2: Path, tmp_path: Path, size: int) -> None:
     reference = tmp_path / "reference.pt"
     torch.save(run(AutoModelForCausalLM.from_pretrained(smollm2), str(smollm2)), reference)
-    results = pool.run(size, compare, str(smollm2), str(reference))
+    results = pool.run(size, compare_texts, str(smollm2), str(reference))
     for rank, result in enumerate(results):
         print(f"{size} ranks, rank {rank}: {result}")
         assert result["logits"] < TOLERANCE

@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
-import tp_transformers
+from tests.support.comparisons import gradient_errors, gradients, relative, worst
 from tests.support.configs import (
     GRID,
     IMAGE_TOKEN,
@@ -39,11 +39,8 @@ from tests.support.models import (
     MASK,
     PROMPTS,
     Case,
-    bytes_read,
-    headers,
-    held,
+    excess_read,
     load,
-    relative,
     save_as_loaded,
     save_reference,
 )
@@ -161,29 +158,14 @@ def observe(model: Any) -> dict[str, Any]:
     given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
     loss = model(**given, labels=labels).loss
     loss.backward()
-    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     lengths = {"context": made.past_key_values.get_seq_length(), "encoder_context": generated["input_ids"].shape[1]}
     return {
         "logits": logits,
         "tokens": made.sequences,
         "loss": loss.detach(),
-        "grads": grads,
+        "grads": gradients(model),
         "cache": (lengths, cache_bytes(made.past_key_values)),
     }
-
-
-def gradient_errors(model: Any, seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative differences; of gradients that are noise around zero (key biases without rotation), how large they are.
-
-    Both in units of what they are compared with: the parameter's largest gradient, or the model's.
-    """
-    largest = max(grad.abs().max().item() for grad in expected.values())
-    errors = {}
-    for name, grad in seen.items():
-        whole = tp_transformers.full_tensor(model.get_parameter(name), grad)
-        is_zero = expected[name].abs().max().item() < 1e-6 * largest
-        errors[name] = whole.abs().max().item() / largest if is_zero else relative(whole, expected[name])
-    return errors
 
 
 Observe = Callable[[Any], dict[str, Any]]
@@ -198,38 +180,34 @@ def in_float64(observe: Observe) -> Observe:
         convert(model, torch.float64)
         with computing_in(torch.float64):
             seen = observe(model)
-        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-        return {**seen, "grads": grads}
+        return {**seen, "grads": gradients(model)}
 
     return observed
 
 
-def compare(model: Any, case: Case, observe: Observe, saved: str) -> dict[str, Any]:
+def compare_case(model: Any, case: Case, observe: Observe, saved: str) -> dict[str, Any]:
     """Run on every rank: a loaded model beside one process, and the model saved in the folder `saved`.
 
     Largest differences of each kind of output, and of a gradient, with its name; whether tokens are the same; shares of
     memory; bytes that were "read", less those held and the headers.
     """
-    read = bytes_read(model) - held(model) - headers(case.folder)
+    read = excess_read(model, case.folder)
     seen, expected = observe(model), torch.load(case.reference)
     model.save_pretrained(saved)
-    assert seen["grads"].keys() == expected["grads"].keys(), case.folder
-    errors = gradient_errors(model, seen["grads"], expected["grads"])
-    worst = max(errors, key=errors.__getitem__)
     outputs = {name: zip(seen["outputs"][name], whole, strict=True) for name, whole in expected["outputs"].items()}
     return {
         **{name: max(relative(own, whole) for own, whole in pairs) for name, pairs in outputs.items()},
         **{name: nbytes / expected["bytes"][name] for name, nbytes in seen["bytes"].items()},
-        "gradient": (errors[worst], worst),
+        "gradient": worst(gradient_errors(model, seen["grads"], expected["grads"])),
         "tokens": torch.equal(seen["tokens"], expected["tokens"]),
         "read": read,
     }
 
 
 def compare_cases(cases: dict[Any, Case], observe: Observe, saved: str, **options: Any) -> dict[Any, dict[str, Any]]:
-    """Run on every rank: `compare` of each case, loaded in float64 with `options`."""
+    """Run on every rank: `compare_case` of each case, loaded in float64 with `options`."""
     return {
-        key: compare(load(case.folder, dtype=torch.float64, **options), case, observe, f"{saved}/{key}")
+        key: compare_case(load(case.folder, dtype=torch.float64, **options), case, observe, f"{saved}/{key}")
         for key, case in cases.items()
     }
 

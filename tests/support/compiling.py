@@ -13,6 +13,7 @@ from torch._guards import CompileContext
 from transformers import CompileConfig
 
 from tests.support.architectures import inputs_of
+from tests.support.comparisons import gradients
 
 TOKENS = 3
 """Tokens that are generated, all but the first by a decode step that is compiled."""
@@ -75,8 +76,7 @@ def observe(model: Any, backend: str | None, phases: Sequence[str] = PHASES) -> 
         loss = forward(**given, labels=labels).loss
         loss.backward()
         model.eval()
-        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-        return Made(loss.detach(), grads=grads)
+        return Made(loss.detach(), grads=gradients(model))
 
     return {call.__name__: _counted(call, frames) for call in (prefill, decode, train) if call.__name__ in phases}
 

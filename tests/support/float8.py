@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.support.models import read_folder
+from tests.support.comparisons import read_folder
 
 NOT_CONVERTED = ["lm_head", "mlp.gate", "embed_tokens"]
 

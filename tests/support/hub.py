@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from transformers import AutoModelForCausalLM
 
-import tp_transformers
+from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import bytes_read, load
 from tests.support.pool import Pool
 from tp_transformers.checkpoint.hub import fetch_plan as shares
@@ -48,12 +47,8 @@ def stream(
         model = load(name, **{"tp_stream": True, "cache_dir": cache, **arguments})
     if folder is not None:
         dtype = arguments.get("dtype", "auto")
-        reference = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).named_parameters())
-        different = [
-            key
-            for key, p in model.named_parameters()
-            if not torch.equal(tp_transformers.full_tensor(p), reference[key])
-        ]
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        different = different_tensors(full_parameters(model), dict(reference.named_parameters()))
     else:
         different = []
     return {"different": different, "read": bytes_read(model), "dtype": model.dtype}

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tp_transformers
+from tests.support.comparisons import gradients
 
 HEAD_DIM = 8
 VOCAB = 199
@@ -123,16 +124,8 @@ def observe(model: Any) -> dict[str, Any]:
         "logits": logits,
         "tokens": tokens,
         "loss": loss.detach(),
-        "grads": {name: param.grad for name, param in model.named_parameters()},
+        "grads": gradients(model),
     }
-
-
-def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest difference, relative to the largest magnitude of the reference; infinite where it is not a number."""
-    assert value.shape == reference.shape
-    if not torch.isfinite(value).all():
-        return float("inf")
-    return ((value - reference).abs().max() / reference.abs().max().clamp_min(1e-12)).item()
 
 
 def load(folder: str | Path | None, auto: Any = AutoModelForCausalLM, tp_plan: Any = "auto", **arguments: Any) -> Any:
@@ -148,12 +141,6 @@ def load_both(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -
     """(tensor-parallel model, model of one process); the latter is loaded without those arguments that are ours."""
     plain = {name: value for name, value in arguments.items() if not name.startswith("tp_")}
     return load(folder, auto, **arguments), auto.from_pretrained(folder, **plain)
-
-
-def are_equal(model: Any, whole: Any) -> bool:
-    """Whether the parameters of `model`, gathered, are those of `whole`, bit by bit and in order."""
-    pairs = zip(model.parameters(), whole.parameters(), strict=True)
-    return all(torch.equal(tp_transformers.full_tensor(mine), theirs) for mine, theirs in pairs)
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -179,27 +166,12 @@ def bytes_read(model: Any) -> int:
     return int(report.bytes_read + report.mapped - (copied - nbytes))
 
 
+def excess_read(model: Any, folder: str | Path) -> int:
+    """Bytes that this rank read of a checkpoint besides those that it holds and the headers."""
+    return bytes_read(model) - held(model) - headers(folder)
+
+
 def held(model: Any) -> int:
     """Bytes of the checkpoint that this rank holds: its parameters, tied ones once, and persistent buffers."""
     state = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tp_transformers.local_tensor(tensor).nbytes for tensor in state.values())
-
-
-def read_folder(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, by safetensors' own reader."""
-    return {
-        name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
-
-
-def assert_same_files(expected: str, saved: str) -> None:
-    """Saved under tensor parallelism, a checkpoint is what one process saves: same files, same bytes."""
-    names = sorted(path.name for path in Path(expected).iterdir())
-    assert sorted(path.name for path in Path(saved).iterdir()) == names
-    for name in names:
-        if name.endswith(".json"):
-            assert (Path(saved) / name).read_text() == (Path(expected) / name).read_text(), name
-    before, after = read_folder(expected), read_folder(saved)
-    assert before.keys() == after.keys()
-    for name in before:
-        assert torch.equal(before[name], after[name]), name

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from transformers.training_args import OptimizerNames
 
 import tp_transformers
-from tests.support.models import PROMPTS, load, relative
+from tests.support.comparisons import relative
+from tests.support.models import PROMPTS, load
 
 T = TypeVar("T")
 STEPS = 3

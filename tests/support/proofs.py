@@ -39,17 +39,16 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from tests.support.pool import Pool, WorkerError
+from tp_transformers import Plan, TensorParallelError
 from tp_transformers.anatomy.classes import inner_models, model_class
 from tp_transformers.anatomy.names import fold_layers
 from tp_transformers.commands.verify.rank import run_rank
-from tp_transformers.commands.verify.verify import verify
-from tp_transformers.errors import TensorParallelError
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
-from tp_transformers.plans.rules import Plan
 from tp_transformers.plans.shares import check_layers_are_cut, largest_share
 from tp_transformers.plans.yaml_file import read_plan_file
 from tp_transformers.small_models.config import meta_model
+from tp_transformers.verify import verify
 
 FILE = Path(__file__).parents[1] / "data" / "proofs.json"
 KINDS: dict[str, Mapping[str, str]] = {

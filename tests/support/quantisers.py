@@ -22,7 +22,7 @@ from transformers import (
     Mxfp4Config,
 )
 
-from tests.support.models import read_folder
+from tests.support.comparisons import read_folder
 from tests.support.quantized import Tensors, is_linear, rewrite
 
 GROUP = 32

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.support.models import read_folder
+from tests.support.comparisons import read_folder
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[str, torch.Tensor], Tensors | None]

@@ -21,6 +21,9 @@ import tp_transformers
 from tests.support.models import llama_config
 from tp_transformers.commands.shard.offline import shard_checkpoint
 
+MANIFEST_NAME = "model.safetensors.index.sharded.json"
+"""The file that names the shards of a checkpoint; earlier releases wrote it too."""
+
 _CHANGES = {
     "open",
     "os.rename",
@@ -62,7 +65,7 @@ def made(folder: Path, seed: int) -> Saved:
 def _trainer(saved: Saved, folder: Path) -> None:
     from transformers import TrainingArguments
 
-    from tp_transformers.training.trainer import Trainer
+    from tp_transformers.trainer import Trainer
 
     arguments = TrainingArguments(str(folder), report_to=[], use_cpu=True)
     Trainer(model=saved.model, args=arguments).save_model(str(folder))

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import VOCAB, load, relative
+from tests.support.comparisons import relative
+from tests.support.models import VOCAB, load
 
 BATCH = torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(3))
 MAX_NORM = 0.5
@@ -56,7 +57,7 @@ def with_trainer(
     from transformers import Trainer, TrainingArguments
 
     if own:
-        from tp_transformers.training.trainer import Trainer  # type: ignore[assignment]
+        from tp_transformers.trainer import Trainer  # type: ignore[assignment]
 
     if not copies:  # for accelerate, torchrun's environment makes one process a distributed one
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

@@ -11,8 +11,8 @@ import transformers
 from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
+from tp_transformers import UnsupportedError
 from tp_transformers.anatomy import attention, classes, layers, linears, names, norms
-from tp_transformers.errors import UnsupportedError
 
 
 @cache

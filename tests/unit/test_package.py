@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, modeling_utils
+from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import tp_transformers
 from tests.support.imports import ORDER, Imports
-from tests.support.models import Case
 from tests.support.readme import PAGES, blocks
 from tp_transformers import transformers_api
-from tp_transformers.checkpoint.reading.report import LoadReport
 
 ROOT = Path(tp_transformers.__file__).parent
 
@@ -142,53 +139,6 @@ def test_disable_restores_the_same_objects_and_both_are_idempotent() -> None:
     assert all(patched()[name] is before[name] for name in before)
 
 
-def test_without_tp_plan_transformers_runs_untouched(cases: Any) -> None:
-    case: Case = cases(8, 4)
-    plain = LlamaForCausalLM.from_pretrained(case.folder)
-    with tp_transformers.enable():
-        hooked, info = LlamaForCausalLM.from_pretrained(case.folder, output_loading_info=True)
-    assert type(hooked) is LlamaForCausalLM
-    assert not tp_transformers.is_tensor_parallel(hooked)
-    assert not info["missing_keys"]
-    assert vars(hooked).keys() == vars(plain).keys()
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), hooked.parameters(), strict=True))
-    assert not torch.distributed.is_initialized()
-
-
-def test_one_process_is_size_one_without_a_group(cases: Any) -> None:
-    case: Case = cases(9, 3)
-    with tp_transformers.enable():
-        model = AutoModelForCausalLM.from_pretrained(case.folder, tp_plan="auto")
-    assert not torch.distributed.is_initialized()
-    assert tp_transformers.is_tensor_parallel(model)
-    assert type(model).__name__ == "LlamaForCausalLM"
-    assert isinstance(model, LlamaForCausalLM)
-    assert model.tp_size == 1
-    plain = LlamaForCausalLM.from_pretrained(case.folder)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
-    assert model.tp_plan == model._tp_plan
-    assert model.tp_plan["model.layers.*.self_attn.q_proj"] == "colwise"
-    assert model.tp_plan["lm_head"] == "colwise_rep"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "says"),
-    [
-        ({"tp_plan": "auto", "device_map": "auto"}, tp_transformers.PlanError, "both tp_plan and device_map"),
-        ({"tp_plan": "auto", "tp_size": 2}, tp_transformers.MeshError, "torchrun --nproc-per-node 2"),
-        ({"tp_plan": 7}, tp_transformers.PlanError, "tp_plan: got 7"),
-        ({"tp_plan": "no/such.yaml"}, tp_transformers.PlanError, "no/such.yaml"),
-        ({"tp_plan": {"model.norm": "colwize"}}, tp_transformers.PlanError, "model.norm: unknown strategy 'colwize'"),
-        ({"tp_plan": {"model.normal": "replicate"}}, tp_transformers.PlanError, "matches no module"),
-    ],
-)
-def test_bad_arguments(cases: Any, arguments: dict[str, Any], kind: type[Exception], says: str) -> None:
-    with tp_transformers.enable(), pytest.raises(kind) as caught:
-        AutoModelForCausalLM.from_pretrained(cases(8, 4).folder, **arguments)
-    assert says in str(caught.value)
-    assert not torch.distributed.is_initialized()
-
-
 def test_a_transformers_whose_seam_changed_is_refused_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(model: Any, weights: Any) -> None: ...
 
@@ -230,10 +180,3 @@ def test_the_yaml_of_the_pages_is_plans(tmp_path: Path) -> None:
         plan = tp_transformers.Plan.from_yaml(tmp_path / "plan.yaml")
         assert plan.rules
         assert all(rule.instance is not None for rule in plan.rules)
-
-
-def test_a_report_names_small_sizes_too() -> None:
-    report = LoadReport(1, (1_500_000_000, 287_430_000), 0.5, 0.4, 287_431_000, 9, peak_buffer=0, mapped=2_000)
-    said = str(report)
-    assert said.startswith("rank 1 of 2: 287.4 MB in 0.50 s (0.6 GB/s); read 287.4 MB in 9 reads")
-    assert said.endswith("buffers 0; shares 1.50 GB, 287.4 MB; mapped 2.0 kB")

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausa
 
 import tp_transformers
 from tests.distributed.checkpoint.test_packed_saves import check_saved, save
+from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import headers, llama_config, load, logits_of
 
 pytest.importorskip("bitsandbytes")
@@ -37,12 +38,12 @@ def quantise(folder: Path, kind: str, columns: int = 128) -> dict[str, torch.Ten
     return {name: param.detach() for name, param in model.dequantize(dtype=torch.bfloat16).named_parameters()}
 
 
-def compare(folder: str, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+def compare_decoded(folder: str, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Run on every rank: decoded weights beside one process's, and a model whose weights stay packed."""
     model = load(folder, dtype=torch.bfloat16)
     packed = load(folder, dtype=torch.bfloat16, tp_dequantize=False)
-    mine = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
     return {
-        "differ": [name for name in expected | mine if not torch.equal(mine[name], expected[name])],
+        "differ": different_tensors(full_parameters(model), expected),
         "same": torch.equal(logits_of(packed), logits_of(model)),
         "held": packed.get_memory_footprint(return_buffers=False),
         "read": packed.tp_report.bytes_read - headers(folder),
@@ -54,7 +55,7 @@ def compare(folder: str, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_library(pool: Any, tmp_path: Path, kind: str, size: int) -> None:
     expected = quantise(tmp_path, kind)
-    for rank in pool.run(size, compare, str(tmp_path / "packed"), expected):
+    for rank in pool.run(size, compare_decoded, str(tmp_path / "packed"), expected):
         assert rank["differ"] == []
         assert rank["same"]
         assert rank["fallbacks"] == ()

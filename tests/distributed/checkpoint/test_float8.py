@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
-import tp_transformers
+from tests.support.comparisons import assert_same_files, different_tensors, full_parameters
 from tests.support.float8 import NOT_CONVERTED, quantize_folder
-from tests.support.models import assert_same_files, bytes_read, headers, llama_config, load
+from tests.support.models import bytes_read, headers, llama_config, load
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -80,9 +80,8 @@ def load_and_save(folder: str, plain: str, dtype: torch.dtype, saved: str) -> di
         logger.setLevel(level)
     model.save_pretrained(saved)
     whole = dict(AutoModelForCausalLM.from_pretrained(plain, dtype=dtype).named_parameters())
-    mine = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
     return {
-        "differ": [name for name in whole | mine if not torch.equal(whole[name], mine[name])],
+        "differ": different_tensors(full_parameters(model), whole),
         "dtypes": {param.dtype for param in model.parameters()},
         "read": bytes_read(model) - headers(folder),
         "expected": sum(file_bytes(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()),

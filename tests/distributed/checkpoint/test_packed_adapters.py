@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
-from tests.support.models import MASK, PROMPTS, load, logits_of, read_folder, relative
+from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
+from tests.support.models import MASK, PROMPTS, load, logits_of
 from tests.support.tiers import wide
 from tp_transformers.checkpoint.quantization.packed import PackedWeight
 
@@ -68,15 +69,11 @@ def train(packed: str, plain: str, scratch: str, checkpoints: bool) -> dict[str,
     finally:
         PackedWeight.decoded = decoded  # type: ignore[method-assign]
     loss_of(theirs).backward()
-    mine = adapters(ours)
-    worst = max(
-        relative(tp_transformers.full_tensor(mine[name], mine[name].grad), param.grad)
-        for name, param in adapters(theirs).items()
-    )
+    grads = max(gradient_differences(ours, theirs).values())
     ours.eval(), theirs.eval()
     result = {
         "logits": relative(logits_of(ours), logits_of(theirs)),
-        "gradients": worst,
+        "gradients": grads,
         "again": count - in_forward,
         "footprint": base.get_memory_footprint(),
     }
@@ -116,6 +113,4 @@ def test_adapters_on_packed_weights(
         assert rank["again logits"] < TOLERANCE
         assert rank["again"] > 0, "a backward decodes, and keeps nothing decoded"
         assert "tp_dequantize=True" in rank["merged"]
-    saved, reference = (read_folder(tmp_path / each) for each in ("ours", "theirs"))
-    assert saved.keys() == reference.keys()
-    assert all(torch.equal(saved[each], value) for each, value in reference.items())
+    assert_same_tensors(tmp_path / "theirs", tmp_path / "ours")

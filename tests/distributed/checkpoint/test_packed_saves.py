@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 import tp_transformers
 from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
+from tests.support.comparisons import read_folder
 from tests.support.float8 import quantize_folder
-from tests.support.models import load, logits_of, read_folder
+from tests.support.models import load, logits_of
 from tests.support.tiers import wide
 from tp_transformers.commands.shard.offline import shard_checkpoint
 

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config, Qwen3M
 
 import tp_transformers
 from tests.support import quantized
-from tests.support.models import bytes_read, headers, llama_config, load, logits_of, read_folder
+from tests.support.comparisons import different_tensors, full_parameters, read_folder
+from tests.support.models import bytes_read, headers, llama_config, load, logits_of
 from tests.support.tiers import wide
 from tp_transformers.loading import memory
 
@@ -93,18 +94,18 @@ def packed_folder(folder: Path, name: str, quantize: Callable[[Path, Path], quan
     return folder / "packed", folder / "plain"
 
 
-def compare(packed: str, plain: str, variant: str, dtype: torch.dtype) -> dict[str, Any]:
+def compare_decoded(packed: str, plain: str, variant: str, dtype: torch.dtype) -> dict[str, Any]:
     """Load the quantised checkpoint, and what one process of transformers makes of it, or the same values plainly."""
     if variant == "mxfp4":
         undone = Mxfp4Config(dequantize=True)
         reference = AutoModelForCausalLM.from_pretrained(packed, dtype=dtype, quantization_config=undone)
     else:
         reference = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
-    model, whole = load(packed, dtype=dtype), dict(reference.named_parameters())
-    mine = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+    model = load(packed, dtype=dtype)
+    expected = {name: param.to(dtype) for name, param in reference.named_parameters()}
     state = model.state_dict(keep_vars=True)
     return {
-        "differ": [name for name in whole | mine if not torch.equal(whole[name].to(dtype), mine[name])],
+        "differ": different_tensors(full_parameters(model), expected),
         "read": bytes_read(model) - headers(packed),
         "expected": sum(file_bytes(name, tensor, variant) for name, tensor in state.items()),
         "fallbacks": model.tp_report.fallbacks,
@@ -197,7 +198,7 @@ def test_ranks_read_their_words_and_the_scales_of_their_groups(
     pool: Any, folders: Any, name: str, variant: str, size: int, dtype: torch.dtype
 ) -> None:
     packed, plain = folders(name, variant)
-    for rank in pool.run(size, compare, str(packed), str(plain), variant, dtype):
+    for rank in pool.run(size, compare_decoded, str(packed), str(plain), variant, dtype):
         assert rank["differ"] == []
         assert rank["read"] == rank["expected"]
         assert rank["fallbacks"] == ()

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from tests.distributed.test_smollm2 import PROMPTS, TOLERANCE
-from tests.support.models import bytes_read, headers, load, read_folder, relative
+from tests.support.comparisons import assert_same_tensors, relative
+from tests.support.models import bytes_read, headers, load
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -87,7 +88,7 @@ def run(model: Any, tokens: str) -> dict[str, torch.Tensor]:
     return {"logits": logits, "tokens": model.generate(**batch, max_new_tokens=12, do_sample=False)}
 
 
-def compare(folder: str, tokens: str, reference: str, saved: str) -> list[dict[str, Any]]:
+def compare_and_save(folder: str, tokens: str, reference: str, saved: str) -> list[dict[str, Any]]:
     expected, found = torch.load(reference), []
     for stays_packed in (False, True):
         model = load(folder, dtype=torch.float32, tp_dequantize=not stays_packed)
@@ -126,13 +127,11 @@ def case(request: Any, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_text_is_that_of_one_process(pool: Any, case: Any, smollm2: Path, tmp_path: Path, size: int) -> None:
     folder, reference = case
     arguments = (str(folder), str(smollm2), str(reference), str(tmp_path / "saved"))
-    for rank, results in enumerate(pool.run(size, compare, *arguments)):
+    for rank, results in enumerate(pool.run(size, compare_and_save, *arguments)):
         for result in results:
             print(f"{size} ranks, rank {rank}: {result}")
             assert result["logits"] < TOLERANCE
             assert result["tokens"]
             if result["packed"]:
                 assert result["held"] <= result["read"] <= 1.01 * result["held"]  # shapes; groups of all columns
-    before, after = read_folder(folder), read_folder(tmp_path / "saved")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_tensors(folder, tmp_path / "saved")

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Q
 
 import tp_transformers
 from tests.support import quantisers
-from tests.support.models import MASK, PROMPTS, headers, llama_config, load, logits_of, read_folder, relative
+from tests.support.comparisons import different_tensors, full_parameters, read_folder, relative
+from tests.support.models import MASK, PROMPTS, headers, llama_config, load, logits_of
 from tests.support.quantisers import libraries
 from tp_transformers.checkpoint.quantization.packed import packed_weights
 
@@ -182,11 +183,9 @@ def observe(folder: str, reference: str) -> dict[str, Any]:
     """What a rank holds dequantised, and what it reads, holds and computes packed."""
     expected = torch.load(reference)
     model = load(folder, dtype=torch.float32)
-    mine = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
-    whole = expected["weights"]
-    differ = [name for name in whole | mine if not torch.equal(mine[name], whole[name])]
+    differ = different_tensors(full_parameters(model), expected["weights"])
     shards = {name: param.tp_shard for name, param in model.named_parameters()}
-    del model, mine
+    del model
     packed = load(folder, dtype=torch.float32, tp_dequantize=False)
     tokens = packed.generate(PROMPTS, attention_mask=MASK, max_new_tokens=8, do_sample=False)
     return {

@@ -19,12 +19,13 @@ from transformers import LlamaForCausalLM
 import tp_transformers
 from tests.distributed.strategies.test_expert_parallelism import PLANS
 from tests.support.architectures import ARCHITECTURES
-from tests.support.models import assert_same_files, bytes_read, held, llama_config, load, save_as_loaded
+from tests.support.comparisons import assert_same_files, equal_parameters, equal_shards
+from tests.support.models import bytes_read, held, llama_config, load, save_as_loaded
 from tests.support.pool import Pool, WorkerError
+from tests.support.saving import MANIFEST_NAME
 from tests.support.tiers import wide
 from tp_transformers import save_sharded, verify_sharded
 from tp_transformers.checkpoint.reading.local_file import LocalFile
-from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
 from tp_transformers.checkpoint.saving.writer import SummedWriter
 
 pytestmark = pytest.mark.distributed
@@ -76,7 +77,7 @@ def sharded(pool: Pool, checkpoint: Any, tmp_path_factory: pytest.TempPathFactor
     return make
 
 
-def compare(folder: str, sharded: str, plan: str, saved: str | None) -> dict[str, Any]:
+def load_both_ways(folder: str, sharded: str, plan: str, saved: str | None) -> dict[str, Any]:
     """Load the checkpoint and its shards at this size, and say how they differ."""
     opened: list[str] = []
     original = LocalFile.__init__
@@ -109,7 +110,7 @@ def compare(folder: str, sharded: str, plan: str, saved: str | None) -> dict[str
     }
 
 
-def assert_same(results: list[dict[str, Any]]) -> None:
+def assert_same_load(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["names"]
         assert result["different"] == []
@@ -134,8 +135,8 @@ def test_shards_are_the_checkpoint_at_any_size(
 ) -> None:
     saved_at = SAVED_AT.get(name, 2)
     folder, shards = checkpoint(name), sharded(name, saved_at)
-    results = pool.run(size, compare, folder, shards, "auto", str(tmp_path / "back"))
-    assert_same(results)
+    results = pool.run(size, load_both_ways, folder, shards, "auto", str(tmp_path / "back"))
+    assert_same_load(results)
     for rank, result in enumerate(results):
         assert result["read"] == result["held"]
         if size == saved_at:  # its own file, each byte once, in a few reads
@@ -167,23 +168,21 @@ def test_cut_experts_become_whole_ones_and_back(
     plan.write_text(PLANS[name])
     folder = checkpoint(name)
     for size in (2, 3):
-        results = pool.run(size, compare, folder, sharded(name, 2), str(plan), None)
-        assert_same(results)
+        results = pool.run(size, load_both_ways, folder, sharded(name, 2), str(plan), None)
+        assert_same_load(results)
         for result in results:
             assert result["read"] == result["held"]
     pool.run(3, save, folder, str(tmp_path / "whole"), str(plan))
-    assert_same(pool.run(2, compare, folder, str(tmp_path / "whole"), "auto", str(tmp_path / "back")))
+    assert_same_load(pool.run(2, load_both_ways, folder, str(tmp_path / "whole"), "auto", str(tmp_path / "back")))
     assert_same_files(folder, str(tmp_path / "back"))
-    results = pool.run(3, compare, folder, str(tmp_path / "whole"), str(plan), None)
-    assert_same(results)
+    results = pool.run(3, load_both_ways, folder, str(tmp_path / "whole"), str(plan), None)
+    assert_same_load(results)
     assert all(len(result["files"]) == 1 for result in results)
 
 
 def prefetched(folder: str, shards: str) -> tuple[bool, int, int]:
     model, again = load(folder), load(shards, tp_prefetch=True)
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
-    same = all(torch.equal(tp_transformers.local_tensor(a), tp_transformers.local_tensor(b)) for a, b in pairs)
-    return same, again.tp_report.prefetched, held(again)
+    return equal_shards(model, again), again.tp_report.prefetched, held(again)
 
 
 def test_a_cold_page_cache_is_filled_by_those_who_need_a_file(pool: Pool, checkpoint: Any, sharded: Any) -> None:
@@ -205,17 +204,14 @@ def shard_again(shards: str, target: str, dtype: torch.dtype | None = None) -> N
 def test_shards_of_shards(pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path) -> None:
     folder = checkpoint("mixtral")
     pool.run(3, shard_again, sharded("mixtral", 2), str(tmp_path / "again"))
-    assert_same(pool.run(2, compare, folder, str(tmp_path / "again"), "auto", str(tmp_path / "back")))
+    assert_same_load(pool.run(2, load_both_ways, folder, str(tmp_path / "again"), "auto", str(tmp_path / "back")))
     assert_same_files(folder, str(tmp_path / "back"))  # which conversions there were is handed on
     verify_sharded(tmp_path / "again")
 
 
 def same_cast(folder: str, shards: str) -> bool:
     ours, theirs = load(shards), load(folder, dtype=torch.bfloat16)
-    return ours.dtype == torch.bfloat16 and all(
-        torch.equal(tp_transformers.full_tensor(a), tp_transformers.full_tensor(b))
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
-    )
+    return ours.dtype == torch.bfloat16 and equal_parameters(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["tied", "9/3 heads"])  # DTensors, which a cast makes anew, and plain tensors
@@ -240,10 +236,7 @@ def on_mesh(folder: str, target: str, parallel: bool, fails: str | None) -> bool
         fail_on(1, model, target)
     elif fails == "folder":
         save_sharded(model, f"{target}/{MANIFEST_NAME}")
-    return all(
-        torch.equal(tp_transformers.local_tensor(a), tp_transformers.local_tensor(b))
-        for a, b in zip(model.parameters(), again.parameters(), strict=True)
-    )
+    return equal_shards(model, again)
 
 
 @pytest.mark.parametrize("parallel", wide([True, False], 1))
@@ -353,7 +346,7 @@ def test_a_save_that_fails_leaves_what_was_there(
     with pytest.raises(WorkerError):
         pool.run(2, save_and_fail_on, rank, folder, str(target), timeout=60)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
-    assert_same(pool.run(3, compare, folder, str(target), "auto", None))
+    assert_same_load(pool.run(3, load_both_ways, folder, str(target), "auto", None))
 
 
 def save_to_own(folder: str, targets: list[str]) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 
 import tp_transformers
-from tests.support.models import llama_config, load, logits_of, relative
+from tests.support.comparisons import relative
+from tests.support.models import llama_config, load, logits_of
 from tp_transformers.checkpoint.quantization.packed import PACKED, packed_weights
 from tp_transformers.loading import memory
 
@@ -42,7 +43,8 @@ def quantised(weight: torch.Tensor, kind: str) -> torch.Tensor:
     return linear.weight.dequantize()
 
 
-def compare(folder: str, kind: str) -> dict[str, Any]:
+def quantise_shards(folder: str, kind: str) -> dict[str, Any]:
+    """Run on every rank: quantised shards beside those of torchao, and the model beside one that is not quantised."""
     held: list[int] = []
     made = memory.Memory._fill_later
 
@@ -94,7 +96,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["int8", "float8", "int8 by groups", "int4 by groups"])
 def test_each_rank_quantises_its_own_shard(pool: Any, llama: Path, kind: str, size: int) -> None:
-    for rank in pool.run(size, compare, str(llama), kind):
+    for rank in pool.run(size, quantise_shards, str(llama), kind):
         assert rank["different"] == []
         assert rank["quantised"] == 14
         assert rank["logits"] == 0

@@ -14,12 +14,13 @@ from transformers import LlamaForCausalLM
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES
+from tests.support.commands import main
+from tests.support.comparisons import read_folder
 from tests.support.float8 import quantize_folder
-from tests.support.models import llama_config, load, read_folder
+from tests.support.models import llama_config, load
+from tests.support.saving import MANIFEST_NAME
 from tp_transformers import CheckpointError, verify_sharded
-from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
 from tp_transformers.checkpoint.saving.writer import SummedWriter
-from tp_transformers.commands import cli
 from tp_transformers.commands.shard import offline
 from tp_transformers.commands.shard.offline import shard_checkpoint
 
@@ -87,7 +88,7 @@ def test_any_number_of_ranks_loads_it(
     tokenizer = Path(folder, "tokenizer.json")
     tokenizer.write_text("{}")
     try:
-        assert cli.main(["shard", folder, str(out), "--tp-size", "3"]) == 0
+        assert main(["shard", folder, str(out), "--tp-size", "3"]) == 0
     finally:
         tokenizer.unlink()
     captured = capsys.readouterr()
@@ -97,7 +98,7 @@ def test_any_number_of_ranks_loads_it(
     assert (out / "tokenizer.json").read_text() == "{}"
     for found in pool.run(2, logits, str(out)):
         assert torch.allclose(found, expected, rtol=0, atol=1e-4)  # fp32 sums in another order
-    assert cli.main(["shard", str(out), str(out), "--tp-size", "2"]) == 0
+    assert main(["shard", str(out), str(out), "--tp-size", "2"]) == 0
     verify_sharded(out)
     assert len(list(out.glob("rank-*"))) == 2
     assert torch.equal(logits(str(out)), expected)
@@ -138,7 +139,7 @@ def test_a_save_that_breaks_off_leaves_what_was_there(
 
     monkeypatch.setattr(SummedWriter, "write", full)
     for target in (out, tmp_path / "new"):
-        assert cli.main(["shard", folder, str(target), "--tp-size", "3"]) == 2
+        assert main(["shard", folder, str(target), "--tp-size", "3"]) == 2
         assert "No space left on device" in capsys.readouterr().err
     assert sorted(path.name for path in out.iterdir()) == before
     assert not (tmp_path / "new").exists()
@@ -150,7 +151,7 @@ def test_wrong_requests_are_told(cases: Any, tmp_path: Path, capsys: pytest.Capt
     folder = cases(9, 3).folder
 
     def told(*arguments: str) -> str:
-        assert cli.main(["shard", *arguments]) == 2
+        assert main(["shard", *arguments]) == 2
         return capsys.readouterr().err
 
     assert "number of ranks: got 0" in told(folder, str(tmp_path / "out"), "--tp-size", "0")

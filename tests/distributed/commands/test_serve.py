@@ -20,9 +20,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.support.commands import main
 from tests.support.models import VOCAB
 from tests.support.pool import free_port
-from tp_transformers.commands import cli
 from tp_transformers.ranks.launch import end_with_parent
 
 openai = pytest.importorskip("openai")
@@ -171,7 +171,7 @@ def test_a_port_in_use_is_told_before_the_load(folder: str, capfd: pytest.Captur
         taken.listen()
         port = taken.getsockname()[1]
         options = ["--host", "127.0.0.1", "--port", str(port)]
-        assert cli.main(["serve", folder, "-n", "2", *options]) == 2
+        assert main(["serve", folder, "-n", "2", *options]) == 2
     said = capfd.readouterr()
     assert said.out == ""
     assert said.err == (

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from tests.support.commands import main
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import (
@@ -31,13 +32,12 @@ from tp_transformers import (
     UnsupportedError,
     get_tensor_shard,
 )
-from tp_transformers.commands import cli
 from tp_transformers.commands.verify import rank as rank_module
 from tp_transformers.commands.verify import verify
-from tp_transformers.commands.verify.verify import Verdict
 from tp_transformers.ranks.collectives import reduce_from_region
 from tp_transformers.small_models.config import meta_model
 from tp_transformers.strategies.loss.head import LossParallel
+from tp_transformers.verify import Verdict
 
 pytestmark = pytest.mark.distributed
 
@@ -157,7 +157,7 @@ def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     CONFIGS["qwen3"].save_pretrained(tmp_path)
-    assert cli.main(["verify", str(tmp_path / "config.json"), "--tp-size", "3", "--grads", "--json"]) == 0
+    assert main(["verify", str(tmp_path / "config.json"), "--tp-size", "3", "--grads", "--json"]) == 0
     printed = capsys.readouterr()
     assert "verify: 3 ranks are to compute the same" in printed.err
     told = json.loads(printed.out)
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_told_without_ranks(
     monkeypatch.delattr(verify, "torchrun")
     CONFIGS[model_type].save_pretrained(tmp_path)
     plan = changed(tmp_path, model_type, rules)
-    assert cli.main(["verify", str(tmp_path), "--plan", str(plan)]) == 1
+    assert main(["verify", str(tmp_path), "--plan", str(plan)]) == 1
     printed = capsys.readouterr().out
     assert printed.startswith("2 ranks: not as one process\n  - plan ")
     assert says in printed
@@ -309,7 +309,7 @@ def test_a_message_of_transformers_is_told_in_one_sentence(tmp_path: Path, capsy
     """Its config class refuses a field with a message of several lines, or raises a TypeError about it."""
     for settings in ({"num_attention_heads": "many"}, {"hidden_size": 510}, {"hidden_act": "none"}):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **settings}))
-        assert cli.main(["verify", str(tmp_path)]) == 2
+        assert main(["verify", str(tmp_path)]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert "Traceback" not in line
 
@@ -319,7 +319,7 @@ def test_weights_follow_a_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     CONFIGS["llama"].save_pretrained(tmp_path)
     seen = []
     for seed in (0, 0, 1):
-        assert cli.main(["verify", str(tmp_path), "--seed", str(seed), "--json"]) == 0
+        assert main(["verify", str(tmp_path), "--seed", str(seed), "--json"]) == 0
         seen.append(json.loads(capsys.readouterr().out)["logits"])
     assert seen[0] == seen[1] != seen[2]
 
@@ -337,7 +337,7 @@ def test_a_wrong_request_is_told_on_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     CONFIGS["llama"].save_pretrained(tmp_path)
-    assert cli.main(["verify", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
+    assert main(["verify", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
     captured = capsys.readouterr()
     assert says in captured.err
     assert captured.out == ""

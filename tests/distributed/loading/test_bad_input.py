@@ -105,7 +105,7 @@ def damage_shape(folder: Path) -> None:
         (damage_truncated, "truncated"),
         (damage_header, "not JSON"),
         (damage_outside, "inside the file"),
-        (damage_index_escapes, "own folder"),
+        (damage_index_escapes, "stolen.safetensors"),
         (damage_index_lies, "model.layers.7.ghost.weight: got it in none of the files"),
         (damage_pickled, "save_pretrained"),
         (damage_shape, "got (100, 64), expected (101, 64)"),

@@ -10,16 +10,8 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from tests.support.models import (
-    PROMPTS,
-    are_equal,
-    bytes_read,
-    load,
-    read_folder,
-    relative,
-    save_as_loaded,
-    tiny_config,
-)
+from tests.support.comparisons import assert_same_tensors, equal_parameters, read_folder, relative
+from tests.support.models import PROMPTS, bytes_read, load, save_as_loaded, tiny_config
 
 pytestmark = pytest.mark.distributed
 
@@ -32,7 +24,7 @@ def converted(folder: str) -> dict[str, Any]:
     whole = MixtralForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         error = relative(model(PROMPTS).logits, whole(PROMPTS).logits)
-    equal = are_equal(model, whole)
+    equal = equal_parameters(model, whole)
     return {"error": error, "equal": equal}
 
 
@@ -46,9 +38,7 @@ def test_converted_checkpoints_load_and_save(pool: Any, tmp_path: Path) -> None:
         assert result["equal"]
         assert result["error"] < TOLERANCE
     pool.run(2, save_converted, str(tmp_path / "checkpoint"), str(tmp_path / "saved"))
-    before, after = read_folder(tmp_path / "checkpoint"), read_folder(tmp_path / "saved")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_tensors(tmp_path / "checkpoint", tmp_path / "saved")
 
 
 TRANSPOSED = {

@@ -12,7 +12,8 @@ import torch
 import transformers
 
 import tp_transformers
-from tests.support.models import load, observe, relative, tiny_config
+from tests.support.comparisons import compare_seen
+from tests.support.models import load, observe, tiny_config
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
 
@@ -35,12 +36,7 @@ def declared(folder: str, reference: str) -> dict[str, Any]:
         model = load(folder)
     seen, expected = observe(model), torch.load(reference)
     return {
-        "logits": relative(seen["logits"], expected["logits"]),
-        "tokens": torch.equal(seen["tokens"], expected["tokens"]),
-        "grads": max(
-            relative(tp_transformers.full_tensor(param, param.grad), expected["grads"][name])
-            for name, param in model.named_parameters()
-        ),
+        **compare_seen(model, seen, expected),
         "told": sum("ForCausalLM declares" in record for record in records),
     }
 
@@ -67,7 +63,7 @@ def test_the_plan_that_transformers_declares_at_any_size(pool: Any, tmp_path: Pa
     for result in results:
         assert result["logits"] < TOLERANCE
         assert result["tokens"]
-        assert result["grads"] < TOLERANCE
+        assert result["grads"][1] < TOLERANCE, result["grads"]
     assert [result["told"] for result in results] == [1, *[0] * (len(results) - 1)]
 
 

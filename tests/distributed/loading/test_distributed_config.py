@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import PROMPTS, Case, load, logits_of, relative
+from tests.support.comparisons import full_gradients, relative, relative_errors
+from tests.support.models import PROMPTS, Case, load, logits_of
 from tests.support.pool import Pool
 
 DistributedConfig = pytest.importorskip("transformers.distributed.configuration_utils").DistributedConfig
@@ -44,12 +45,12 @@ def test_tensor_parallelism_alone_is_ours(pool: Pool, cases: Any) -> None:
             assert found["gate"] == gate
 
 
-def gradients(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
+def gradients_on_mesh(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Run on every rank: gradients of the mean of the copies' losses, of a prompt each."""
     model = load(folder, tp_plan=None, distributed_config=DistributedConfig(tp_size=2, **fields)).train()
     own = PROMPTS[torch.distributed.get_rank() // 2 :][:1]
     model(own, labels=own).loss.backward()
-    return {name: tp_transformers.full_tensor(param, param.grad) for name, param in model.named_parameters()}
+    return full_gradients(model)
 
 
 def test_copies_train_as_one_process(pool: Pool, cases: Any) -> None:
@@ -59,9 +60,9 @@ def test_copies_train_as_one_process(pool: Pool, cases: Any) -> None:
     for fields in ({"fsdp_size": 2}, {"dp_replicate_size": 2}):
         if not fields.keys() <= vars(DistributedConfig()).keys():
             continue
-        for found in pool.run(4, gradients, folder, fields):
-            for name, param in one.named_parameters():
-                assert relative(found[name], param.grad) < TOLERANCE, name
+        for found in pool.run(4, gradients_on_mesh, folder, fields):
+            errors = relative_errors(found, full_gradients(one))
+            assert max(errors.values()) < TOLERANCE, errors
 
 
 @pytest.mark.parametrize(

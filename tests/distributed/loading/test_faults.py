@@ -25,9 +25,11 @@ import torch.distributed as dist
 from transformers import AutoModel, PreTrainedModel
 
 import tp_transformers
+from tests.support.comparisons import equal_parameters
 from tests.support.models import edited, load
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
+from tp_transformers import Plan
 from tp_transformers.checkpoint.reading import reader, sameness
 from tp_transformers.checkpoint.reading.file_map import FileMap
 from tp_transformers.checkpoint.reading.local_file import LocalFile
@@ -35,7 +37,6 @@ from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
 from tp_transformers.loading import from_pretrained, memory, request
 from tp_transformers.loading import load as loader
-from tp_transformers.plans.rules import Plan
 from tp_transformers.ranks import group as group_module
 from tp_transformers.slices.lazy import Resident
 
@@ -342,11 +343,7 @@ def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
         before = set(seen)
         seen.clear()
         model.save_pretrained(to + "/whole")
-    assert all(
-        torch.equal(tp_transformers.full_tensor(param), tp_transformers.full_tensor(again))
-        for name in ("sharded", "whole")
-        for param, again in zip(model.parameters(), load(f"{to}/{name}").parameters(), strict=True)
-    )
+    assert all(equal_parameters(model, load(f"{to}/{name}")) for name in ("sharded", "whole"))
     return before, set(seen)
 
 

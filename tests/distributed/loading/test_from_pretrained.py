@@ -23,18 +23,8 @@ from transformers import (
 )
 
 import tp_transformers
-from tests.support.models import (
-    MASK,
-    PROMPTS,
-    VOCAB,
-    are_equal,
-    bytes_read,
-    headers,
-    load,
-    logits_of,
-    read_folder,
-    relative,
-)
+from tests.support.comparisons import equal_parameters, full_gradients, read_folder, relative, relative_errors
+from tests.support.models import MASK, PROMPTS, VOCAB, bytes_read, headers, load, logits_of
 
 pytestmark = pytest.mark.distributed
 
@@ -89,7 +79,7 @@ def test_parameters_are_dtensors_exactly_where_a_placement_describes_them(pool: 
 def dtypes(folder: str) -> dict[str, Any]:
     model = load(folder, dtype=torch.bfloat16)
     whole = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return {"dtype": model.dtype, "equal": are_equal(model, whole)}
+    return {"dtype": model.dtype, "equal": equal_parameters(model, whole)}
 
 
 def test_casts_happen_on_the_shard(pool: Any, cases: Any) -> None:
@@ -188,13 +178,13 @@ def head_class(folder: str, auto: Any) -> dict[str, Any]:
         outputs = model(PROMPTS, attention_mask=MASK)
         output = outputs.start_logits if "start_logits" in outputs else outputs.logits
         output.square().sum().backward()
-        grads.append({name: tp_transformers.full_tensor(p, p.grad) for name, p in model.named_parameters()})
+        grads.append(full_gradients(model))
         model.eval()
     with torch.no_grad():
         ours, theirs = (model(PROMPTS, attention_mask=MASK)[0] for model in models)
     return {
         "output": relative(ours, theirs),
-        "grads": max(relative(grads[0][name], grad) for name, grad in grads[1].items()),
+        "grads": max(relative_errors(*grads).values()),
         "uncovered": models[0].tp_resolution.uncovered,
     }
 
@@ -303,7 +293,7 @@ def casts_and_copies(folder: str, cast: str, copied: str) -> bool:
     whole = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         error = relative(duplicate(PROMPTS).logits, whole(PROMPTS).logits)
-    return error < TOLERANCE and are_equal(duplicate, whole)
+    return error < TOLERANCE and equal_parameters(duplicate, whole)
 
 
 @pytest.mark.parametrize("heads", [(8, 4), (9, 3)])
@@ -320,7 +310,7 @@ def test_a_model_that_is_cast_or_copied_is_still_whole(pool: Any, cases: Any, tm
 @torch.inference_mode()
 def load_to_infer(folder: str) -> bool:
     """Run on every rank: parameters that are made in inference mode are filled by threads, which begin outside it."""
-    return are_equal(load(folder, tp_map=False), AutoModelForCausalLM.from_pretrained(folder))
+    return equal_parameters(load(folder, tp_map=False), AutoModelForCausalLM.from_pretrained(folder))
 
 
 def test_models_load_in_inference_mode(pool: Any, cases: Any) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
-from tests.support.models import MASK, PROMPTS, load, relative, save_as_loaded
+from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE
+from tests.support.comparisons import gradient_errors, gradients, relative
+from tests.support.models import MASK, PROMPTS, load, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.remote_code import split_by_own_widths, with_code
 from tests.support.tiers import wide
@@ -33,7 +34,7 @@ class Recorder(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def compare(folder: str, **arguments: Any) -> dict[str, Any]:
+def compare_inferred(folder: str, **arguments: Any) -> dict[str, Any]:
     """Run on every rank: the largest differences from one process, and how much of the model is cut."""
     plain = AutoModelForCausalLM.from_pretrained(folder, **arguments)
     told = Recorder()
@@ -45,11 +46,10 @@ def compare(folder: str, **arguments: Any) -> dict[str, Any]:
     outputs = [each(PROMPTS, attention_mask=MASK, labels=PROMPTS) for each in (model, plain)]
     for output in outputs:
         output.loss.backward()
-    own, all_grads = ({name: param.grad for name, param in each.named_parameters()} for each in (model, plain))
     asked = {"attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
     return {
         "logits": relative(outputs[0].logits.detach(), outputs[1].logits.detach()),
-        "gradients": max(gradient_errors(model, own, all_grads).values()),
+        "gradients": max(gradient_errors(model, gradients(model), gradients(plain)).values()),
         "tokens": torch.equal(model.generate(PROMPTS, **asked), plain.generate(PROMPTS, **asked)),
         "whole": "\n".join(told.lines),
         "share": max(model.tp_report.shares) / sum(param.nbytes for param in plain.parameters()),
@@ -71,13 +71,13 @@ def test_a_model_with_its_own_code_is_cut(pool: Pool, tmp_path: Path, name: str,
     settings = {"hidden_size": 72, "num_attention_heads": 9} if size == 3 else {}
     settings |= {"num_key_value_heads": 3} if size == 3 and name == "parallel" else {}
     folder = with_code(tmp_path / "model", name, **settings)
-    assert_exact(pool.run(size, partial(compare, trust_remote_code=True), folder), 1 / size + 0.06)
+    assert_exact(pool.run(size, partial(compare_inferred, trust_remote_code=True), folder), 1 / size + 0.06)
 
 
 def test_a_fused_projection_of_own_widths_stays_whole(pool: Pool, tmp_path: Path) -> None:
     folder = with_code(tmp_path / "model", "fused")
     split_by_own_widths(folder)
-    results = pool.run(2, partial(compare, trust_remote_code=True), folder)
+    results = pool.run(2, partial(compare_inferred, trust_remote_code=True), folder)
     assert_exact(results, 0.8)
     for said in (seen["whole"] for seen in results[:1]):
         assert "whole  blocks.*.attend.back, blocks.*.attend.qkv: one forward of rank 0's shards" in said
@@ -88,7 +88,7 @@ def test_an_architecture_without_a_plan_is_cut(pool: Pool, tmp_path: Path) -> No
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(unplanned("falcon_h1"))
     save_as_loaded(model, tmp_path)
-    assert_exact(pool.run(2, compare, str(tmp_path / "checkpoint")), 0.8)
+    assert_exact(pool.run(2, compare_inferred, str(tmp_path / "checkpoint")), 0.8)
 
 
 def test_one_that_does_not_run_is_one_error_on_all_ranks(pool: Pool, tmp_path: Path) -> None:

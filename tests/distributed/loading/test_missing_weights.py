@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
 import tp_transformers
-from tests.support.models import PROMPTS, VOCAB, are_equal, bytes_read, edited, headers, load, relative
+from tests.support.comparisons import equal_parameters, relative
+from tests.support.models import PROMPTS, VOCAB, bytes_read, edited, headers, load
 
 pytestmark = pytest.mark.distributed
 
@@ -49,7 +50,7 @@ def missing_sharded(folder: str) -> dict[str, Any]:
         error = relative(model(PROMPTS).logits, plain(PROMPTS).logits)
     return {
         "missing": sorted(info["missing_keys"]),
-        "equal": are_equal(model, plain),
+        "equal": equal_parameters(model, plain),
         "error": error,
     }
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import tp_transformers
-from tests.support.models import bytes_read, headers, held, load, logits_of, relative
+from tests.support.comparisons import different_tensors, full_parameters, relative
+from tests.support.models import bytes_read, headers, held, load, logits_of
 from tests.support.tiers import wide
 from tp_transformers.checkpoint.reading import prefetch
 from tp_transformers.checkpoint.reading.local_file import LocalFile
@@ -155,17 +156,14 @@ def map_and_train(folder: str, sharded: str) -> dict[str, Any]:
     result = {"report": model.tp_report, "read": bytes_read(model), "held": held(model), "headers": headers(folder)}
     result["logits"] = logits_of(model)
     with torch.no_grad():
-        values = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+        doubled = {name: 2 * value for name, value in full_parameters(model).items()}
         for param in model.parameters():
             param.mul_(2)
     result["files stay"] = files_of(folder) == before
     tp_transformers.save_sharded(model, sharded)
     model.save_pretrained(folder)
-    result["doubled"] = all(
-        torch.equal(tp_transformers.full_tensor(param), 2 * values[name])
-        for again in (model, load(folder, tp_map=False), load(sharded))
-        for name, param in again.named_parameters()
-    )
+    loads = (model, load(folder, tp_map=False), load(sharded))
+    result["doubled"] = not any(different_tensors(full_parameters(each), doubled) for each in loads)
     whole = load(sharded)
     result["sharded"] = (whole.tp_report.mapped, held(whole))
     return result

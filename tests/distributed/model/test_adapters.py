@@ -15,7 +15,13 @@ from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import tp_transformers
-from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both, logits_of, read_folder, relative
+from tests.support.comparisons import (
+    assert_same_tensors,
+    gradient_differences,
+    parameter_differences,
+    relative,
+)
+from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both, logits_of
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -70,8 +76,9 @@ def train(folder: str, scratch: str, targets: Any, options: dict[str, Any]) -> N
         mine = dict(ours.named_parameters())
         for name, param in theirs.named_parameters():
             assert mine[name].requires_grad == param.requires_grad, name
-            if param.requires_grad:
-                assert relative(tp_transformers.full_tensor(mine[name], mine[name].grad), param.grad) < TOLERANCE, name
+        errors = gradient_differences(ours, theirs)
+        assert errors.keys() == {name for name, param in mine.items() if param.requires_grad}
+        assert max(errors.values()) < TOLERANCE, errors
         for optimizer in optimizers:
             optimizer.step()
     for name, param in adapter_parameters(theirs).items():
@@ -87,9 +94,7 @@ def train(folder: str, scratch: str, targets: Any, options: dict[str, Any]) -> N
     if rank == 0:
         theirs.save_pretrained(f"{scratch}/theirs")
     dist.barrier()
-    saved, reference = read_folder(f"{scratch}/ours"), read_folder(f"{scratch}/theirs")
-    assert saved.keys() == reference.keys()
-    assert all(torch.equal(saved[name], value) for name, value in reference.items())
+    assert_same_tensors(f"{scratch}/theirs", f"{scratch}/ours")
     files = [sorted(path.name for path in Path(scratch, who).iterdir()) for who in ("ours", "theirs")]
     assert files[0] == files[1]
     again = PeftModel.from_pretrained(load(folder), f"{scratch}/ours")
@@ -103,9 +108,8 @@ def train(folder: str, scratch: str, targets: Any, options: dict[str, Any]) -> N
     for safe in (False, True):
         ours.merge_adapter(safe_merge=safe), theirs.merge_adapter(safe_merge=safe)
         assert relative(logits_of(ours), expected) < TOLERANCE
-        bases = [model.get_base_model() for model in (ours, theirs)]
-        for (name, mine), param in zip(bases[0].named_parameters(), bases[1].parameters(), strict=True):
-            assert relative(tp_transformers.full_tensor(mine), param) < TOLERANCE, name
+        errors = parameter_differences(*(model.get_base_model() for model in (ours, theirs)))
+        assert max(errors.values()) < TOLERANCE, errors
         ours.unmerge_adapter(), theirs.unmerge_adapter()
         assert relative(logits_of(ours), expected) < TOLERANCE
     merged = ours.merge_and_unload()
@@ -170,9 +174,7 @@ def other_ways(folder: str, scratch: str) -> None:
     assert q_proj.lora_B["default"].weight.tp_shard.local_shape != q_proj.lora_B["default"].weight.tp_shard.shape
     model.save_pretrained(f"{scratch}/saved")
     dist.barrier()
-    saved, reference = (read_folder(f"{scratch}/{name}") for name in ("saved", "adapter"))
-    assert saved.keys() == reference.keys()
-    assert all(torch.equal(saved[name], value) for name, value in reference.items())
+    assert_same_tensors(f"{scratch}/adapter", f"{scratch}/saved")
     together = load(f"{scratch}/saved")
     assert relative(logits_of(together), expected) < TOLERANCE
     with pytest.raises(ValueError, match=r"PEFT you are using|No adapter") as refusal:

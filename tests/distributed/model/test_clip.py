@@ -9,7 +9,8 @@ import torch
 from torch.nn import utils
 
 import tp_transformers
-from tests.support.models import PROMPTS, load, relative
+from tests.support.comparisons import relative
+from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import load, load_both, logits_of, read_folder, relative
+from tests.support.comparisons import assert_same_tensors, equal_parameters, relative
+from tests.support.models import load, load_both, logits_of
 from tests.support.tiers import wide
 from tp_transformers.strategies import shard_of
 
@@ -40,13 +41,13 @@ class Forwarding:
 
 def assert_apart(copied: Any, original: Any) -> None:
     """The copy has parameters of its own, which are the same shards."""
+    assert equal_parameters(copied, original)
     pairs = zip(copied.named_parameters(), original.parameters(), strict=True)
     for (name, mine), theirs in pairs:
         assert mine is not theirs, name
         before, after = shard_of(theirs), shard_of(mine)
         assert (after and after.layout) == (before and before.layout), name
         assert (after and after.shape) == (before and before.shape), name
-        assert torch.equal(tp_transformers.full_tensor(mine), tp_transformers.full_tensor(theirs)), name
 
 
 def wrapped(folder: str, scratch: str) -> None:
@@ -79,9 +80,7 @@ def wrapped(folder: str, scratch: str) -> None:
     if dist.get_rank() == 0:
         theirs.save_pretrained(f"{scratch}/theirs")
     dist.barrier()
-    saved, reference = read_folder(f"{scratch}/ours"), read_folder(f"{scratch}/theirs")
-    assert saved.keys() == reference.keys()
-    assert all(torch.equal(saved[name], value) for name, value in reference.items())
+    assert_same_tensors(f"{scratch}/theirs", f"{scratch}/ours")
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), f"{scratch}/ours")
     assert relative(logits_of(again), expected) < TOLERANCE
 

@@ -18,9 +18,9 @@ from transformers import CompileConfig, LlamaForCausalLM, PreTrainedTokenizerFas
 from transformers.generation import stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
-import tp_transformers
 from tests.support.architectures import ARCHITECTURES
-from tests.support.models import MASK, PROMPTS, VOCAB, load, relative
+from tests.support.comparisons import gradient_differences, relative
+from tests.support.models import MASK, PROMPTS, VOCAB, load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 
@@ -342,10 +342,7 @@ def compiled_otherwise(uneven: str, replicated: str) -> dict[str, Any]:
     for output in (logits, expected):
         output.square().sum().backward()
     found["logits"] = relative(logits.detach(), expected.detach())
-    found["grads"] = max(
-        relative(tp_transformers.full_tensor(mine, mine.grad), whole.grad)
-        for mine, whole in zip(ours.parameters(), theirs.parameters(), strict=True)
-    )
+    found["grads"] = max(gradient_differences(ours, theirs).values())
     torch._dynamo.reset()
     return found
 

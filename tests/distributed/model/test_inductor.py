@@ -10,7 +10,8 @@ import torch._inductor.config
 from transformers import CompileConfig
 
 import tp_transformers
-from tests.support.models import PROMPTS, load_both, relative
+from tests.support.comparisons import relative
+from tests.support.models import PROMPTS, load_both
 from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -17,7 +17,8 @@ from transformers.integrations import hub_kernels
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, LOGITS_TOLERANCE
-from tests.support.models import PROMPTS, relative
+from tests.support.comparisons import relative
+from tests.support.models import PROMPTS
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed

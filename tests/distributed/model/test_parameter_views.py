@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from tests.support.models import PROMPTS, load, load_both, relative
+from tests.support.comparisons import (
+    different_tensors,
+    full_parameters,
+    gradient_differences,
+    parameter_differences,
+    relative,
+)
+from tests.support.models import PROMPTS, load, load_both
 from tests.support.pool import Pool
 from tp_transformers import full_tensor
 
@@ -118,13 +125,13 @@ def copies(folder: str) -> dict[str, bool]:
     twins = [(param, copy.copy(param)) for param in model.parameters()]
     found["twins"] = all(isinstance(twin, nn.Parameter) and torch.equal(twin, param) for param, twin in twins)
 
-    fulls = {name: full_tensor(param).clone() for name, param in model.named_parameters()}
+    fulls = full_parameters(model)
     best = {name: param.detach().clone() for name, param in model.named_parameters()}
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(2)
     model.load_state_dict(best)
-    found["loaded"] = all(torch.equal(full_tensor(param), fulls[name]) for name, param in model.named_parameters())
+    found["loaded"] = not different_tensors(full_parameters(model), fulls)
 
     state = model.state_dict()
     found["shapes"] = all(state[name].shape == full.shape == state[name].size() for name, full in fulls.items())
@@ -160,10 +167,8 @@ def gradients_of_a_penalty(folder: str) -> float:
     """Run on every rank: the largest relative difference to one process' penalty and its gradients."""
     model, alone = load(folder, attn_implementation="eager"), AutoModelForCausalLM.from_pretrained(folder)
     alone.set_attn_implementation("eager")
-    differences = [relative(penalty(model), penalty(alone))]
-    for name, param in alone.named_parameters():
-        differences.append(relative(full_tensor(model.get_parameter(name), model.get_parameter(name).grad), param.grad))
-    return max(differences)
+    penalties = relative(penalty(model), penalty(alone))
+    return max(penalties, *gradient_differences(model, alone).values())
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
@@ -208,8 +213,7 @@ def full_states(folder: str) -> float:
             optimizer.state[each].update(step=torch.tensor(3.0), **averages)
     for optimizer in optimizers:
         optimizer.step()
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return max(relative(full_tensor(mine), param) for mine, param in pairs)
+    return max(parameter_differences(model, alone).values())
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (8, 4)])

@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_transformers
-from tests.support.models import PROMPTS, llama_config, load, logits_of, relative
+from tests.support.comparisons import relative
+from tests.support.models import PROMPTS, llama_config, load, logits_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils import PushToHubMixin
 
 import tp_transformers
-from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both, read_folder, relative
+from tests.support.comparisons import different_tensors, full_parameters, gradient_differences, read_folder, relative
+from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both
 from tp_transformers.checkpoint.saving import push as saving_push
 
 pytestmark = pytest.mark.distributed
@@ -35,7 +36,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def assert_same(model: Any, whole: Any) -> None:
+def assert_same_model(model: Any, whole: Any) -> None:
     """The ranks' shards are the parameters of `whole`, in order, name, dtype and value; so are ties and logits."""
     ours, theirs = dict(model.named_parameters()), dict(whole.named_parameters())
     assert list(ours) == list(theirs)
@@ -80,7 +81,7 @@ def state(folder: str, scratch: str) -> None:
             assert not result.missing_keys
             assert not result.unexpected_keys
             model.tie_weights()
-            assert_same(model, whole)
+            assert_same_model(model, whole)
         # Loading kept what the parameters are.
         assert {name: type(param) for name, param in model.named_parameters()} == {
             n: type(p) for n, p in params.items()
@@ -102,15 +103,15 @@ def state(folder: str, scratch: str) -> None:
     for change in ("bfloat16", "float", "half"):
         getattr(model, change)(), getattr(whole, change)()
         if change != "half":
-            assert_same(model, whole)
+            assert_same_model(model, whole)
     model.to(torch.float32), whole.to(torch.float32)
-    assert_same(copy.deepcopy(model), whole)
+    assert_same_model(copy.deepcopy(model), whole)
     assert model.lm_head.weight is not model.get_input_embeddings().weight or whole.config.tie_word_embeddings
     for each in (model, whole):
         each.zero_grad()
         each(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
-    for (name, param), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert relative(tp_transformers.full_tensor(param, param.grad), expected.grad) < TOLERANCE, name
+    errors = gradient_differences(model, whole)
+    assert max(errors.values()) < TOLERANCE, errors
     model.to(torch.bfloat16).to(torch.float32)  # with gradients around
     whole.to(torch.bfloat16).to(torch.float32)
     assert all(param.grad is not None for param in model.parameters())
@@ -135,12 +136,12 @@ def state(folder: str, scratch: str) -> None:
     for refused in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
         with pytest.raises(tp_transformers.UnsupportedError, match=r"expected its state\. Call model.save_pretrained"):
             refused()
-    assert_same(model, whole)
+    assert_same_model(model, whole)
 
     # embeddings
     model.set_input_embeddings(model.get_input_embeddings())
     model.tie_weights(), whole.tie_weights()
-    assert_same(model, whole)
+    assert_same_model(model, whole)
     for size in (VOCAB + 9, VOCAB + 9, VOCAB - 20):
         torch.manual_seed(7 + rank)  # rank 0's draw counts
         embeddings = model.resize_token_embeddings(size)
@@ -149,7 +150,7 @@ def state(folder: str, scratch: str) -> None:
         assert embeddings is model.get_input_embeddings()
         assert model.config.get_text_config().vocab_size == size
         assert embeddings.weight.tp_shard.local_shape[0] < size
-    assert_same(model, whole)
+    assert_same_model(model, whole)
     prompts = PROMPTS.clamp(max=size - 1)
     tokens = [each.generate(prompts, attention_mask=MASK, max_new_tokens=4, do_sample=False) for each in (model, whole)]
     assert torch.equal(*tokens)
@@ -158,7 +159,7 @@ def state(folder: str, scratch: str) -> None:
     whole.set_input_embeddings(copy.deepcopy(fresh)), model.set_input_embeddings(fresh)
     whole.tie_weights(), model.tie_weights()
     assert fresh.weight.tp_shard.local_shape[0] < size
-    assert_same(model, whole)
+    assert_same_model(model, whole)
 
 
 def test_state_of_a_model(pool: Any, cases: Any, tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def train_and_save(folder: str, target: str) -> tuple[dict[str, torch.Tensor], d
         optimizer.step()
     state = {"model": model.state_dict(), "optimizer": tp_transformers.optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=target)
-    weights = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+    weights = full_parameters(model)
     moments = {
         name: tp_transformers.full_tensor(param, optimizer.state[param]["exp_avg_sq"])
         for name, param in model.named_parameters()
@@ -203,7 +204,7 @@ def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[
     dcp.load(state, checkpoint_id=target)
     model.load_state_dict(state["model"])
     tp_transformers.load_optimizer_state_dict(model, optimizer, state["optimizer"])
-    weights = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+    weights = full_parameters(model)
     moments = {
         name: tp_transformers.full_tensor(param, optimizer.state[param]["exp_avg_sq"])
         for name, param in model.named_parameters()
@@ -213,27 +214,17 @@ def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[
     return weights, moments, model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.item()
 
 
-def different(expected: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest difference of every tensor that is not bit-equal."""
-    return {
-        name: (values[name] - value).abs().max().item()
-        for name, value in expected.items()
-        if not torch.equal(values[name], value)
-    }
-
-
 def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Path) -> None:
     for heads, sizes in (((9, 3), (2, 3)), ((8, 2), (3, 2))):
         folder, target = cases(*heads).folder, str(tmp_path / str(heads))
         (saved, moments), *others = pool.run(sizes[0], train_and_save, folder, target)
         for weights, _ in others:  # what several ranks hold may be written by any of them
-            assert not different(saved, weights)
+            assert different_tensors(weights, saved) == []
         losses = set()
         for size in (sizes[1], 1):
             for weights, loaded, loss in pool.run(size, load_saved, folder, target):
-                assert saved.keys() == weights.keys()
-                assert not different(saved, weights), (heads, size)
-                assert not different(moments, loaded)
+                assert different_tensors(weights, saved) == [], (heads, size)
+                assert different_tensors(loaded, moments) == []
                 losses.add(round(loss, 3))
         assert len(losses) == 1
         # A model without a plan takes the same checkpoint.

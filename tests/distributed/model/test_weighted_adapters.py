@@ -16,7 +16,8 @@ from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotsw
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import tp_transformers
-from tests.support.models import VOCAB, load, load_both, logits_of, read_folder, relative
+from tests.support.comparisons import assert_same_tensors, different_tensors, full_parameters, read_folder, relative
+from tests.support.models import VOCAB, load, load_both, logits_of
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -31,15 +32,13 @@ LAYOUTS = (((9, 3), 2), ((8, 4), 2), ((8, 2), 3))
 
 def adapters_of(model: Any, name: str) -> dict[str, torch.Tensor]:
     """The whole matrices of an adapter, by name."""
-    params = {key: param for key, param in model.named_parameters() if f".{name}" in key and "lora_" in key}
-    return {key: tp_transformers.full_tensor(param) for key, param in params.items()}
+    return {key: param for key, param in full_parameters(model).items() if f".{name}" in key and "lora_" in key}
 
 
 def same_adapters(ours: Any, theirs: Any, name: str) -> bool:
     mine, expected = adapters_of(ours, name), adapters_of(theirs, name)
     assert expected
-    assert mine.keys() == expected.keys()
-    return all(torch.equal(mine[key], value) for key, value in expected.items())
+    return not different_tensors(mine, expected)
 
 
 def adapted(models: Any, **ranks: int) -> list[Any]:
@@ -122,9 +121,7 @@ def go_on(folder: str, scratch: str) -> None:
     if dist.get_rank() == 0:
         theirs.save_pretrained(f"{scratch}/theirs", selected_adapters=["renamed"])
     dist.barrier()
-    saved, reference = (read_folder(f"{scratch}/{name}/renamed") for name in ("ours", "theirs"))
-    assert saved.keys() == reference.keys()
-    assert all(torch.equal(saved[key], value) for key, value in reference.items())
+    assert_same_tensors(f"{scratch}/theirs/renamed", f"{scratch}/ours/renamed")
     again = PeftModel.from_pretrained(load(folder), f"{scratch}/ours/renamed")
     assert relative(logits_of(again), expected) < TOLERANCE
     assert relative(logits_of(copy.deepcopy(ours)), expected) < TOLERANCE

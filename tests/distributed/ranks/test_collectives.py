@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.models import relative
+from tests.support.comparisons import relative
 from tp_transformers.ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from tp_transformers.ranks.mesh import join
 from tp_transformers.ranks.messages import LETTER

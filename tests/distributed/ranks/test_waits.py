@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tests.support.models import PROMPTS, load, relative
+from tests.support.comparisons import relative
+from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, clip_grad_norm_, full_tensor, renew_process_group, save_sharded
 from tp_transformers.ranks import waits

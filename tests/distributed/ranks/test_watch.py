@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from tests.support.models import PROMPTS, load, relative
+from tests.support.comparisons import relative
+from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, data_parallel, fail_together, renew_process_group
 from tp_transformers.model.failures import WATCHED_CALLS

@@ -11,7 +11,8 @@ import transformers
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, make_case, observe
-from tests.support.models import bytes_read, headers, held, load, read_folder, relative
+from tests.support.comparisons import assert_same_tensors, compare_seen
+from tests.support.models import excess_read, load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 
@@ -46,25 +47,20 @@ optional:
 }
 
 
-def compare(name: str, plan: str, folder: str, reference_file: str, saved: str) -> dict[str, Any]:
+def with_plan(name: str, plan: str, folder: str, reference_file: str, saved: str) -> dict[str, Any]:
     """Run on every rank: load, compare with the reference, save."""
     model = load(folder, getattr(transformers, ARCHITECTURES[name].model), tp_plan=plan)
     reference = torch.load(reference_file)
     seen = observe(model)
-    grads = {
-        name: relative(tp_transformers.full_tensor(model.get_parameter(name), grad), reference["grads"][name])
-        for name, grad in seen["grads"].items()
-    }
+    found = compare_seen(model, seen, reference)
     model.save_pretrained(saved)
     experts = [
         tp_transformers.local_tensor(p) for name, p in model.named_parameters() if name.endswith("experts.down_proj")
     ]
     return {
-        "logits": relative(seen["logits"], reference["logits"]),
-        "tokens": torch.equal(seen["tokens"], reference["tokens"]),
-        "grads": max(grads.items(), key=lambda item: item[1]),
+        **found,
         "experts": len(experts[0]),
-        "read": bytes_read(model) - held(model) - headers(folder),
+        "read": excess_read(model, folder),
     }
 
 
@@ -74,16 +70,14 @@ def test_whole_experts_a_rank(pool: Pool, tmp_path: Path, name: str, size: int) 
     case = make_case(tmp_path, name, 8, 4)
     plan = tmp_path / "experts.yaml"
     plan.write_text(PLANS[name])
-    results = pool.run(size, compare, name, str(plan), case.folder, case.reference, str(tmp_path / "saved"))
+    results = pool.run(size, with_plan, name, str(plan), case.folder, case.reference, str(tmp_path / "saved"))
     for result in results:
         assert result["logits"] < TOLERANCE
         assert result["tokens"]
         assert result["grads"][1] < 1e-3, result["grads"]
         assert result["read"] == 0  # other ranks' experts are never read
     assert [result["experts"] for result in results] == {2: [2, 2], 3: [2, 1, 1]}[size]
-    before, after = read_folder(case.folder), read_folder(tmp_path / "saved")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_same_tensors(case.folder, tmp_path / "saved")
 
 
 def test_more_ranks_than_experts_are_refused(pool: Pool, tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tp_transformers
-from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
-from tests.support.models import PROMPTS, VOCAB, load, load_both, relative
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE
+from tests.support.comparisons import gradient_errors, gradients, relative
+from tests.support.models import PROMPTS, VOCAB, load, load_both
 from tests.support.pool import Pool
 from tp_transformers.strategies.regions.region import RegionBlock
 
@@ -29,16 +30,16 @@ pytestmark = pytest.mark.distributed
 TOKENS = torch.randint(3, VOCAB, (2, 10), generator=torch.Generator().manual_seed(1))
 
 
-def differences(ours: Any, theirs: Any, *batches: torch.Tensor) -> float:
-    """The worst error of losses and gradients, of one backward from all batches."""
+def training_error(ours: Any, theirs: Any, *batches: torch.Tensor) -> float:
+    """The largest error of losses and gradients, of one backward from all batches."""
     losses = []
     for model in (ours.train(), theirs.train()):
         model.zero_grad()
         losses.append(sum(model(batch, labels=batch).loss for batch in batches))
         losses[-1].backward()
         model.eval()
-    grads = ({name: param.grad for name, param in model.named_parameters()} for model in (ours, theirs))
-    return max(relative(*(loss.detach() for loss in losses)), *gradient_errors(ours, *grads).values())
+    grads = gradient_errors(ours, gradients(ours), gradients(theirs))
+    return max(relative(*(loss.detach() for loss in losses)), *grads.values())
 
 
 def copy_heads(folder: str) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def copy_heads(folder: str) -> dict[str, Any]:
         tokens = [model.generate(PROMPTS, max_new_tokens=4, do_sample=False) for model in (theirs, ours, copied, again)]
     return {
         "logits": max(first),
-        "trained": max(differences(model, theirs, TOKENS) for model in (again, copied, ours)),
+        "trained": max(training_error(model, theirs, TOKENS) for model in (again, copied, ours)),
         "width": part.logits.shape[-1],
         "tokens": all(torch.equal(tokens[0], each) for each in tokens[1:]),
     }
@@ -69,13 +70,13 @@ def test_a_copy_of_a_loss_parallel_model_has_whole_logits(pool: Pool, cases: Any
 
 def copy_sequences(folder: str) -> float:
     ours, theirs = load_both(folder, tp_sequence_parallel=True, tp_loss_parallel=True)
-    found = [differences(ours, theirs, TOKENS[:, :9])]
+    found = [training_error(ours, theirs, TOKENS[:, :9])]
     copied = copy.deepcopy(ours)
     for model in (copied, ours, copy.deepcopy(copied)):
         for length in (10, 9, 1):  # of one token, the second rank has none
             tokens = TOKENS[:, :length]
             found.append(relative(model(tokens).logits.detach(), theirs(tokens).logits.detach()))
-        found.append(differences(model, theirs, TOKENS, TOKENS[:1, :7]))
+        found.append(training_error(model, theirs, TOKENS, TOKENS[:1, :7]))
     return max(found)
 
 
@@ -124,7 +125,7 @@ def by_keyword(folder: str, options: dict[str, Any]) -> float:
             if hasattr(module, "tp_strategy"):
                 module.register_forward_pre_hook(backwards, with_kwargs=True, prepend=True)
     ours.register_forward_pre_hook(backwards, with_kwargs=True, prepend=True)
-    return differences(ours, theirs, PROMPTS)
+    return training_error(ours, theirs, PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +196,7 @@ def compute_again(folder: str) -> tuple[float, bool]:
         names = {name: name.replace("mlp.module.", "mlp.") for name, _ in ours.named_parameters()}
         for model in (ours, theirs):
             sum(model(batch, labels=batch).loss for batch in (TOKENS, TOKENS[:, :9], TOKENS[:, :7])).backward()
-        grads = [
-            {names.get(name, name): param.grad for name, param in model.named_parameters()} for model in (ours, theirs)
-        ]
+        grads = [{names.get(name, name): grad for name, grad in gradients(model).items()} for model in (ours, theirs)]
         for layer in ours.model.layers:
             layer.mlp = layer.mlp.module
         found.append(max(gradient_errors(ours, *grads).values()))
@@ -213,7 +212,7 @@ def compute_again(folder: str) -> tuple[float, bool]:
         act = ours.model.layers[0].mlp.act_fn
         act.width = ours.config.hidden_size
         handle = act.register_forward_hook(again)
-        found.append(differences(ours, theirs, TOKENS[:, :4]))
+        found.append(training_error(ours, theirs, TOKENS[:, :4]))
         handle.remove()
         assert len(calls) == 2
     return max(found), torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -230,9 +229,9 @@ def make_norms_again(folder: str) -> dict[str, float]:
     ours, theirs = load_both(folder, tp_sequence_parallel=True)
     found = {}
 
-    def compared(name: str, change: Any) -> None:
+    def hold(name: str, change: Any) -> None:
         handles = [change(model.model.layers[0]) for model in (ours, theirs)]
-        found[name] = differences(ours, theirs, TOKENS)
+        found[name] = training_error(ours, theirs, TOKENS)
         for handle in handles:
             handle.remove()
 
@@ -242,14 +241,13 @@ def make_norms_again(folder: str) -> dict[str, float]:
     def in_place(module: nn.Module, args: Any) -> None:
         args[0].add_(1)
 
-    compared("input", lambda layer: layer.post_attention_layernorm.register_forward_pre_hook(shift))
-    compared("output", lambda layer: layer.mlp.register_forward_pre_hook(in_place))
+    hold("input", lambda layer: layer.post_attention_layernorm.register_forward_pre_hook(shift))
+    hold("output", lambda layer: layer.mlp.register_forward_pre_hook(in_place))
     for model in (ours, theirs):
         model.zero_grad()
         norms = {name: 2 * param for name, param in model.named_parameters() if "layernorm" in name}
         functional_call(model, norms, (TOKENS,), {"labels": TOKENS}).loss.backward()
-    grads = ({name: param.grad for name, param in model.named_parameters()} for model in (ours, theirs))
-    found["parameters"] = max(gradient_errors(ours, *grads).values())
+    found["parameters"] = max(gradient_errors(ours, gradients(ours), gradients(theirs)).values())
     return found
 
 
@@ -263,7 +261,7 @@ def keep_some(folder: str, namespace: str, kept: list[str]) -> float:
     operators = [getattr(getattr(torch.ops, namespace), each).default for each in kept]
     context = partial(create_selective_checkpoint_contexts, operators)
     ours.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
-    return differences(ours, theirs, TOKENS)
+    return training_error(ours, theirs, TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +306,7 @@ def hook_parameters(folder: str) -> tuple[float, float, list[str]]:
             layer = mlp.get_submodule(name)
             layer.weight.register_hook(lambda grad: grad * 2)
             layer.weight.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-    doubled = differences(ours, theirs, PROMPTS)
+    doubled = training_error(ours, theirs, PROMPTS)
     for model in (ours, theirs):
         model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
         model.model.layers[1].self_attn.q_proj.weight.requires_grad_(False)
@@ -319,9 +317,8 @@ def hook_parameters(folder: str) -> tuple[float, float, list[str]]:
     for model in (ours, theirs):
         model.zero_grad()
         model(PROMPTS, labels=PROMPTS).loss.backward()
-        found = {name: param.grad for name, param in model.named_parameters()}
-        assert [name for name, grad in found.items() if grad is not None] == names
-        grads.append({name: found[name] for name in names})
+        grads.append(gradients(model))
+        assert list(grads[-1]) == names
     return doubled, max(gradient_errors(ours, *grads).values()), called
 
 
@@ -354,7 +351,7 @@ def misfit(folder: str) -> list[Any]:
         except tp_transformers.PlanError as error:
             found.append(str(error))
     norm.forward = forward
-    found.append(differences(ours, theirs, TOKENS[:, :9]))
+    found.append(training_error(ours, theirs, TOKENS[:, :9]))
     return found
 
 

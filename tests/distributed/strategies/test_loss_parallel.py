@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors, observe
-from tests.support.models import MASK, PROMPTS, VOCAB, load, relative
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, observe
+from tests.support.comparisons import compare_seen, gradient_errors, gradients, relative, worst
+from tests.support.groups import even_widths, join
+from tests.support.models import MASK, PROMPTS, VOCAB, load
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers import ColwiseParallel, vocab_parallel_cross_entropy
-from tp_transformers.ranks.mesh import join
-from tp_transformers.slices.layout import even
 from tp_transformers.strategies.parameters.tensors import ShardTensor
 
 pytestmark = pytest.mark.distributed
@@ -36,7 +36,7 @@ def cut_at_every_size(vocabulary: int) -> float:
     logits = torch.randn(2, 5, vocabulary, dtype=torch.float64) * 5
     target = torch.randint(vocabulary, (2, 5))
     target[0, 3] = -100
-    widths, worst = even(vocabulary, group.size).widths, 0.0
+    widths, error = even_widths(vocabulary, group.size), 0.0
     start = sum(widths[: group.rank])
     for reduction, known in (("mean", None), ("sum", widths), ("none", widths)):
         whole, part = (x.clone().requires_grad_() for x in (logits, logits.narrow(-1, start, widths[group.rank])))
@@ -47,9 +47,9 @@ def cut_at_every_size(vocabulary: int) -> float:
         (expected * weights).sum().backward()
         (loss * weights).sum().backward()
         own = whole.grad.narrow(-1, start, widths[group.rank])
-        worst = max(worst, relative(loss.detach(), expected.detach()))
-        worst = max(worst, relative(part.grad, own)) if own.numel() else worst
-    return worst
+        error = max(error, relative(loss.detach(), expected.detach()))
+        error = max(error, relative(part.grad, own)) if own.numel() else error
+    return error
 
 
 @pytest.mark.parametrize(("vocabulary", "size"), [(17, 2), (18, 3), (2, 3)])
@@ -90,19 +90,19 @@ def losses(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def compare(name: str, folder: str, reference_file: str, sequence: bool) -> dict[str, Any]:
+def compare_with_losses(name: str, folder: str, reference_file: str, sequence: bool) -> dict[str, Any]:
     """Run on every rank: differences from one process, and what is as wide as the vocabulary."""
     cls = getattr(transformers, ARCHITECTURES[name].model)
     model = load(folder, cls, tp_loss_parallel=True, tp_sequence_parallel=sequence)
     reference = torch.load(reference_file)
     seen = observe(model)
-    grads = gradient_errors(model, seen["grads"], reference["grads"])
+    found = compare_seen(model, seen, reference, noise=True)
     with torch.no_grad():
         expected = losses(cls.from_pretrained(folder))
         errors = {way: relative(loss, expected[way]) for way, loss in losses(model).items()}
         part = model(PROMPTS, labels=PROMPTS).logits
-    errors["logits"] = relative(seen["logits"], reference["logits"])
-    start = sum(even(VOCAB, model.tp_size).widths[: model.tp_group.rank])
+    errors["logits"] = found["logits"]
+    start = sum(even_widths(VOCAB, model.tp_size)[: model.tp_group.rank])
     whole = model(PROMPTS).logits
     with torch.no_grad():  # the loss stays, and is given whole logits now
         errors["of whole"] = relative(model.loss_function(whole, PROMPTS, VOCAB), model(PROMPTS, labels=PROMPTS).loss)
@@ -115,9 +115,9 @@ def compare(name: str, folder: str, reference_file: str, sequence: bool) -> dict
     model.loss_function = lambda logits, labels, vocab_size, **others: logits.sum() + logits.shape[-1]
     own = model(PROMPTS, labels=PROMPTS)
     return {
-        "errors": max(errors.items(), key=lambda item: item[1]),
-        "grads": max(grads.items(), key=lambda item: item[1]),
-        "tokens": torch.equal(seen["tokens"], reference["tokens"]),
+        "errors": worst(errors),
+        "grads": found["grads"],
+        "tokens": found["tokens"],
         "width": part.shape[-1],
         "whole": shapes.whole,
         "control": bool(control.whole),
@@ -146,13 +146,13 @@ def test_model_matches_one_process_and_holds_no_whole_logits(
     made.save_pretrained(tmp_path / "checkpoint")
     reference = tmp_path / "reference.pt"
     torch.save(observe(type(made).from_pretrained(tmp_path / "checkpoint")), reference)
-    results = pool.run(size, compare, name, str(tmp_path / "checkpoint"), str(reference), sequence)
+    results = pool.run(size, compare_with_losses, name, str(tmp_path / "checkpoint"), str(reference), sequence)
     for rank, result in enumerate(results):
         print(result)
         assert result["errors"][1] < LOGITS_TOLERANCE, result["errors"]
         assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
         assert result["tokens"]
-        assert result["width"] == even(VOCAB, size).widths[rank]
+        assert result["width"] == even_widths(VOCAB, size)[rank]
         assert not result["whole"]
         assert result["control"]
         assert result["own loss"]
@@ -173,11 +173,7 @@ def with_the_loss_of_torch(folder: str) -> tuple[float, float]:
         assert isinstance(logits, DTensor)
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), target)
         loss.backward()
-    grads = gradient_errors(
-        model,
-        {name: param.grad for name, param in model.named_parameters()},
-        {name: param.grad for name, param in one_process.named_parameters()},
-    )
+    grads = gradient_errors(model, gradients(model), gradients(one_process))
     return relative(loss.full_tensor().detach(), expected.detach()), max(grads.values())
 
 
@@ -214,9 +210,7 @@ def adapt_and_resize(folder: str) -> dict[str, float]:
     errors["loss of adapters"] = relative(mine.detach(), expected.detach())
     mine.backward()
     expected.backward()
-    grads = [
-        {name: param.grad for name, param in model.named_parameters() if param.grad is not None} for model in adapted
-    ]
+    grads = [gradients(model) for model in adapted]
     assert len(grads[0]) == 2 * (3 * 2 + 1)
     errors["gradients of adapters"] = max(gradient_errors(adapted[0], *grads).values())
     ours = load(folder, **options)

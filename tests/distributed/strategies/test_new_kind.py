@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.distributed.commands.test_verify import changed, in_pool  # noqa: F401 - a fixture
 from tests.distributed.model.test_adapters import shake
-from tests.support.models import MASK, PROMPTS, load, logits_of, read_folder, relative
+from tests.support.commands import main
+from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
+from tests.support.models import MASK, PROMPTS, load, logits_of
 from tests.support.pool import Pool
 from tp_transformers import STRATEGIES, TensorParallelLayer
-from tp_transformers.commands import cli
-from tp_transformers.commands.verify import verify
 from tp_transformers.slices.layout import Split, even
 from tp_transformers.strategies import Signature, State
+from tp_transformers.verify import verify
 
 pytestmark = pytest.mark.distributed
 
@@ -138,9 +139,7 @@ def _live(folder: str, plan: str, scratch: str) -> Iterator[float]:
     for each in (model, on_parts):
         yield relative(logits_of(each), expected)
         each(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
-        mine = dict(each.named_parameters())
-        for name, param in whole.named_parameters():
-            yield relative(tp_transformers.full_tensor(mine[name], mine[name].grad), param.grad)
+        yield from gradient_differences(each, whole).values()
 
     # what it draws: the same on all ranks, something else each time
     torch.manual_seed(5)
@@ -156,9 +155,7 @@ def _live(folder: str, plan: str, scratch: str) -> Iterator[float]:
     # files
     model.save_pretrained(scratch)
     dist.barrier()
-    saved, stored = read_folder(scratch), read_folder(folder)
-    assert saved.keys() == stored.keys()
-    assert all(torch.equal(saved[name], value) for name, value in stored.items())
+    assert_same_tensors(folder, scratch)
 
     # adapters
     config = LoraConfig(r=3, target_modules=["up_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -190,10 +187,10 @@ def test_a_new_kind_is_planned_and_proven(
     for name, kind in KINDS.items():
         monkeypatch.setitem(STRATEGIES, name, kind)
     folder, plan = cases(8, 4).folder, os.fspath(changed(tmp_path, "llama", RULES))
-    assert cli.main(["plan", folder, "--plan", plan, "--tp-size", "3", "--json"]) == 0
+    assert main(["plan", folder, "--plan", plan, "--tp-size", "3", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out.splitlines()[-1])
     down = next(each for each in planned["parameters"] if each["name"].endswith("layers.0.mlp.down_proj.weight"))
     assert (down["strategy"], down["dim"]) == ("takes", 1)
     assert down["ranges"] == [[[67, 100]], [[34, 67]], [[0, 34]]]
-    (verdict,) = verify.verify(folder, plan=plan, sizes=[3], grads=True)
+    (verdict,) = verify(folder, plan=plan, sizes=[3], grads=True)
     assert verdict.ok, verdict.faults

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tp_transformers
-from tests.support.models import bytes_read, headers, held, load, observe, relative
+from tests.support.comparisons import assert_same_files, compare_seen
+from tests.support.models import excess_read, load, observe
 from tests.support.pool import Pool
 from tests.support.readme import STRATEGIES_PAGE
 
@@ -26,7 +27,8 @@ def code() -> str:
     return found[1]
 
 
-def compare(folder: str, reference_file: str, saved: str) -> dict[str, Any]:
+def with_the_strategy_of_the_page(folder: str, reference_file: str, saved: str) -> dict[str, Any]:
+    """Run on every rank: load, compare with one process, save."""
     namespace: dict[str, Any] = {}
     exec(code(), namespace)
     try:
@@ -34,34 +36,28 @@ def compare(folder: str, reference_file: str, saved: str) -> dict[str, Any]:
     finally:
         del tp_transformers.STRATEGIES["output_features"]
     seen, reference = observe(model), torch.load(reference_file)
+    found = compare_seen(model, seen, reference)
     weight = model.model.layers[0].mlp.gate_proj.weight
     model.save_pretrained(saved, max_shard_size="60KB")
     return {
         "strategy": type(model.model.layers[0].mlp.gate_proj.tp_strategy).__name__,
         "dtensor": type(weight).__name__,
         "rows": len(tp_transformers.local_tensor(weight)),
-        "logits": relative(seen["logits"], reference["logits"]),
-        "tokens": torch.equal(seen["tokens"], reference["tokens"]),
-        "grads": max(
-            relative(tp_transformers.full_tensor(param, param.grad), reference["grads"][name])
-            for name, param in model.named_parameters()
-        ),
-        "read": bytes_read(model) - held(model) - headers(folder),
+        **found,
+        "read": excess_read(model, folder),
     }
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, [50, 50]), (3, [34, 34, 32])])
 def test_the_strategy_of_the_page_works(pool: Pool, cases: Any, tmp_path: Any, size: int, rows: list[int]) -> None:
     case = cases(8, 4)
-    results = pool.run(size, compare, case.folder, case.reference, str(tmp_path / "saved"))
+    results = pool.run(size, with_the_strategy_of_the_page, case.folder, case.reference, str(tmp_path / "saved"))
     assert [result["rows"] for result in results] == rows
     for result in results:
         assert result["strategy"] == "OutputFeatures"
         assert result["dtensor"] == "ShardDTensor"
         assert result["logits"] < TOLERANCE
         assert result["tokens"]
-        assert result["grads"] < TOLERANCE
+        assert result["grads"][1] < TOLERANCE, result["grads"]
         assert result["read"] == 0  # only the slice was read
-    from tests.support.models import assert_same_files
-
     assert_same_files(case.folder, str(tmp_path / "saved"))

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM
 
-import tp_transformers
-from tests.support.models import PROMPTS, load, relative
+from tests.support.comparisons import full_gradients, relative, relative_errors
+from tests.support.groups import join
+from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
 from tp_transformers import vocab_parallel_cross_entropy
 from tp_transformers.ranks.collectives import exchange_regions, exchange_rows, gather_from_region, scatter_to_region
-from tp_transformers.ranks.mesh import join
 from tp_transformers.strategies import batch_sharded
 
 pytestmark = pytest.mark.distributed
@@ -39,11 +39,7 @@ def penalty(model: Any, embeddings: torch.Tensor, ids: torch.Tensor = PROMPTS) -
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     total = loss + 100 * grad.square().sum()  # as large as the loss
     total.backward()
-    found = {"total": total.detach(), "x": x.grad.clone()}
-    for name, param in model.named_parameters():
-        if param.grad is not None:
-            found[name] = tp_transformers.full_tensor(param, param.grad)
-    return found
+    return {"total": total.detach(), "x": x.grad.clone(), **full_gradients(model)}
 
 
 def hessian_product(model: Any) -> dict[str, torch.Tensor]:
@@ -55,12 +51,7 @@ def hessian_product(model: Any) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         vectors = [param * 2 + 0.1 for param in params.values()]
     torch.autograd.backward(grads, vectors)
-    return {name: tp_transformers.full_tensor(param, param.grad) for name, param in params.items()}
-
-
-def differences(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max(relative(found[name], value) for name, value in expected.items())
+    return full_gradients(model)
 
 
 def second_order(folder: str) -> dict[str, float]:
@@ -73,10 +64,10 @@ def second_order(folder: str) -> dict[str, float]:
     )
     for mode, options in MODES.items():
         model = load(folder, **SETTINGS, **options)
-        found[f"{mode}, penalty"] = differences(penalty(model, embeddings), expected)
-        found[f"{mode}, another length"] = differences(penalty(model, embeddings[:, :5]), short)
-        found[f"{mode}, Hessian"] = differences(hessian_product(model), product)
-    found["a copy, penalty"] = differences(penalty(copy.deepcopy(model), embeddings), expected)
+        found[f"{mode}, penalty"] = max(relative_errors(penalty(model, embeddings), expected).values())
+        found[f"{mode}, another length"] = max(relative_errors(penalty(model, embeddings[:, :5]), short).values())
+        found[f"{mode}, Hessian"] = max(relative_errors(hessian_product(model), product).values())
+    found["a copy, penalty"] = max(relative_errors(penalty(copy.deepcopy(model), embeddings), expected).values())
     return found
 
 
@@ -105,7 +96,7 @@ def ranks_with_samples_of_their_own(folder: str) -> dict[str, float]:
             expected[name] = mean if param in inside else parts[rank][name]
     assert len(inside) > 5
     expected |= {key: parts[rank][key] for key in ("total", "x")}
-    return {name: relative(mine[name], value) for name, value in expected.items()}
+    return relative_errors(mine, expected)
 
 
 def test_gradients_of_gradients_of_ranks_with_samples_of_their_own(pool: Any, cases: Any) -> None:

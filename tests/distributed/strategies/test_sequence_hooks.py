@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 import tp_transformers
-from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, gradient_errors
-from tests.support.models import MASK, PROMPTS, load, logits_of, relative
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE
+from tests.support.comparisons import gradient_errors, gradients, relative, relative_errors
+from tests.support.models import MASK, PROMPTS, load, logits_of
 from tests.support.pool import Pool
 from tp_transformers import Plan
 
@@ -155,28 +156,27 @@ def observe(model: Any, way: Way, length: int, use_reentrant: bool | None) -> di
     seen = {"trained": output.logits.detach(), "logits": states.logits, **whole}
     return {
         "values": {**kept, **seen},
-        "grads": {name: param.grad for name, param in model.named_parameters() if param.grad is not None},
+        "grads": gradients(model),
         "tokens": tokens,
     }
 
 
-def compare(folder: str) -> dict[str, tuple[float, float, bool]]:
+def compare_hooked(folder: str) -> dict[str, tuple[float, float, bool]]:
     """Run on every rank: each case -> largest differences of values and of gradients, whether tokens are the same."""
     model, whole = load(folder, tp_sequence_parallel=True), transformers.AutoModelForCausalLM.from_pretrained(folder)
     found = {}
     for case in CASES:
         mine, expected = observe(model, *case), observe(whole, *case)
-        assert mine["values"].keys() == expected["values"].keys(), case
-        values = [relative(value, expected["values"][name]) for name, value in mine["values"].items()]
+        values = relative_errors(mine["values"], expected["values"])
         grads = gradient_errors(model, mine["grads"], expected["grads"])
         same = torch.equal(mine["tokens"], expected["tokens"])
-        found[f"{case[0].__name__} {case[1:]}"] = (max(values), max(grads.values()), same)
+        found[f"{case[0].__name__} {case[1:]}"] = (max(values.values()), max(grads.values()), same)
     return found
 
 
 @pytest.mark.parametrize("heads", [(9, 3), pytest.param((8, 4), marks=pytest.mark.slow)])
 def test_hooks_see_and_change_complete_sequences(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    for result in pool.run(2, compare, cases(*heads).folder):
+    for result in pool.run(2, compare_hooked, cases(*heads).folder):
         for case, (values, grads, same) in result.items():
             print(case, values, grads)
             assert values < LOGITS_TOLERANCE, case
@@ -266,7 +266,7 @@ def hook_experts(folder: str) -> float:
     with pytest.raises(tp_transformers.UnsupportedError, match=r"layers.0.mlp.gate: got .* exchange them"):
         model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: None)
     found = [observe(each, replace_outputs, 7, None)["values"] for each in (model, whole)]
-    return max(relative(value, found[1][name]) for name, value in found[0].items())
+    return max(relative_errors(*found).values())
 
 
 def test_hooks_around_experts_that_exchange_tokens(pool: Pool, tmp_path: Path) -> None:

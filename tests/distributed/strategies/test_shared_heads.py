@@ -13,8 +13,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaForCausalLM
 
 import tp_transformers
-from tests.support.models import MASK, PROMPTS, load, relative
-from tp_transformers.ranks.mesh import join
+from tests.support.comparisons import gradient_differences, gradients, relative
+from tests.support.groups import join
+from tests.support.models import MASK, PROMPTS, load
 from tp_transformers.slices.layout import Layout, heads, packed
 from tp_transformers.strategies import ParamShard, take
 
@@ -28,18 +29,13 @@ def backward(model: Any, length: int = PROMPTS.shape[1]) -> None:
     model(ids, attention_mask=MASK[:, :length], labels=ids).loss.backward()
 
 
-def errors(ours: Any, theirs: Any) -> dict[str, float]:
-    """The relative error of every gradient; infinite where only one of both models has it."""
-    mine, found = dict(ours.named_parameters()), {}
-    for name, param in theirs.named_parameters():
-        if param.grad is None or mine[name].grad is None:
-            found[name] = 0.0 if param.grad is mine[name].grad else float("inf")
-        else:
-            found[name] = relative(tp_transformers.full_tensor(mine[name], mine[name].grad), param.grad)
-    return found
+def largest_error(ours: Any, theirs: Any) -> float:
+    """The largest error of a gradient; every rank has the gradients that one process has."""
+    assert gradients(ours).keys() == gradients(theirs).keys()
+    return max(gradient_differences(ours, theirs).values())
 
 
-def gradients(folder: str) -> dict[str, float]:
+def train_in_every_way(folder: str) -> dict[str, float]:
     """The largest error of each way to train, where some ranks share a head and others may not."""
     dist.init_process_group("gloo")
     groups = len(dist.distributed_c10d._world.pg_map)
@@ -48,7 +44,7 @@ def gradients(folder: str) -> dict[str, float]:
     def hold(what: str, ours: Any, theirs: Any, length: int = PROMPTS.shape[1]) -> None:
         for model in (ours, theirs):
             backward(model, length)
-        found[what] = max(errors(ours, theirs).values())
+        found[what] = largest_error(ours, theirs)
         for model in (ours, theirs):
             model.zero_grad()
 
@@ -68,7 +64,7 @@ def gradients(folder: str) -> dict[str, float]:
         backward(model)
     norms = tp_transformers.clip_grad_norm_(ours, 0.1), torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
     found["norm"] = relative(*norms)
-    found["clipped"] = max(errors(ours, theirs).values())
+    found["clipped"] = largest_error(ours, theirs)
     config = LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     adapted = []
     for model in (load(folder, dtype=torch.float64), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)):
@@ -85,7 +81,7 @@ def gradients(folder: str) -> dict[str, float]:
 @pytest.mark.parametrize(("size", "kv"), [(3, 2), (4, 2)])
 def test_gradients_of_shared_heads(pool: Any, cases: Any, size: int, kv: int) -> None:
     # 3 ranks: head 0 on ranks 0 and 1, head 1 on rank 2 alone, which takes part in the sums all the same.
-    for found in pool.run(size, gradients, cases(8, kv).folder, timeout=120):
+    for found in pool.run(size, train_in_every_way, cases(8, kv).folder, timeout=120):
         assert max(found.values()) < TOLERANCE, found
 
 
@@ -98,7 +94,7 @@ def load_beside_own_groups(folder: str) -> float:
     ours, theirs = load(folder, dtype=torch.float64), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for model in (ours, theirs):
         backward(model)
-    return max(errors(ours, theirs).values())
+    return largest_error(ours, theirs)
 
 
 def test_process_groups_of_the_users_own_on_some_ranks(pool: Any, cases: Any) -> None:

@@ -12,15 +12,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 import tp_transformers
+from tests.support.comparisons import relative
+from tests.support.groups import join
 from tests.support.mixer_cases import MIXER_CASES
-from tests.support.models import relative
 from tests.support.modules import shard_module
 from tests.support.strategy_cases import CASES as OTHERS
 from tests.support.strategy_cases import Case
 from tests.support.tiers import wide
-from tp_transformers.ranks.mesh import join
+from tp_transformers import STRATEGIES
 from tp_transformers.slices.layout import Split
-from tp_transformers.strategies import STRATEGIES, State, begun_forward
+from tp_transformers.strategies import State, begun_forward
 
 pytestmark = pytest.mark.distributed
 
@@ -51,7 +52,7 @@ def first_of(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def compare(case: Case, group: Any, by_keyword: str | None) -> dict[str, float]:
+def compare_with_module(case: Case, group: Any, by_keyword: str | None) -> dict[str, float]:
     """The largest relative difference of the output and of every gradient between the split and the plain module."""
     reference = [x.clone().requires_grad_(x.is_floating_point()) for x in case.inputs]
     expected = case.module(*reference, **case.keywords)
@@ -112,7 +113,8 @@ def run_cases(name: str) -> dict[str, tuple[float, dict[str, float]]]:
         case.module.to(case.inputs[0].dtype if case.inputs[0].is_floating_point() else torch.float64)
         keyword = "input" if isinstance(case.module, nn.Linear | nn.Embedding) else None
         for by_keyword in (None, keyword) if keyword else (None,):
-            results[f"{label}{' by keyword' if by_keyword else ''}"] = case.tolerance, compare(case, group, by_keyword)
+            way = f"{label}{' by keyword' if by_keyword else ''}"
+            results[way] = case.tolerance, compare_with_module(case, group, by_keyword)
     return results
 
 

@@ -15,7 +15,8 @@ from benchmarks.forward import Collectives
 from tests.distributed.strategies import test_sequence_parallel as sequences
 from tests.distributed.training import test_batch_sharded as batches
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, observe
-from tests.support.models import PROMPTS, Case, load, read_folder, relative, save_as_loaded
+from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
+from tests.support.models import PROMPTS, Case, load, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import local_tensor
@@ -63,7 +64,7 @@ def make_case(folder: Path, name: str, *, crowded: bool = False) -> Case:
     return Case(str(folder / "checkpoint"), str(folder / "reference.pt"))
 
 
-def compare(folder: str, reference: str, plan: str, saved: str) -> dict[str, Any]:
+def compare_with_exchange(folder: str, reference: str, plan: str, saved: str) -> dict[str, Any]:
     """Run on every rank: the worst difference of everything from one process, also of lengths below the ranks'."""
 
     def with_plan(folder: str, **options: Any) -> Any:
@@ -71,7 +72,7 @@ def compare(folder: str, reference: str, plan: str, saved: str) -> dict[str, Any
 
     original, sequences.load = sequences.load, with_plan
     try:
-        found = sequences.compare(folder, reference)
+        found = sequences.compare_sequences(folder, reference)
     finally:
         sequences.load = original
     model = with_plan(folder, tp_sequence_parallel=True)
@@ -100,16 +101,14 @@ def test_parts_of_a_sequence_are_computed_as_in_one_process(
 ) -> None:
     case = make_case(tmp_path, name, crowded=crowded)
     saved = tmp_path / "saved"
-    results = pool.run(size, compare, case.folder, case.reference, write_plan(tmp_path, name), str(saved))
+    results = pool.run(size, compare_with_exchange, case.folder, case.reference, write_plan(tmp_path, name), str(saved))
     for result in results:
         print(result)
         assert result["values"][1] < LOGITS_TOLERANCE, result["values"]
         assert result["grads"][2] < GRADIENT_TOLERANCE, result["grads"]
         assert result["tokens"]
     assert [result["experts"] for result in results] == {2: [3, 3], 3: [2, 2, 2], 4: [2, 2, 1, 1]}[size]
-    before, after = read_folder(case.folder), read_folder(saved)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_same_tensors(case.folder, saved)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_ranks_with_batches_of_their_own_train_as_one_process(
 ) -> None:
     case = make_case(tmp_path, name)
     saved, plan = str(tmp_path / "saved"), write_plan(tmp_path, name)
-    for found in pool.run(ranks, batches.compare, case.folder, copies, chosen, mode, saved, plan):
+    for found in pool.run(ranks, batches.compare_trained, case.folder, copies, chosen, mode, saved, plan):
         print(found)
         assert found["losses"] < batches.LOSS_TOLERANCE
         # Of routers whose gradients nearly cancel.
@@ -150,8 +149,7 @@ def train_by(folder: str, plan: str, way: str) -> dict[str, Any]:
     loss.backward()
     expected = plain(PROMPTS, labels=PROMPTS).loss
     expected.backward()
-    pairs = [(tp_transformers.full_tensor(p, p.grad), plain.get_parameter(n).grad) for n, p in model.named_parameters()]
-    errors = [relative(loss.detach(), expected.detach()), *(relative(*pair) for pair in pairs)]
+    errors = [relative(loss.detach(), expected.detach()), *gradient_differences(model, plain).values()]
     return {"worst": max(errors), "counts": seen.counts}
 
 
@@ -198,8 +196,7 @@ def compiled(folder: str, plan: str) -> dict[str, Any]:
     losses = [each(PROMPTS, labels=PROMPTS).loss for each in (torch.compile(model, backend="eager"), plain)]
     for loss in losses:
         loss.backward()
-    pairs = [(tp_transformers.full_tensor(p, p.grad), plain.get_parameter(n).grad) for n, p in model.named_parameters()]
-    errors = [relative(*(loss.detach() for loss in losses)), *(relative(*pair) for pair in pairs)]
+    errors = [relative(*(loss.detach() for loss in losses)), *gradient_differences(model, plain).values()]
     return {"worst": max(errors), "breaks": [*torch._dynamo.utils.counters["graph_break"]]}
 
 

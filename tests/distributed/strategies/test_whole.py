@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.groups import join
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import Layout, Split, chunked, even, packed
 from tp_transformers.strategies import ParamShard, take
 from tp_transformers.strategies.shards import gather

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import PROMPTS, load, relative
+from tests.support.comparisons import gradient_differences
+from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
 from tp_transformers.training import averaging
 
@@ -55,13 +56,8 @@ def steps(folder: str) -> dict[str, Any]:
     def loss(of: Any, text: Tensor) -> Tensor:
         return of(text, labels=text).loss
 
-    def compare(name: str) -> None:
-        expected = dict(one_process.named_parameters())
-        grads = {key: tp_transformers.full_tensor(param, param.grad) for key, param in model.named_parameters()}
-        assert {key for key, grad in grads.items() if grad is None} == {
-            key for key in grads if expected[key].grad is None
-        }
-        found[name] = max(relative(grad, expected[key].grad) for key, grad in grads.items() if grad is not None)
+    def hold(name: str) -> None:
+        found[name] = max(gradient_differences(model, one_process).values())
         model.zero_grad(), one_process.zero_grad()
 
     def whole() -> None:
@@ -86,14 +82,14 @@ def steps(folder: str) -> dict[str, Any]:
         handle.remove()
         found[f"sent early, {name}"] = events[: events.index("last gradient")].count("sent")
         whole()
-        compare(name)
+        hold(name)
 
     model.set_requires_gradient_sync(False)
     loss(model, texts[copy]).backward()
     model.set_requires_gradient_sync(True)
     loss(model, texts[copy]).backward()
     whole(), whole()
-    compare("added up")
+    hold("added up")
 
     if copy == 1:
         with without_second_mlp(model):
@@ -103,13 +99,13 @@ def steps(folder: str) -> dict[str, Any]:
     (loss(one_process, texts[0]) / 2).backward()
     with without_second_mlp(one_process):
         (loss(one_process, texts[1]) / 2).backward()
-    compare("unused on one copy")
+    hold("unused on one copy")
 
     with without_second_mlp(model):
         loss(model, texts[copy]).backward()
     with without_second_mlp(one_process):
         whole()
-    compare("unused on all")
+    hold("unused on all")
 
     loss(model, texts[copy]).backward()
     model.zero_grad()
@@ -118,7 +114,7 @@ def steps(folder: str) -> dict[str, Any]:
     for name in ("in parts", "in parts again"):
         loss(model, texts[copy]).backward()
         whole()
-        compare(name)
+        hold(name)
     return found
 
 

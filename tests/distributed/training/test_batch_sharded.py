@@ -16,10 +16,18 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support import architectures
-from tests.support.models import MASK, PROMPTS, VOCAB, Case, load, make_case, observe, relative
+from tests.support.comparisons import (
+    compare_seen,
+    full_gradients,
+    gradient_differences,
+    parameter_differences,
+    relative,
+    relative_errors,
+)
+from tests.support.models import MASK, PROMPTS, VOCAB, Case, load, make_case, observe
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tp_transformers import full_tensor, local_tensor
+from tp_transformers import local_tensor
 
 pytestmark = pytest.mark.distributed
 
@@ -68,7 +76,7 @@ def train(model: Any, groups: Any, step: Any, clip: Any) -> dict[str, Any]:
     for _ in range(STEPS):
         optimizer.zero_grad()
         losses.append(step(model))
-        grads = {name: full_tensor(p, p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+        grads = full_gradients(model)
         norms.append(clip(model).item())
         optimizer.step()
     return {"losses": torch.stack(losses), "norms": torch.tensor(norms), "grads": grads, "optimizer": optimizer}
@@ -90,7 +98,9 @@ def one_process(folder: str, ranks: int) -> tuple[Any, dict[str, Any]]:
     return model, train(model, model.parameters(), step, clip)
 
 
-def compare(folder: str, copies: int, chosen: Any, mode: Any, saved: str, plan: str = "auto") -> dict[str, float]:
+def compare_trained(
+    folder: str, copies: int, chosen: Any, mode: Any, saved: str, plan: str = "auto"
+) -> dict[str, float]:
     """Run on every rank: train, and say how far everything is from one process."""
     model, mesh = load_on_mesh(folder, copies, chosen, tp_plan=plan)
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -110,24 +120,23 @@ def compare(folder: str, copies: int, chosen: Any, mode: Any, saved: str, plan: 
     found = {
         "losses": relative(seen["losses"], expected["losses"][:, rank]),
         "norms": relative(seen["norms"], expected["norms"]),
-        "grads": max(relative(seen["grads"][name], grad) for name, grad in expected["grads"].items()),
-        "weights": max(relative(full_tensor(param), weights[name]) for name, param in model.named_parameters()),
+        "grads": max(relative_errors(seen["grads"], expected["grads"]).values()),
+        "weights": max(parameter_differences(model, trained).values()),
     }
     # What is saved, in both ways, is what was trained.
     model.save_pretrained(saved)
     states = {"optimizer": tp_transformers.optimizer_state_dict(model, seen["optimizer"])}
     checkpoint.save({**states, "model": model.state_dict()}, checkpoint_id=f"{saved}-state")
     dist.barrier()
-    again = dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters())
+    found["saved"] = max(parameter_differences(AutoModelForCausalLM.from_pretrained(saved), trained).values())
     whole = {"model": {name: torch.empty_like(weight) for name, weight in weights.items()}}
     moments = {name: {"exp_avg": torch.empty_like(weight)} for name, weight in weights.items()}
     checkpoint.load({**whole, "optimizer": {"state": moments}}, checkpoint_id=f"{saved}-state")
-    optimizer = expected["optimizer"]
-    for name, weight in weights.items():
-        moment = optimizer.state[trained.get_parameter(name)]["exp_avg"]
-        found["saved"] = max(found.get("saved", 0), relative(again[name].detach(), weight))
-        found["state"] = max(found.get("state", 0), relative(whole["model"][name], weight))
-        found["moments"] = max(found.get("moments", 0), relative(moments[name]["exp_avg"], moment))
+    found["state"] = max(relative_errors(whole["model"], weights).values())
+    state = expected["optimizer"].state
+    found["moments"] = max(
+        relative(moment["exp_avg"], state[trained.get_parameter(name)]["exp_avg"]) for name, moment in moments.items()
+    )
     # Two backwards, averaged each, are their sum.
     if mode == "replicate":
         model.zero_grad()
@@ -135,8 +144,7 @@ def compare(folder: str, copies: int, chosen: Any, mode: Any, saved: str, plan: 
         for _ in range(2):
             step(model)
             torch.stack([trained(**b, **options_of(trained)).loss for b in batches(ranks)]).mean().backward()
-        pairs = ((full_tensor(p, p.grad), trained.get_parameter(name).grad) for name, p in model.named_parameters())
-        found["twice"] = max(relative(*pair) for pair in pairs)
+        found["twice"] = max(gradient_differences(model, trained).values())
     held = sum(local_tensor(param).numel() for param in model.parameters())
     found["share"] = held / sum(weight.numel() for weight in weights.values())
     return found
@@ -173,7 +181,7 @@ def test_ranks_train_as_one_process(
 ) -> None:  # fmt: skip
     folder = ({"mixtral": mixtral, "tied": tied}.get(kind) or cases(*kind)).folder
     chaos = 50 if kind == "mixtral" else 1  # routers whose gradients nearly cancel
-    for found in pool.run(ranks, compare, folder, copies, chosen, mode, str(tmp_path / "saved")):
+    for found in pool.run(ranks, compare_trained, folder, copies, chosen, mode, str(tmp_path / "saved")):
         print(found)
         assert found["losses"] < LOSS_TOLERANCE
         assert found["norms"] < NORM_TOLERANCE * chaos
@@ -202,8 +210,7 @@ def checkpointed(folder: str, way: bool | None) -> list[float]:
             model(given[0, :, :5])
         loss.backward()
         torch.stack([trained(ids, labels=ids).loss for ids in given]).mean().backward()
-        pairs = ((full_tensor(p, p.grad), trained.get_parameter(name).grad) for name, p in model.named_parameters())
-        found.append(max(relative(*pair) for pair in pairs))
+        found.append(max(gradient_differences(model, trained).values()))
     return found
 
 
@@ -283,15 +290,13 @@ def refusals(folder: str, reference: str) -> dict[str, Any]:
         except tp_transformers.TensorParallelError as error:
             said.append(str(error))
     seen = observe(model)  # of the same prompts on all ranks, generated too
+    compared = compare_seen(model, seen, expected)
     own = {"input_ids": PROMPTS[dist.get_rank()][None], "attention_mask": MASK[dist.get_rank()][None]}
     logits = model(**own).logits.detach()
     return {
         "said": said,
-        "logits": max(
-            relative(seen["logits"], expected["logits"]), relative(logits, expected["logits"][dist.get_rank()][None])
-        ),
-        "grads": max(relative(full_tensor(p, p.grad), expected["grads"][n]) for n, p in model.named_parameters()),
-        "tokens": torch.equal(seen["tokens"], expected["tokens"]),
+        **compared,
+        "logits": max(compared["logits"], relative(logits, expected["logits"][dist.get_rank()][None])),
     }
 
 
@@ -313,7 +318,7 @@ def test_faults_of_one_rank_are_errors_on_all(pool: Pool, cases: Any) -> None:
         assert len(found["said"]) == len(says)
         assert all(text in error for text, error in zip(says, found["said"], strict=True)), found["said"]
         assert found["logits"] < 1e-5
-        assert found["grads"] < GRADIENT_TOLERANCE
+        assert found["grads"][1] < GRADIENT_TOLERANCE, found["grads"]
         assert found["tokens"]
 
 

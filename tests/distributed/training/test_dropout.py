@@ -13,7 +13,8 @@ from torch import nn
 
 import tp_transformers
 from tests.support import architectures
-from tests.support.models import load, relative
+from tests.support.comparisons import relative
+from tests.support.models import load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import BATCH, GRADIENT_TOLERANCE

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import PROMPTS, load, relative
+from tests.support.comparisons import gradient_differences, relative
+from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool, WorkerError
 
 pytestmark = pytest.mark.distributed
@@ -30,9 +31,8 @@ def interleaved(folder: str, mode: Any) -> tuple[list[int], float, float, float]
     dist.all_reduce(mean := loss.detach() / dist.get_world_size())
     norm = torch.nn.utils.clip_grad_norm_(one_process.parameters(), 0.5)
     seen = tp_transformers.clip_grad_norm_(model, 0.5)
-    pairs = zip(model.parameters(), one_process.parameters(), strict=True)
-    grads = [relative(tp_transformers.full_tensor(mine, mine.grad), theirs.grad) for mine, theirs in pairs]
-    return model.tp_group.global_ranks, relative(mean, expected.detach()), relative(seen, norm), max(grads)
+    grads = max(gradient_differences(model, one_process).values())
+    return model.tp_group.global_ranks, relative(mean, expected.detach()), relative(seen, norm), grads
 
 
 @pytest.mark.parametrize("mode", ["replicate", "shard"])

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor
 
 import tp_transformers
-from tests.support.models import PROMPTS, load, relative
+from tests.support.comparisons import equal_parameters, parameter_differences, relative
+from tests.support.models import PROMPTS, load
 from tests.support.optimizers import Comparison
 from tests.support.pool import Pool
 from tests.support.tiers import wide
@@ -201,7 +202,7 @@ def leave(folder: str, name: str, target: str) -> list[Tensor]:
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     steps(model, optimizer, 1)
     steps(other, again, 1)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(wholes(model), wholes(other), strict=True))
+    assert equal_parameters(model, other)
     return wholes(model)
 
 
@@ -323,8 +324,7 @@ def averages(folder: str) -> float:
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(1.5)
-    pairs = zip(averaged[0].parameters(), averaged[1].parameters(), strict=True)
-    return max(relative(tp_transformers.full_tensor(mine), theirs.detach()) for mine, theirs in pairs)
+    return max(parameter_differences(*averaged).values())
 
 
 @pytest.mark.parametrize("heads", HEADS)

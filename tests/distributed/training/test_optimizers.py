@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import relative
+from tests.support.comparisons import relative
 from tests.support.optimizers import (
     WITH_CLOSURE,
     Comparison,

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
+from tests.support.groups import join
 from tests.support.models import load
 from tests.support.pool import Pool, WorkerError
 from tests.support.training import BATCH, mesh_of
-from tp_transformers.ranks.mesh import join
 from tp_transformers.ranks.shared_memory.joining import VARIABLE, memory_of
 
 pytestmark = pytest.mark.distributed
@@ -27,7 +27,7 @@ SHARED = "model.layers.0.self_attn.k_proj.weight"
 """What all ranks hold where there is one KV head."""
 
 
-def error(value: torch.Tensor, parts: list[torch.Tensor], *, mean: bool) -> float:
+def sum_error(value: torch.Tensor, parts: list[torch.Tensor], *, mean: bool) -> float:
     """The largest relative difference to the sum, or mean, of `parts` in fp64."""
     exact = torch.stack(parts).double().sum(0) / (len(parts) if mean else 1)
     return ((value.double() - exact).abs() / exact.abs().clamp(min=1e-30)).max().item()
@@ -49,7 +49,7 @@ def shared_heads(folder: str, way: str) -> list[float]:
         param = model.get_parameter(SHARED)
         part = torch.randn(param.shape, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
         param.tp_shard.view(param).backward(part)
-        errors.append(error(param.grad, everyones(part), mean=False))
+        errors.append(sum_error(param.grad, everyones(part), mean=False))
     return errors
 
 
@@ -64,7 +64,9 @@ def copies(folder: str, mode: str) -> list[float]:
         tp_transformers.data_parallel(model, mesh, mode=mode)  # type: ignore[arg-type]
         model(mine, labels=mine).loss.backward()
         found = [
-            error(tp_transformers.full_tensor(param, param.grad), everyones(alone.get_parameter(name).grad), mean=True)
+            sum_error(
+                tp_transformers.full_tensor(param, param.grad), everyones(alone.get_parameter(name).grad), mean=True
+            )
             for name, param in model.named_parameters()
             if "proj" in name
         ]

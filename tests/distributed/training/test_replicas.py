@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import tp_transformers
 from tests.support import architectures
+from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import load
 from tests.support.pool import Pool
 from tests.support.training import BATCH, Texts, mesh_of
@@ -35,7 +36,7 @@ def drift(folder: str, shared: str, mode: str | None) -> dict[str, Any]:
         model(BATCH, labels=BATCH).loss.backward()
         optimizer.step()
     result: dict[str, Any] = {"at first": tp_transformers.check_replicas(model, optimizer)}
-    before = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
+    before = full_parameters(model)
     state = torch.get_rng_state()
     if model.tp_group.rank == model.tp_group.size - 1:
         with torch.no_grad():
@@ -48,8 +49,7 @@ def drift(folder: str, shared: str, mode: str | None) -> dict[str, Any]:
     result["both"] = tp_transformers.check_replicas(model, optimizer)
     result["again"] = tp_transformers.check_replicas(model, optimizer, synchronize=True)
     result["after"] = tp_transformers.check_replicas(model, optimizer)
-    after = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
-    result["restored"] = all(torch.equal(after[name], value) for name, value in before.items())
+    result["restored"] = not different_tensors(full_parameters(model), before)
     result["drew nothing"] = torch.equal(torch.get_rng_state(), state)
     return result
 
@@ -110,7 +110,7 @@ def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
     from accelerate.state import AcceleratorState
     from transformers import TrainerCallback, TrainingArguments
 
-    from tp_transformers.training.trainer import Trainer
+    from tp_transformers.trainer import Trainer
 
     said: list[str] = []
 
@@ -148,5 +148,5 @@ def test_trainer_brings_ranks_together_at_checkpoints(pool: Pool, cases: Any, tm
 
 def test_one_process_has_nothing_to_compare(cases: Any) -> None:
     assert tp_transformers.check_replicas(load(cases(9, 3).folder)) == {}
-    with pytest.raises(tp_transformers.UnsupportedError, match="loaded with tp_plan"):
+    with pytest.raises(tp_transformers.UnsupportedError, match="check_replicas"):
         tp_transformers.check_replicas(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ def with_trainer(folder: str, target: str, copies: int, resumed: str | None, **s
     from accelerate.state import AcceleratorState
     from transformers import TrainingArguments
 
-    from tp_transformers.training.trainer import Trainer
+    from tp_transformers.trainer import Trainer
 
     if not copies:
         for name in ALONE:

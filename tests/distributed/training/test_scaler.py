@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.models import load, read_folder, relative
+from tests.support.comparisons import full_parameters, read_folder, relative, relative_errors
+from tests.support.models import load
 from tests.support.pool import Pool
 from tests.support.training import BATCH, MAX_NORM, WEIGHT_TOLERANCE, mesh_of, with_trainer
 
@@ -66,10 +67,7 @@ def scaled(folder: str, mode: str | None) -> list[tuple[bool, float]]:
         rank = model.tp_group.rank if mode != "shard" or copy == 0 else -2
         scales = train(model, batch, unscales=unscales, rank=rank, fused=fused)
         weights, expected = one_process(folder, unscales)
-        errors = [
-            relative(tp_transformers.full_tensor(param), weights[name]) for name, param in model.named_parameters()
-        ]
-        found.append((scales == expected, max(errors)))
+        found.append((scales == expected, max(relative_errors(full_parameters(model), weights).values())))
     return found
 
 
@@ -129,4 +127,4 @@ def test_trainer_unscales_before_it_clips(pool: Pool, cases: Any, tmp_path: Path
         assert not result["norms"][0].isfinite()
         assert relative(result["norms"][1:], expected["norms"][1:]) < FP16_TOLERANCE
     files = read_folder(str(tmp_path / "two"))
-    assert max(relative(files[name], value) for name, value in one.items()) < FP16_TOLERANCE
+    assert max(relative_errors(files, one).values()) < FP16_TOLERANCE

@@ -16,10 +16,11 @@ from benchmarks.meters import read_log
 from benchmarks.processes import ROOT
 from benchmarks.train_llm import parse, train
 from tests.distributed.model.test_generate import letters
-from tests.support.models import llama_config, read_folder, relative
+from tests.support.comparisons import read_folder, relative_errors
+from tests.support.groups import join
+from tests.support.models import llama_config
 from tests.support.pool import Pool
-from tp_transformers.errors import TensorParallelError
-from tp_transformers.ranks.mesh import join
+from tp_transformers import TensorParallelError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -53,16 +54,14 @@ def steps(out: Path) -> dict[int, Any]:
     return {line["step"]: line for line in read_log(out / "log.jsonl") if "step" in line}
 
 
-def assert_same(out: Path, reference: Path) -> None:
+def assert_same_run(out: Path, reference: Path) -> None:
     """The same losses and gradient norms at every step, and the same weights at the end."""
     expected, found = steps(reference), steps(out)
     for step, line in found.items():
         for name in ("loss", "norm"):
             assert line[name] == pytest.approx(expected[step][name], rel=TOLERANCE), (name, step)
-    weights, whole = read_folder(out / "final"), read_folder(reference / "final")
-    assert weights.keys() == whole.keys()
-    worst = {name: relative(weights[name], whole[name]) for name in whole}
-    assert max(worst.values()) < TOLERANCE, worst
+    errors = relative_errors(read_folder(out / "final"), read_folder(reference / "final"))
+    assert max(errors.values()) < TOLERANCE, errors
 
 
 def test_ranks_train_what_one_process_trains_and_another_mesh_goes_on(
@@ -80,7 +79,7 @@ def test_ranks_train_what_one_process_trains_and_another_mesh_goes_on(
     assert "100%" in done.stderr, "the progress bar"
     assert (two / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in two.iterdir()) == ["final", "log.jsonl", "loss.png", "step-3", "step-6"]
-    assert_same(two, one)
+    assert_same_run(two, one)
     line = steps(two)[6]
     assert line["seconds"].keys() == {"data", "forward", "backward", "clip", "optimizer", "step"}
     assert line["tokens_per_second"] == 12 * 24 / line["seconds"]["step"], "the batch's tokens, on however many ranks"
@@ -91,7 +90,7 @@ def test_ranks_train_what_one_process_trains_and_another_mesh_goes_on(
         again = [*options, "--resume", str(two / "step-3"), "--out", str(out), *more.split()]
         assert not any([run(again)] if ranks == 1 else pool.run(ranks, run, again))
         assert list(steps(out)) == [4, 5, 6]
-        assert_same(out, one)
+        assert_same_run(out, one)
     # So do copies whose gradients are averaged, in the same folder.
     with (two / "log.jsonl").open("a") as log:
         log.write(json.dumps({"step": 7}) + "\n")
@@ -99,7 +98,7 @@ def test_ranks_train_what_one_process_trains_and_another_mesh_goes_on(
     assert not any(pool.run(2, run, again))
     assert list(steps(two)) == [1, 2, 3, 4, 5, 6]
     assert "gradient sync" in steps(two)[6]["seconds"]
-    assert_same(two, one)
+    assert_same_run(two, one)
 
 
 def test_a_mistake_is_the_same_error_on_all_ranks(options: list[str], pool: Pool, tmp_path: Path) -> None:

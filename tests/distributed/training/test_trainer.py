@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.models import load, read_folder, relative
+from tests.support.comparisons import read_folder, relative, relative_errors
+from tests.support.models import load
 from tests.support.pool import Pool
 from tests.support.training import LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
 
@@ -45,5 +46,4 @@ def test_trainer_trains_and_evaluates_as_one_process(pool: Pool, cases: Any, tmp
                 assert result["answers"] == expected["answers"]
                 assert result["reloaded"] < WEIGHT_TOLERANCE
             files = read_folder(saved)
-            assert one.keys() == files.keys()
-            assert max(relative(files[name], value) for name, value in one.items()) < WEIGHT_TOLERANCE
+            assert max(relative_errors(files, one).values()) < WEIGHT_TOLERANCE

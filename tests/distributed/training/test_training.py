@@ -17,7 +17,17 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support import architectures
-from tests.support.models import Case, load, relative
+from tests.support.comparisons import (
+    different_tensors,
+    full_gradients,
+    full_parameters,
+    gradient_differences,
+    largest_step,
+    parameter_differences,
+    relative,
+    relative_errors,
+)
+from tests.support.models import Case, load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import (
@@ -47,9 +57,7 @@ def train(model: Any, groups: Any, batch: torch.Tensor, clip: Any, steps: int = 
         optimizer.zero_grad()
         loss = model(batch, labels=batch).loss
         loss.backward()
-        grads = {
-            name: tp_transformers.full_tensor(p, p.grad) for name, p in model.named_parameters() if p.grad is not None
-        }
+        grads = full_gradients(model)
         for kind, limit in ((1.0, float("inf")), (float("inf"), float("inf")), (2.0, MAX_NORM)):
             norms.append(clip(model, limit, kind).item())
             whole = torch.linalg.vector_norm(torch.stack([grad.norm(kind) for grad in grads.values()]), kind).item()
@@ -77,21 +85,20 @@ def one_process(folder: str) -> tuple[Any, dict[str, Any]]:
     return model, train(model, model.parameters(), BATCH, clip)
 
 
-def differences(model: Any, seen: dict[str, Any], expected_model: Any, expected: dict[str, Any]) -> dict[str, float]:
-    weights = dict(expected_model.named_parameters())
+def compare_trained(
+    model: Any, seen: dict[str, Any], expected_model: Any, expected: dict[str, Any]
+) -> dict[str, float]:
+    """Differences of a trained model, its steps and its optimizer's moments from those of one process."""
     return {
         "wrong": seen["wrong"],
-        "norms": ((seen["norms"] - expected["norms"]) / expected["norms"]).abs().max().item(),
+        "norms": largest_step(seen["norms"], expected["norms"]),
         "losses": relative(seen["losses"], expected["losses"]),
-        "grads": max(relative(seen["grads"][name], grad) for name, grad in expected["grads"].items()),
-        "weights": max(
-            relative(tp_transformers.full_tensor(param), weights[name].detach())
-            for name, param in model.named_parameters()
-        ),
+        "grads": max(relative_errors(seen["grads"], expected["grads"]).values()),
+        "weights": max(parameter_differences(model, expected_model).values()),
         "moments": max(
             relative(
                 tp_transformers.full_tensor(param, seen["states"][param]["exp_avg"]),
-                expected["states"][weights[name]]["exp_avg"],
+                expected["states"][expected_model.get_parameter(name)]["exp_avg"],
             )
             for name, param in model.named_parameters()
         ),
@@ -128,12 +135,11 @@ def both_axes(folder: str, mode: str, saved: str) -> dict[str, Any]:
     seen = train(model, groups, mine, tp_transformers.clip_grad_norm_, foreach=True)
     dist.all_reduce(seen["losses"], group=mesh["dp"].get_group())
     seen["losses"] /= 2
-    result: dict[str, Any] = differences(model, seen, *one_process(folder))
+    result: dict[str, Any] = compare_trained(model, seen, *one_process(folder))
     model.save_pretrained(saved)
     dist.barrier()
     trained = one_process(folder)[0]
-    again = dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters())
-    result["saved"] = max(relative(again[name].detach(), param.detach()) for name, param in trained.named_parameters())
+    result["saved"] = max(parameter_differences(AutoModelForCausalLM.from_pretrained(saved), trained).values())
     result["names"] = model.state_dict().keys() == trained.state_dict().keys()
     result["share"] = sum(tp_transformers.local_tensor(param).numel() for param in model.parameters()) / held
     result["shapes"] = whole == [tuple(param.tp_shard.shape) for param in model.parameters()]
@@ -155,10 +161,7 @@ def both_axes(folder: str, mode: str, saved: str) -> dict[str, Any]:
         (model(row[None], labels=row[None]).loss / 2).backward()
     trained.zero_grad()
     trained(BATCH, labels=BATCH).loss.backward()
-    result["accumulated"] = max(
-        relative(tp_transformers.full_tensor(param, param.grad), trained.get_parameter(name).grad)
-        for name, param in model.named_parameters()
-    )
+    result["accumulated"] = max(gradient_differences(model, trained).values())
     # Copies that end at different lengths.
     count = 2 + 3 * mesh["dp"].get_local_rank()
     text = model.eval().generate(mine[:1], max_new_tokens=count, min_new_tokens=count, do_sample=False)
@@ -172,15 +175,11 @@ def both_axes(folder: str, mode: str, saved: str) -> dict[str, Any]:
 
 def states(model: Any, trained: Any, folder: str) -> dict[str, bool]:
     """Whether what torch.distributed.checkpoint saves is the model, and what it and one process give back is."""
-    expected = {name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()}
-
-    def is_same(values: dict[str, torch.Tensor]) -> bool:
-        return all(torch.equal(values[name], value) for name, value in expected.items())
-
+    expected = full_parameters(model)
     checkpoint.save(model.state_dict(), checkpoint_id=folder)
     whole = {name: torch.empty_like(value) for name, value in expected.items()}
     checkpoint.load(whole, checkpoint_id=folder)
-    found = {"checkpoint": is_same(whole)}
+    found = {"checkpoint": not different_tensors(whole, expected)}
     for name, state in (("reloaded", None), ("whole", expected)):
         with torch.no_grad():
             for param in model.parameters():
@@ -190,7 +189,7 @@ def states(model: Any, trained: Any, folder: str) -> dict[str, bool]:
             checkpoint.load(state, checkpoint_id=folder)
         # Strict where one process is: tied parameters stand there under two names.
         model.load_state_dict(state, strict=len(state) == len(trained.state_dict()))
-        found[name] = is_same({name: tp_transformers.full_tensor(param) for name, param in model.named_parameters()})
+        found[name] = not different_tensors(full_parameters(model), expected)
     return found
 
 
@@ -304,7 +303,7 @@ def one_axis(folder: str) -> dict[str, Any]:
     groups = tp_transformers.parameter_groups(model)
     seen = train(model, groups, BATCH, tp_transformers.clip_grad_norm_, fused=True)
     trained, expected = one_process(folder)
-    result: dict[str, Any] = differences(model, seen, trained, expected)
+    result: dict[str, Any] = compare_trained(model, seen, trained, expected)
     exact: dict[str, torch.Tensor] = {}
     for name, autocast, checkpoints in (("checkpoints", False, True), ("autocast", True, True)):
         grads = []
@@ -316,9 +315,9 @@ def one_axis(folder: str) -> dict[str, Any]:
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = either(BATCH, labels=BATCH).loss
             loss.backward()
-            grads.append({name: tp_transformers.full_tensor(p, p.grad) for name, p in either.named_parameters()})
+            grads.append(full_gradients(either))
         exact = exact or grads[1]
-        result[name] = [max(relative(each[key], grad) for key, grad in exact.items()) for each in grads]
+        result[name] = [max(relative_errors(each, exact).values()) for each in grads]
         result[f"{name} dtypes"] = {str(param.dtype) for param in model.parameters()}
     return result
 

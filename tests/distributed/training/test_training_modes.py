@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, Variant
-from tests.support.models import load, relative
+from tests.support.comparisons import full_parameters, largest_step, relative_errors
+from tests.support.models import load
 from tests.support.pool import Pool
 from tests.support.training import BATCH, MAX_NORM
 
@@ -141,17 +142,16 @@ def train(model: Any, groups: Any, batch: Tensor, clip: Any, mode: Mode) -> dict
         optimizer.step()
         losses.append(total)
     assert all(param.dtype == torch.float32 for param in model.parameters())
-    weights = {name: tp_transformers.full_tensor(param).detach() for name, param in model.named_parameters()}
     return {
         "losses": torch.stack(losses),
         "norms": torch.stack(norms),
-        "weights": weights,
+        "weights": full_parameters(model),
         "compiled": graphs.frame_count > 0,
         "breaks": dict(torch._dynamo.utils.counters["graph_break"]),
     }
 
 
-def compare(folder: str, reference_file: str, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
+def compare_modes(folder: str, reference_file: str, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """Run on every rank: the largest differences from one process, relative, in every mode."""
     references, found = torch.load(reference_file), {}
     for name in names:
@@ -161,11 +161,8 @@ def compare(folder: str, reference_file: str, names: tuple[str, ...]) -> dict[st
         seen = train(model, tp_transformers.parameter_groups(model), batch, tp_transformers.clip_grad_norm_, mode)
         dist.all_reduce(seen["losses"])  # copies have parts of equal length
         seen["losses"] /= dist.get_world_size()
-        assert seen["weights"].keys() == expected["weights"].keys()
-        found[name] = {
-            key: ((seen[key] - expected[key]) / expected[key]).abs().max().item() for key in ("losses", "norms")
-        }
-        found[name]["weights"] = max(relative(seen["weights"][key], w) for key, w in expected["weights"].items())
+        found[name] = {key: largest_step(seen[key], expected[key]) for key in ("losses", "norms")}
+        found[name]["weights"] = max(relative_errors(seen["weights"], expected["weights"]).values())
         found[name].update(compiled=seen["compiled"], breaks=seen["breaks"])
     return found
 
@@ -232,7 +229,7 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
 def test_trains_as_one_process(
     pool: Pool, made: Any, name: str, variant: Variant, size: int, modes: tuple[str, ...]
 ) -> None:
-    results = pool.run(size, compare, *made(name, variant), modes, timeout=100 * len(modes))
+    results = pool.run(size, compare_modes, *made(name, variant), modes, timeout=100 * len(modes))
     for mode in modes:
         worst = {key: max(result[mode][key] for result in results) for key in ("losses", "norms", "weights")}
         print(name, *variant, size, f"| {mode} |", worst)

@@ -17,7 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
 
 import tp_transformers
-from tests.support.models import load, read_folder
+from tests.support.comparisons import read_folder
+from tests.support.models import load
 from tests.unit.slices.test_lazy import select
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.conversion.convert import Conversion, convert

@@ -14,9 +14,9 @@ from huggingface_hub import constants
 from tests.support.fuzz import fuzz_cases, kept
 from tests.support.hub_server import HubServer
 from tests.support.remote_file import CONTENT
+from tp_transformers import TensorParallelError
 from tp_transformers.checkpoint.hub import tries
 from tp_transformers.checkpoint.hub.hub import Weights, _inquire
-from tp_transformers.errors import TensorParallelError
 
 COUNT = 60
 """Loads of the file."""

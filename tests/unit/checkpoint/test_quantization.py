@@ -24,15 +24,16 @@ from transformers import (
 )
 
 from tests.support import quantized
+from tests.support.comparisons import equal_parameters
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
+from tp_transformers import CheckpointError, PlanError, UnsupportedError
 from tp_transformers.checkpoint.quantization.awq import Awq
 from tp_transformers.checkpoint.quantization.compressed import Compressed
 from tp_transformers.checkpoint.quantization.float8 import Float8
 from tp_transformers.checkpoint.quantization.format import Format
 from tp_transformers.checkpoint.quantization.gptq import Gptq
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
-from tp_transformers.errors import CheckpointError, PlanError, UnsupportedError
 from tp_transformers.loading import memory
 from tp_transformers.slices.bundle import Decoded
 from tp_transformers.slices.lazy import Resident
@@ -186,7 +187,7 @@ def test_float8_stays_packed(tmp_path: Path, llama: Path, block: tuple[int, int]
 
 
 def test_gguf_is_refused(llama: Path) -> None:
-    with pytest.raises(UnsupportedError, match="both tp_plan and gguf_file"):
+    with pytest.raises(UnsupportedError, match="gguf_file"):
         load(llama, gguf_file="model.gguf")
 
 
@@ -349,4 +350,4 @@ def test_few_weights_are_packed_and_dequantised_at_once(
     monkeypatch.setattr(memory.Memory, "_fill_round", fill)
     model = load(tmp_path / "packed")
     assert seen == [(0, 0), *[(1, 0)] * 14], "what was packed is gone before the next weight is read"
-    assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), whole.parameters(), strict=True))
+    assert equal_parameters(whole, model)

@@ -1,4 +1,4 @@
-"""Files on the Hub, and in its cache, as two ranks see them: no contents are read, names of contents are compared."""
+"""Two ranks have the same file: names of contents on the Hub and in its cache, samples of contents elsewhere."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.hub.remote_file import RemoteFile
-from tp_transformers.checkpoint.reading.local_file import LocalFile
+from tp_transformers.checkpoint.reading.header import Checkpoint
+from tp_transformers.checkpoint.reading.local_file import BLOCK_BYTES, BLOCKS, LocalFile
 from tp_transformers.checkpoint.reading.sameness import check_same_files
 from tp_transformers.ranks.group import TensorParallelGroup
 from tp_transformers.slices.source import Source
@@ -69,3 +71,28 @@ def test_others_are_refused(
         check(monkeypatch, remote(), remote(**changes))
     with cached(tmp_path) as here, pytest.raises(CheckpointError, match=says):
         check(monkeypatch, here, remote(**changes))
+
+
+@pytest.mark.parametrize("size", [1, BLOCK_BYTES, BLOCK_BYTES + 1, BLOCKS * BLOCK_BYTES, 10 * BLOCKS * BLOCK_BYTES + 7])
+def test_samples_are_bounded_and_of_the_first_and_the_last_byte(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    found = set()
+    for changed in (None, 0, size - 1):
+        content = bytearray(size)
+        if changed is not None:
+            content[changed] = 1
+        path.write_bytes(content)
+        with LocalFile(path) as source:
+            found.add(source.sample())
+            assert min(size, BLOCKS * BLOCK_BYTES) <= source.bytes_sampled <= BLOCKS * BLOCK_BYTES
+            assert source.bytes_read == source.reads == 0
+    assert len(found) == (2 if size == 1 else 3)
+
+
+def test_a_header_is_known_once_it_is_read(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        save_file({"x" if name != "c" else "y": torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    with Checkpoint([tmp_path / "a.safetensors"]) as a, Checkpoint([tmp_path / "b.safetensors"]) as b:
+        assert a.sources[0].header_hash == b.sources[0].header_hash
+    with Checkpoint([tmp_path / "c.safetensors"]) as c:
+        assert c.sources[0].header_hash != a.sources[0].header_hash

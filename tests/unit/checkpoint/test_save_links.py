@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.saving import KINDS, Saved, made, weights_are
+from tests.support.saving import KINDS, MANIFEST_NAME, Saved, made, weights_are
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME
 from tp_transformers.checkpoint.saving.push import save_and_push
 from tp_transformers.ranks.group import GROUP
 

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
-from tests.support.models import assert_same_files, load
+from tests.support.comparisons import assert_same_files, equal_parameters
+from tests.support.models import load
 from tp_transformers import CheckpointError, UnsupportedError, save_sharded, verify_sharded
 from tp_transformers.checkpoint.saving.manifest import Manifest
 from tp_transformers.checkpoint.saving.writer import SummedWriter
@@ -31,7 +32,7 @@ def test_one_process_saves_and_loads(saved: tuple[str, Path], tmp_path: Path) ->
     model, info = load(sharded, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     plain = LlamaForCausalLM.from_pretrained(folder)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert equal_parameters(model, plain)
     assert model.generation_config.to_dict() == plain.generation_config.to_dict()
     (file,) = sharded.glob("rank-*.safetensors")
     assert model.tp_report.bytes_read + model.tp_report.mapped == file.stat().st_size
@@ -48,7 +49,7 @@ def test_nothing_is_renamed_again(saved: tuple[str, Path], tmp_path: Path) -> No
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     plain = LlamaForCausalLM.from_pretrained(folder)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    assert equal_parameters(model, plain)
     model.save_pretrained(tmp_path / "back", max_shard_size="60KB")
     assert_same_files(folder, str(tmp_path / "back"))
 
@@ -57,7 +58,7 @@ def test_dtypes(saved: tuple[str, Path], tmp_path: Path) -> None:
     folder, sharded = saved
     plain = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     cast = load(sharded, dtype=torch.bfloat16)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), cast.parameters(), strict=True))
+    assert equal_parameters(cast, plain)
     save_sharded(cast, tmp_path / "cast")
     edit_config = json.loads((tmp_path / "cast" / "config.json").read_text())
     assert edit_config.pop("dtype") == "bfloat16"
@@ -70,7 +71,7 @@ def test_dtypes(saved: tuple[str, Path], tmp_path: Path) -> None:
 def test_a_base_model_is_loaded_too(saved: tuple[str, Path]) -> None:
     folder, sharded = saved
     base, plain = load(sharded, AutoModel), AutoModel.from_pretrained(folder)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), base.parameters(), strict=True))
+    assert equal_parameters(base, plain)
 
 
 def test_without_a_plan_there_is_an_error_and_no_model(saved: tuple[str, Path]) -> None:

@@ -15,12 +15,12 @@ import torch
 import transformers
 
 from tests.support.tiers import wide
-from tp_transformers import __version__
+from tp_transformers import RemoteRankError, TensorParallelError, __version__
 from tp_transformers.commands import cli
 from tp_transformers.commands.run.errors import keep_errors, told
 from tp_transformers.commands.serve import command as serve
 from tp_transformers.commands.serve.ports import bound
-from tp_transformers.errors import RemoteRankError, TensorParallelError, UsageError
+from tp_transformers.errors import UsageError
 
 
 def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -17,9 +17,9 @@ from packaging.version import Version
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from tests.support.architectures import ARCHITECTURES
+from tests.support.commands import main
 from tests.support.models import llama_config
 from tp_transformers import Plan
-from tp_transformers.commands import cli
 from tp_transformers.commands.plan import picture
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> str:
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the command."""
-    code = cli.main(["plan", *arguments])
+    code = main(["plan", *arguments])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -78,7 +78,7 @@ def test_lines_are_as_wide_as_the_terminal(
     assert max(map(len, out.splitlines())) <= width
     assert width < 120 or "model.layers.0-3.self_attn: 64 tokens" in out
     assert out.index("query/KV") < out.index("it fits") < out.index("q_proj.weight"), "the memory comes first"
-    assert cli.main(["plans"]) == 0
+    assert main(["plans"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[:-1])) <= width  # the last is a path
     monkeypatch.delenv("COLUMNS")
@@ -156,7 +156,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(folder: str, monkeypatch: pyt
     os.close(reader)  # as `head` does
     with os.fdopen(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert cli.main(["plan", folder, "--tp-size", "64", "--json"]) == 0
+        assert main(["plan", folder, "--tp-size", "64", "--json"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -255,12 +255,12 @@ def test_words() -> None:
 
 def test_plans_lists_every_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # nothing is folded
-    assert cli.main(["plans", "--json"]) == 0
+    assert main(["plans", "--json"]) == 0
     said: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert {name: Path(entry["file"]) for entry in said["plans"] for name in entry["model_types"]} == available_plans()
     for entry in said["plans"]:
         assert set(entry["strategies"]) == {rule.strategy_name for rule in Plan.from_yaml(entry["file"]).rules}
-    assert cli.main(["plans"]) == 0
+    assert main(["plans"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(any(line.startswith(entry.title) for line in lines) for entry in catalogue())
 

@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
-from tests.support.remote_code import split_by_own_widths, with_code
-from tp_transformers.anatomy.classes import own_class
-from tp_transformers.commands import cli
-from tp_transformers.plan_search.suggestion import suggest
+from tests.support.commands import main
+from tests.support.remote_code import with_code
 
 COMMANDS = {
     "plan": ["--tp-size", "2", "--plan", "infer"],
@@ -32,7 +29,7 @@ def test_code_of_a_repository_runs_only_if_it_is_asked_for(
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))  # nobody is asked
     monkeypatch.chdir(tmp_path)
     arguments = [name, folder, *(each.format(out=tmp_path / "out") for each in COMMANDS[name])]
-    assert cli.main(arguments) == 2
+    assert main(arguments) == 2
     said = capsys.readouterr()
     assert not ran.exists()
     assert said.out == ""
@@ -41,17 +38,6 @@ def test_code_of_a_repository_runs_only_if_it_is_asked_for(
     assert len(said.err.splitlines()) == 1
     if name == "verify":  # starts ranks; `suggest` has proven it the same way
         return
-    assert cli.main([*arguments, "--trust-remote-code"]) == 0
+    assert main([*arguments, "--trust-remote-code"]) == 0
     assert ran.exists()
     assert "not run" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("sliced", [False, True])
-def test_features_that_are_split_by_numbers_of_its_own_stay_whole(tmp_path: Path, sliced: bool) -> None:
-    folder = with_code(tmp_path / "model", "fused")
-    split_by_own_widths(folder, sliced=sliced)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    suggestion = suggest(config, size=2, cls=own_class(config, trust_remote_code=True))
-    assert {block.kind for block in suggestion.blocks} == {"mlp", "vocabulary"}
-    assert set(suggestion.whole) == {"blocks.*.attend.qkv", "blocks.*.attend.back"}
-    assert all("shards of 2 fails in blocks.0.attend" in why for why in suggestion.whole.values())

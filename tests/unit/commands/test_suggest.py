@@ -1,4 +1,4 @@
-"""Plans that are inferred: what is cut of architectures with and without a plan, and what is done when it is wrong."""
+"""`tp-transformers suggest`: blocks that verify finds wrong stay whole, and the plan that is written loads."""
 
 from __future__ import annotations
 
@@ -7,117 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
-from tests.support.architectures import ARCHITECTURES
-from tests.support.tiers import wide
-from tests.support.tiny_mixers import MIXERS
-from tests.support.unplanned import DBRX_RUNS, unplanned
-from tp_transformers import PlanError
-from tp_transformers.anatomy.names import is_inside
-from tp_transformers.commands import cli
+from tests.support.commands import main
+from tests.support.unplanned import unplanned
+from tp_transformers import Plan
 from tp_transformers.commands.suggest.prove import prove
-from tp_transformers.commands.verify.verify import Verdict
 from tp_transformers.plan_search.suggestion import suggest
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.rules import Plan
-from tp_transformers.plans.shares import largest_share
-from tp_transformers.slices.layout import Layout
-
-FOUND = [name for name in MIXERS if name not in ("zamba2", "kimi_linear", "olmo_hybrid", "rwkv", "xlstm", "minimax")]
-"""Mixers that are made up of parts, in models whose other modules are found too."""
-
-
-def config_of(name: str) -> Any:
-    """A tiny config of an architecture that has a plan."""
-    architecture = ARCHITECTURES[name]
-    config = getattr(transformers, architecture.config)(**architecture.settings(*architecture.variants[0], False))
-    config.architectures = [architecture.model]
-    return config
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
-    suggestion = suggest(config_of(name))
-    written = Plan.for_model(suggestion.model)
-    assert written is not None
-    for size in (2, 3):
-        resolution = suggestion.resolve(size)
-        assert resolution.uncovered == ()
-        ours = largest_share(suggestion.model, resolve(written, suggestion.model, size).layouts, size)
-        assert largest_share(suggestion.model, resolution.layouts, size) <= 1.01 * ours, suggestion.whole
-
-
-@pytest.mark.parametrize(
-    ("name", "share", "whole"),
-    [
-        ("gptj", 0.51, {}),
-        ("mpt", 0.51, {}),
-        *[("dbrx", 0.52, {})] * DBRX_RUNS,
-        ("falcon_h1", 0.53, {}),
-        ("whisper", 0.56, {}),
-        ("codegen", 0.71, {"attn.qkv_proj": "query 0-1, value 0-1, key 0-1, query 2-3", "attn.out_proj": "no role"}),
-    ],
-)
-def test_what_is_whole_has_a_reason(name: str, share: float, whole: dict[str, str]) -> None:
-    suggestion = suggest(unplanned(name))
-    assert largest_share(suggestion.model, suggestion.resolve(2).layouts, 2) < share
-    assert len(suggestion.whole) == len(whole)
-    for child, reason in whole.items():
-        assert [reason in why for module, why in suggestion.whole.items() if module.endswith(child)] == [True]
-        assert reason in suggestion.text("").replace("\n  # ", " ")
-
-
-def indices(layout: Layout | None) -> Any:
-    """The dimension, and what each rank holds of it in order: ranges that meet are one."""
-    if layout is None:
-        return None
-    ranges = layout.split.ranges
-    return layout.dim, [[index for start, stop in held for index in range(start, stop)] for held in ranges]
-
-
-@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (8, 1), (4, 4)])
-@pytest.mark.parametrize("name", wide(FOUND, 2))
-def test_mixers_are_cut_as_by_a_plan_that_was_written(name: str, heads: int, groups: int) -> None:
-    model = MIXERS[name].make(heads, groups)
-    suggestion = suggest(model.config, cls=type(model))
-    written = Plan.for_model(suggestion.model)
-    assert written is not None
-    for size in (2, 3):
-        found, expected = suggestion.resolve(size), resolve(written, suggestion.model, size)
-        inside = [name for name in expected.layouts if any(is_inside(name, mixer) for mixer in expected.mixers)]
-        ours, theirs = ({name: indices(each.layouts.get(name)) for name in inside} for each in (found, expected))
-        assert ours == theirs
-        assert inside
-        assert found.uncovered == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("rwkv", "which is not in rwkv.blocks.*.attention, stands before")],
-)
-def test_mixers_that_no_part_describes_are_whole(name: str, reason: str) -> None:
-    model = MIXERS[name].make(8, 2)
-    suggestion = suggest(model.config, cls=type(model))
-    assert not [block for block in suggestion.blocks if block.kind == "mixer"]
-    assert any(reason in why for why in suggestion.whole.values())
-
-
-def test_a_true_config_is_seen_in_small() -> None:
-    suggestion = suggest(transformers.Phi3Config(pad_token_id=0))
-    assert sum(param.numel() for param in suggestion.model.parameters()) > 3e9
-    rules = suggestion.data()["base_model"]
-    assert rules["layers.*.self_attn.qkv_proj"] == {"strategy": "packed_colwise", "parts": ["query", "key", "value"]}
-    assert rules["layers.*.mlp.gate_up_proj"] == {"strategy": "packed_colwise", "parts": 2}
-    assert largest_share(suggestion.model, suggestion.resolve(3).layouts, 3) < 0.35
-
-
-def test_widths_have_to_be_there() -> None:
-    suggestion = suggest(unplanned("mpt"))
-    data = suggestion.data()
-    data["base_model"]["norm_f"] = {"strategy": "replicate", "widths": "no_such"}
-    with pytest.raises(PlanError, match="norm_f: its LayerNorm has no width no_such"):
-        resolve(Plan.parse(data, source="a plan"), suggestion.model, 2)
+from tp_transformers.verify import Verdict
 
 
 def test_a_block_that_is_found_wrong_stays_whole() -> None:
@@ -144,7 +41,7 @@ def test_a_block_that_is_found_wrong_stays_whole() -> None:
 def test_the_command_writes_a_plan_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unplanned("gptj").save_pretrained(tmp_path)
     out = tmp_path / "gptj.yaml"
-    assert cli.main(["suggest", str(tmp_path / "config.json"), str(out), "--no-verify"]) == 0
+    assert main(["suggest", str(tmp_path / "config.json"), str(out), "--no-verify"]) == 0
     captured = capsys.readouterr()
     assert captured.err == (
         "tp-transformers suggest: gptj has a plan already, gptj.yaml, which auto takes\n"
@@ -156,5 +53,5 @@ def test_the_command_writes_a_plan_that_loads(tmp_path: Path, capsys: pytest.Cap
     suggestion = suggest(unplanned("gptj"))
     assert replace(suggestion.plan, source="") == replace(plan, source="")
     assert resolve(plan, suggestion.model, 3).uncovered == ()
-    assert cli.main(["suggest", str(tmp_path), str(out)]) == 2
+    assert main(["suggest", str(tmp_path), str(out)]) == 2
     assert "--force" in capsys.readouterr().err

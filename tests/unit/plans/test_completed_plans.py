@@ -11,9 +11,8 @@ import transformers
 
 from tests.support.models import llama_config
 from tests.support.tiny import TEXTS
-from tp_transformers.errors import PlanError
+from tp_transformers import Plan, PlanError
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.rules import Plan
 
 LAYER = "model.layers.0.self_attn."
 ATTENTION = "attention:\n  layers.*.self_attn: {query: q_proj, key: k_proj, value: v_proj, output: o_proj}\n"

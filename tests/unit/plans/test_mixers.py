@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tp_transformers import Plan, PlanError
+from tp_transformers import Plan, PlanError, Rule
 from tp_transformers.plans.mixers import Mixer, cut_mixers, mixer_arguments
-from tp_transformers.plans.rule import Rule
 
 ENTRY = {
     "input": {"joined": ["value", "key", "head"], "by_group": [["key", "value", "head"]]},

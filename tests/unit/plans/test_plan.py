@@ -17,12 +17,11 @@ from transformers import (
 )
 
 from tests.support.models import llama_config
-from tp_transformers import Plan, PlanError, Rule, TensorParallelLayer
+from tp_transformers import STRATEGIES, Plan, PlanError, Rule, TensorParallelLayer
 from tp_transformers.anatomy.names import fold_layers
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.pattern import Pattern
-from tp_transformers.strategies import STRATEGIES
 
 LAYER = "model.layers.*."
 MEGATRON = {
@@ -196,11 +195,11 @@ def test_a_rule_for_the_parameter_of_a_linear_is_sent_to_the_module(module_rule:
         ({"lm_head": "colwise"}, "lm_head: each rank would return its own part"),
         (
             {"model.embed_tokens": {"strategy": "packed_rowwise", "parts": [100, 99]}},
-            "an embedding has no packed parts",
+            "model.embed_tokens: ",
         ),
         ({"model.norm": {"strategy": "replicate", "parts": 2}}, "replicate takes no parts"),
-        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": [-1, 101]}}, "are not lengths"),
-        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": []}}, "are not lengths"),
+        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": [-1, 101]}}, LAYER + "mlp.up_proj.weight: "),
+        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": []}}, LAYER + "mlp.up_proj.weight: "),
     ],
 )
 def test_rules_that_would_compute_something_else(rules: dict[str, Any], says: str) -> None:
@@ -345,5 +344,5 @@ def test_strategies_are_a_mapping_that_takes_classes_and_instances() -> None:
     finally:
         del STRATEGIES["mine"]
     assert STRATEGIES.get("mine") is None
-    with pytest.raises(PlanError, match="Inherit from"):
+    with pytest.raises(PlanError, match="strategy 'bad'"):
         STRATEGIES.register_strategy("bad", dict)  # type: ignore[arg-type]

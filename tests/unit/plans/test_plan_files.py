@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.commands import main
 from tests.support.models import llama_config
 from tp_transformers import Plan, PlanError
-from tp_transformers.commands import cli
 from tp_transformers.loading.choose_plan import read_plan
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.yaml_file import MAX_BYTES
@@ -225,7 +225,7 @@ def test_what_is_no_plan_at_all(value: Any) -> None:
 def test_the_commands_read_plans_alike(capsys: Any, mine: Path, tmp_path: Path, command: str) -> None:
     llama_config(8, 4).save_pretrained(tmp_path / "model")
     mine.write_text(TEXTS["bomb of lists"][0])
-    assert cli.main([command, str(tmp_path / "model"), "--tp-size", "2", "--plan", str(mine)]) == 2
+    assert main([command, str(tmp_path / "model"), "--tp-size", "2", "--plan", str(mine)]) == 2
     told = capsys.readouterr().err
     assert "more than 100000 values" in told
     assert len(told) < LONGEST + len(str(mine))

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import (
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import tp_transformers
-from tests.support.models import llama_config, load, observe, relative
+from tests.support.comparisons import relative
+from tests.support.models import llama_config, load, observe
 from tp_transformers import STRATEGIES, Plan, PlanError, Rule
 from tp_transformers.model.adapters import cut as adapters
 from tp_transformers.plans.bind import resolve

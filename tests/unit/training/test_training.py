@@ -13,9 +13,9 @@ from transformers import BartForConditionalGeneration, LlamaForCausalLM
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config, load
+from tp_transformers import ColwiseParallel, RowwiseParallel
 from tp_transformers.anatomy.layers import layers_of
 from tp_transformers.model.dropout import OwnRandomness
-from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
 from tp_transformers.strategies.regions.sequence import SequenceGatherParallel
 
 

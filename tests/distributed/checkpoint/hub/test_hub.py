@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.architectures import ARCHITECTURES
+from tests.support.commands import main
 from tests.support.float8 import quantize_folder
 from tests.support.hub import SMALL, run, stored_weights, stream, weight_bytes
 from tests.support.hub_server import HubServer, commit_of
@@ -27,7 +28,6 @@ from tests.support.models import headers, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.checkpoint.hub import fetch as exchange
-from tp_transformers.commands import cli
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory
 from tp_transformers.commands.shard.offline import shard_checkpoint
@@ -196,7 +196,7 @@ def plan_alone(name: str, cache: str, *arguments: str) -> dict[str, Any]:
     """Run `tp-transformers plan` as one process that torchrun might have started, and starts no group."""
     said = io.StringIO()
     with mock.patch("huggingface_hub.constants.HF_HUB_CACHE", cache), redirect_stdout(said):
-        code = cli.main(["plan", name, "--json", *arguments])
+        code = main(["plan", name, "--json", *arguments])
     assert not dist.is_initialized()
     return {"code": code, **(json.loads(said.getvalue()) if not code else {})}
 
