@@ -8,119 +8,115 @@ from __future__ import annotations
 
 import atexit
 import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from .logs import read_environment
+from .namespaces import lazy_names
 
 if TYPE_CHECKING:
-    from .checkpoint.reading.distributed import load_distributed_checkpoint
+    from . import checkpoint, debug, plans, strategies, training
+    from .checkpoint import load_distributed_checkpoint as load_distributed_checkpoint
+    from .checkpoint import verify_sharded as verify_sharded
     from .checkpoint.saving.sharded import save_sharded
-    from .checkpoint.saving.sharded_checkpoint import verify_sharded
+    from .debug import Partition as Partition
+    from .debug import check_inputs as check_inputs
+    from .debug import check_replicas as check_replicas
+    from .debug import partition as partition
     from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
     from .loading.hook import disable, enable
     from .model.clip import clip_grad_norm_
     from .model.failures import fail_together, renew_process_group
-    from .model.optimizers.groups import parameter_groups
     from .model.parallelize import is_tensor_parallel
-    from .model.same_inputs import check_inputs
-    from .plans.rule import Attention, Rule
-    from .plans.rules import Plan
-    from .strategies.base import TensorParallelLayer
-    from .strategies.experts import IsolatedParallel
-    from .strategies.linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
-    from .strategies.local import GatherParallel
-    from .strategies.loss.cross_entropy import vocab_parallel_cross_entropy
-    from .strategies.regions.sequence import SequenceParallel
-    from .strategies.registry import STRATEGIES, ParallelInterface
-    from .strategies.replicate import ReplicateParallel, ReplicateSumGradParallel
+    from .plans import Attention as Attention
+    from .plans import Plan as Plan
+    from .plans import Rule as Rule
+    from .strategies import STRATEGIES as STRATEGIES
+    from .strategies import ColwiseParallel as ColwiseParallel
+    from .strategies import GatherParallel as GatherParallel
+    from .strategies import IsolatedParallel as IsolatedParallel
+    from .strategies import PackedColwiseParallel as PackedColwiseParallel
+    from .strategies import PackedRowwiseParallel as PackedRowwiseParallel
+    from .strategies import ParallelInterface as ParallelInterface
+    from .strategies import ReplicateParallel as ReplicateParallel
+    from .strategies import ReplicateSumGradParallel as ReplicateSumGradParallel
+    from .strategies import RowwiseParallel as RowwiseParallel
+    from .strategies import SequenceParallel as SequenceParallel
+    from .strategies import TensorParallelLayer as TensorParallelLayer
+    from .strategies import get_packed_weights as get_packed_weights
+    from .strategies import get_tensor_shard as get_tensor_shard
+    from .strategies import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from .strategies.shards.shard import full_tensor, local_tensor
-    from .strategies.shards.slicing import get_packed_weights, get_tensor_shard
+    from .training import load_optimizer_state_dict as load_optimizer_state_dict
+    from .training import optimizer_state_dict as optimizer_state_dict
+    from .training import parameter_groups as parameter_groups
     from .training.data_parallel import data_parallel
-    from .training.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
-    from .training.partition import Partition, partition
-    from .training.replicas import check_replicas
 
 __version__ = "0.1.0"
 
 read_environment()
 
 __all__ = [
-    "Attention",
     "CheckpointError",
-    "ColwiseParallel",
-    "GatherParallel",
-    "IsolatedParallel",
     "MeshError",
-    "PackedColwiseParallel",
-    "PackedRowwiseParallel",
-    "ParallelInterface",
-    "Partition",
-    "Plan",
     "PlanError",
     "RemoteRankError",
-    "ReplicateParallel",
-    "ReplicateSumGradParallel",
-    "RowwiseParallel",
-    "Rule",
-    "STRATEGIES",
-    "SequenceParallel",
     "TensorParallelError",
-    "TensorParallelLayer",
     "UnsupportedError",
-    "check_inputs",
-    "check_replicas",
+    "checkpoint",
     "clip_grad_norm_",
     "data_parallel",
+    "debug",
     "disable",
     "enable",
     "fail_together",
     "full_tensor",
-    "get_packed_weights",
-    "get_tensor_shard",
     "is_tensor_parallel",
-    "load_distributed_checkpoint",
-    "load_optimizer_state_dict",
     "local_tensor",
-    "optimizer_state_dict",
-    "parameter_groups",
-    "partition",
+    "plans",
     "renew_process_group",
     "save_sharded",
-    "verify_sharded",
-    "vocab_parallel_cross_entropy",
+    "strategies",
+    "training",
 ]
 
 _HOMES = {
-    "checkpoint.reading.distributed": "load_distributed_checkpoint",
-    "training.optimizer_state": "load_optimizer_state_dict optimizer_state_dict",
     "checkpoint.saving.sharded": "save_sharded",
-    "checkpoint.saving.sharded_checkpoint": "verify_sharded",
     "errors": "CheckpointError MeshError PlanError RemoteRankError TensorParallelError UnsupportedError",
     "loading.hook": "disable enable",
-    "model.failures": "fail_together renew_process_group",
-    "model.optimizers.groups": "parameter_groups",
-    "model.parallelize": "is_tensor_parallel",
-    "model.same_inputs": "check_inputs",
-    "plans.rule": "Attention Rule",
-    "plans.rules": "Plan",
-    "strategies.loss.cross_entropy": "vocab_parallel_cross_entropy",
     "model.clip": "clip_grad_norm_",
+    "model.failures": "fail_together renew_process_group",
+    "model.parallelize": "is_tensor_parallel",
+    "strategies.shards.shard": "full_tensor local_tensor",
     "training.data_parallel": "data_parallel",
-    "training.partition": "Partition partition",
-    "training.replicas": "check_replicas",
 }
-"""Module -> its public names; all others are those of `strategies`."""
-_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
+"""Module -> its public names at the top; all others are in a namespace."""
+_FORMER = {
+    "checkpoint": "load_distributed_checkpoint verify_sharded",
+    "debug": "Partition check_inputs check_replicas partition",
+    "plans": "Attention Plan Rule",
+    "strategies": "ColwiseParallel GatherParallel IsolatedParallel PackedColwiseParallel PackedRowwiseParallel "
+    "ParallelInterface ReplicateParallel ReplicateSumGradParallel RowwiseParallel STRATEGIES SequenceParallel "
+    "TensorParallelLayer get_packed_weights get_tensor_shard vocab_parallel_cross_entropy",
+    "training": "load_optimizer_state_dict optimizer_state_dict parameter_groups",
+}
+"""Namespace -> its names that can be imported from the top, too, until version 0.2."""
 
+_MOVED = {name: namespace for namespace, names in _FORMER.items() for name in names.split()}
+_find, _ = lazy_names(__name__, _HOMES)
 
-def __getattr__(name: str) -> object:
-    """Import a public name when it is first used, so that the command line's `--help` does not import torch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found: object = getattr(import_module(f".{_MODULES.get(name, 'strategies')}", __name__), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import a public name when it is first used, so that the command line's `--help` does not import torch."""
+        if name in _FORMER:
+            return import_module(f".{name}", __name__)
+        if name not in _MOVED:
+            return _find(name)
+        path = f"{__name__}.{_MOVED[name]}"
+        warnings.warn(f"{__name__}.{name} has moved to {path}.{name}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(path), name)
 
 
 @atexit.register

@@ -12,9 +12,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from tp_transformers import STRATEGIES, TensorParallelLayer
 from tp_transformers.plans.bind import Resolution
-from tp_transformers.strategies import ParamShard, attach, take
+from tp_transformers.strategies import STRATEGIES, ParamShard, TensorParallelLayer, attach, take
 
 Rules = dict[str, Any]
 """Module or parameter -> its strategy, or its strategy's name, or either with options of `bind`."""

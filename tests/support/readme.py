@@ -168,17 +168,25 @@ def _around(name: str, known: dict[str, Proof]) -> str:
 
 
 def public_names(page: Path) -> str:
-    """One row a public name: its module, and the first sentence of its docstring."""
+    """One row a public name: its module, and the first sentence of its docstring; the namespaces follow the top."""
     rows = ["| name | meaning |", "| --- | --- |"]
-    for name in tp_transformers.__all__:
-        value = getattr(tp_transformers, name)
-        is_defined = inspect.isclass(value) or inspect.isroutine(value)
-        module = sys.modules[(value if is_defined else type(value)).__module__]
-        doc = inspect.getdoc(value) if is_defined else _doc_of_value(name, inspect.getsource(module))
-        assert doc, f"{name} has no docstring"
-        file = Path(inspect.getsourcefile(module) or "").relative_to(page.parent).as_posix()
-        rows.append(f"| [`{name}`]({file}) | {_cell(first_sentence(doc))} |")
+    top = {name: getattr(tp_transformers, name) for name in tp_transformers.__all__}
+    rows += [_row_of_name(page, name, value) for name, value in top.items() if not inspect.ismodule(value)]
+    for title, namespace in top.items():
+        if inspect.ismodule(namespace):
+            rows.append(_row_of_name(page, f"tp_transformers.{title}", namespace))
+            rows += [_row_of_name(page, f"{title}.{name}", getattr(namespace, name)) for name in namespace.__all__]
     return "\n".join(rows)
+
+
+def _row_of_name(page: Path, name: str, value: object) -> str:
+    is_defined = inspect.isclass(value) or inspect.isroutine(value)
+    module = value if inspect.ismodule(value) else sys.modules[(value if is_defined else type(value)).__module__]
+    has_doc = is_defined or module is value
+    doc = inspect.getdoc(value) if has_doc else _doc_of_value(name.split(".")[-1], inspect.getsource(module))
+    assert doc, f"{name} has no docstring"
+    file = Path(inspect.getsourcefile(module) or "").relative_to(page.parent).as_posix()
+    return f"| [`{name}`]({file.removesuffix('/__init__.py')}) | {_cell(first_sentence(doc))} |"
 
 
 def _doc_of_value(name: str, source: str) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tp_transformers import TensorParallelLayer
+from tp_transformers.strategies import TensorParallelLayer
 
 
 def undo_partition(

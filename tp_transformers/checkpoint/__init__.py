@@ -1,1 +1,21 @@
-"""Checkpoints: where bytes are (index), come from (source) and go (reader, conversion), and how they are saved."""
+"""Checkpoints: files to bytes (index, source), bytes to parameters (reader, conversion), and back (saving)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..namespaces import lazy_names
+
+if TYPE_CHECKING:
+    from .reading.distributed import load_distributed_checkpoint
+    from .saving.sharded_checkpoint import verify_sharded
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "reading.distributed": "load_distributed_checkpoint",
+            "saving.sharded_checkpoint": "verify_sharded",
+        },
+    )
+
+__all__ = ["load_distributed_checkpoint", "verify_sharded"]

@@ -1,0 +1,15 @@
+"""Plans: how an architecture is split, one rule for each kind of module. See README.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..namespaces import lazy_names
+
+if TYPE_CHECKING:
+    from .rule import Attention, Rule
+    from .rules import Plan
+else:
+    __getattr__, __dir__ = lazy_names(__name__, {"rule": "Attention Rule", "rules": "Plan"})
+
+__all__ = ["Attention", "Plan", "Rule"]

@@ -1,10 +1,14 @@
-"""Strategies: how one module is cut over the ranks, and the communication of its forward. See README.md."""
+"""Strategies: how one module is cut over the ranks, and the communication of its forward. See README.md.
+
+The names in `__all__` are public; the others are gathered for the packages below.
+"""
 
 from .base import STRATEGY, TensorParallelLayer, cut_module
 from .experts import IsolatedParallel, MoEExpertsParallel
 from .forward.attach import LocalConfig, attach, begun_forward, block_of, join_layers, wrap_forward
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import GatherParallel
+from .loss.cross_entropy import vocab_parallel_cross_entropy
 from .mixers.reading import mix_locally
 from .regions.batch import BatchStates, batch_sharded, same_inputs
 from .regions.batch_blocks import BATCH_SHARDED, BatchGather, BatchWhole
@@ -15,3 +19,21 @@ from .shards.shard import SHARD, ParamShard, full_tensor, layout_of, local_tenso
 from .shards.slicing import get_packed_weights, get_tensor_shard, take
 from .signature import Signature, State
 from .styles import as_strategy, style_hint
+
+__all__ = [
+    "ColwiseParallel",
+    "GatherParallel",
+    "IsolatedParallel",
+    "PackedColwiseParallel",
+    "PackedRowwiseParallel",
+    "ParallelInterface",
+    "ReplicateParallel",
+    "ReplicateSumGradParallel",
+    "RowwiseParallel",
+    "STRATEGIES",
+    "SequenceParallel",
+    "TensorParallelLayer",
+    "get_packed_weights",
+    "get_tensor_shard",
+    "vocab_parallel_cross_entropy",
+]

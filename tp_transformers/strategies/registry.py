@@ -115,7 +115,7 @@ class ParallelInterface(UserDict[str, TensorParallelLayer]):
                 f"strategy {name!r}",
                 got=repr(strategy),
                 expected="a TensorParallelLayer class or instance, or a style of torch or of transformers",
-                fix="Inherit from tp_transformers.TensorParallelLayer.",
+                fix="Inherit from tp_transformers.strategies.TensorParallelLayer.",
             )
         super().__setitem__(name, instance)
 

@@ -104,7 +104,7 @@ def warn_of_drift(ranks: list[Sample], rank: int) -> None:
         logger.warning(
             "ranks hold other values of %d parameters that they have to hold alike, such as %s (off by %.0e of its "
             "largest value). Were random numbers drawn with another seed on each rank, or was a parameter changed on "
-            "one rank? tp_transformers.check_replicas(model, synchronize=True) gives all ranks rank 0's values.",
+            "one rank? tp_transformers.debug.check_replicas(model, synchronize=True) gives all ranks rank 0's values.",
             len(drifted),
             *max(drifted.items(), key=lambda item: item[1]),
         )

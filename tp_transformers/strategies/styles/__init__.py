@@ -36,7 +36,8 @@ def as_strategy(value: Any) -> Any:
                 f"strategy {type(value).__name__}",
                 got=f"{', '.join(uncalled)}, which nothing calls here",
                 expected="split_dim or partition_tensor, before and after",
-                fix="Inherit from tp_transformers.TensorParallelLayer, and implement split_dim or partition_tensor."
+                fix="Inherit from tp_transformers.strategies.TensorParallelLayer, and implement split_dim or "
+                "partition_tensor."
                 if "shard_param" not in uncalled
                 else "Inherit from transformers' TensorParallelLayer, or implement split_dim.",
             )
@@ -85,7 +86,8 @@ def style_hint(name: str) -> str:
     if style is not None:
         return (
             " (it is registered with transformers, in the form of its releases before 5.16; inherit from "
-            "tp_transformers.TensorParallelLayer, and register it with tp_transformers.ParallelInterface)"
+            "tp_transformers.strategies.TensorParallelLayer, and register it with "
+            "tp_transformers.strategies.ParallelInterface)"
         )
     return ""
 

@@ -1,0 +1,30 @@
+"""Names of a package that are imported when they are first used: the package by itself costs no import of torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of `package`.
+
+    Type checkers read the same names in the package's `if TYPE_CHECKING:`.
+
+    Args:
+        homes: module, relative to the package -> its names, separated by spaces.
+    """
+    modules = {name: module for module, names in homes.items() for name in names.split()}
+
+    def find(name: str) -> object:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value: object = getattr(import_module(f".{modules[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return find, names
