@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, logging
 
 import tp_transformers
-from tp_transformers import Plan
+from tp_transformers.plans import Plan
 
 from .forward import Collectives
 

@@ -59,7 +59,7 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
     model = trainee.load(arguments, world)
     operations = operations_per_token(multiplied(model), model.config, arguments.length)
     peak = gpu_peak(arguments, world)
-    optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(model), fused=True, **ADAMW)
+    optimizer = torch.optim.AdamW(tp_transformers.training.parameter_groups(model), fused=True, **ADAMW)
     done = trainee.resume(checkpoint, model, optimizer) if checkpoint else 0
     # 3. The steps.
     autocast = torch.autocast(

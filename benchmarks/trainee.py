@@ -49,8 +49,8 @@ def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer) 
 def resume(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
     """Give model and optimizer the state of a checkpoint that any number of ranks has written; returns its steps."""
     state = _state(0, model, optimizer)
-    tp_transformers.load_distributed_checkpoint(state, folder)
-    tp_transformers.load_optimizer_state_dict(model, optimizer, state["optimizer"])
+    tp_transformers.checkpoint.load_distributed_checkpoint(state, folder)
+    tp_transformers.training.load_optimizer_state_dict(model, optimizer, state["optimizer"])
     return int(state["step"])
 
 
@@ -72,6 +72,6 @@ def latest(folder: Path) -> Path:
 def _state(step: int, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "model": model.state_dict(),
-        "optimizer": tp_transformers.optimizer_state_dict(model, optimizer),
+        "optimizer": tp_transformers.training.optimizer_state_dict(model, optimizer),
         "step": step,
     }

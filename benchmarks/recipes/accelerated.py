@@ -15,7 +15,7 @@ model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto", dtype="float3
 tokenizer = AutoTokenizer.from_pretrained(name)
 texts = ["The sky is blue.", "Grass is green.", "Snow is white.", "Coal is black."]
 batches = DataLoader([tokenizer(text, return_tensors="pt").input_ids[0, :4] for text in texts], batch_size=2)
-optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(model), lr=1e-4)
+optimizer = torch.optim.AdamW(tp_transformers.training.parameter_groups(model), lr=1e-4)
 # The model and its batches are not prepared: all ranks take the same batches.
 accelerator = Accelerator(cpu=model.device.type == "cpu")
 losses = []

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tp_transformers
-from tp_transformers import ParallelInterface, TensorParallelLayer, get_tensor_shard
+from tp_transformers.strategies import ParallelInterface, TensorParallelLayer, get_tensor_shard
 
 
 class Columns(TensorParallelLayer):

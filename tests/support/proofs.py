@@ -39,10 +39,11 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from tests.support.pool import Pool, WorkerError
-from tp_transformers import Plan, TensorParallelError
+from tp_transformers import TensorParallelError
 from tp_transformers.anatomy.classes import inner_models, model_class
 from tp_transformers.anatomy.names import fold_layers
 from tp_transformers.commands.verify.rank import run_rank
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.shares import check_layers_are_cut, largest_share

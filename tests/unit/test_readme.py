@@ -21,7 +21,8 @@ from tests.support.readme import (
     links,
     prose,
 )
-from tp_transformers import STRATEGIES, TensorParallelError, errors
+from tp_transformers import TensorParallelError, errors
+from tp_transformers.strategies import STRATEGIES
 
 ONE_SCREEN = 40
 """Lines from which on a page begins with a drawing or a table."""

@@ -17,7 +17,8 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, ViTM
 
 import tp_transformers
 from tests.support.commands import main
-from tp_transformers import CheckpointError, MeshError, PlanError, UnsupportedError, save_sharded, verify_sharded
+from tp_transformers import CheckpointError, MeshError, PlanError, UnsupportedError, save_sharded
+from tp_transformers.checkpoint import verify_sharded
 
 UP = "model.layers.*.mlp.up_proj"
 
@@ -170,9 +171,9 @@ IN_PYTHON: dict[str, tuple[Callable[[Here], object], type[Exception], str]] = {
         "torch.save(model.state_dict()",
     ),
     "a strategy that is none": (
-        lambda here: tp_transformers.STRATEGIES.register_strategy("mine", 3),
+        lambda here: tp_transformers.strategies.STRATEGIES.register_strategy("mine", 3),
         PlanError,
-        "Inherit from tp_transformers.TensorParallelLayer",
+        "Inherit from tp_transformers.strategies.TensorParallelLayer",
     ),
 }
 

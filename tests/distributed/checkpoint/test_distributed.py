@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.pool import Pool, WorkerError
 from tests.unit.checkpoint.test_distributed import Program, with_metadata
-from tp_transformers import load_distributed_checkpoint
+from tp_transformers.checkpoint import load_distributed_checkpoint
 
 pytestmark = pytest.mark.distributed
 

@@ -24,7 +24,8 @@ from tests.support.models import bytes_read, held, llama_config, load, save_as_l
 from tests.support.pool import Pool, WorkerError
 from tests.support.saving import MANIFEST_NAME
 from tests.support.tiers import wide
-from tp_transformers import save_sharded, verify_sharded
+from tp_transformers import save_sharded
+from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.saving.writer import SummedWriter
 

@@ -19,7 +19,8 @@ from tests.support.comparisons import read_folder
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
 from tests.support.saving import MANIFEST_NAME
-from tp_transformers import CheckpointError, verify_sharded
+from tp_transformers import CheckpointError
+from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter
 from tp_transformers.commands.shard import offline
 from tp_transformers.commands.shard.offline import shard_checkpoint

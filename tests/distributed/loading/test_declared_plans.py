@@ -68,7 +68,9 @@ def test_the_plan_that_transformers_declares_at_any_size(pool: Any, tmp_path: Pa
 
 
 def load_only_a_head(folder: str, **options: Any) -> int:
-    plan = dataclasses.replace(tp_transformers.Plan.from_dict({"lm_head": "colwise_rep"}, source="it"), declared=True)
+    plan = dataclasses.replace(
+        tp_transformers.plans.Plan.from_dict({"lm_head": "colwise_rep"}, source="it"), declared=True
+    )
     return len(tp_transformers.local_tensor(load(folder, tp_plan=plan, **options).lm_head.weight))
 
 

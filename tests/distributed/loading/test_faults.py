@@ -29,7 +29,6 @@ from tests.support.comparisons import equal_parameters
 from tests.support.models import edited, load
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
-from tp_transformers import Plan
 from tp_transformers.checkpoint.reading import reader, sameness
 from tp_transformers.checkpoint.reading.file_map import FileMap
 from tp_transformers.checkpoint.reading.local_file import LocalFile
@@ -37,6 +36,7 @@ from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
 from tp_transformers.loading import from_pretrained, memory, request
 from tp_transformers.loading import load as loader
+from tp_transformers.plans import Plan
 from tp_transformers.ranks import group as group_module
 from tp_transformers.slices.lazy import Resident
 

@@ -34,7 +34,7 @@ def told(folder: str, target: str, call: str, names: list[str], alike: bool) -> 
         SAVES[call](model, Path(target))
     finally:
         logger.removeHandler(handler)
-    return [text for text in texts if "other values" in text], tp_transformers.check_replicas(model)
+    return [text for text in texts if "other values" in text], tp_transformers.debug.check_replicas(model)
 
 
 NORM, KEYS = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.k_proj.weight"

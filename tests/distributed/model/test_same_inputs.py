@@ -23,7 +23,7 @@ def guarded(folder: str, kind: str) -> bool:
         model = load(folder)
     finally:
         del os.environ["TP_TRANSFORMERS_DEBUG"]
-    handle = tp_transformers.check_inputs(model) if kind != "environment" else None
+    handle = tp_transformers.debug.check_inputs(model) if kind != "environment" else None
     model(BATCH, attention_mask=torch.ones_like(BATCH), use_cache=False)
     rank = dist.get_rank()
     if kind == "random state":

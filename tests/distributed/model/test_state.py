@@ -186,7 +186,7 @@ def train_and_save(folder: str, target: str) -> tuple[dict[str, torch.Tensor], d
     for _ in range(2):
         model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
         optimizer.step()
-    state = {"model": model.state_dict(), "optimizer": tp_transformers.optimizer_state_dict(model, optimizer)}
+    state = {"model": model.state_dict(), "optimizer": tp_transformers.training.optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=target)
     weights = full_parameters(model)
     moments = {
@@ -200,10 +200,10 @@ def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[
     """A fresh model and optimizer, which take what was saved; returns both whole, and the loss of another step."""
     model = load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = {"model": model.state_dict(), "optimizer": tp_transformers.optimizer_state_dict(model, optimizer)}
+    state = {"model": model.state_dict(), "optimizer": tp_transformers.training.optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=target)
     model.load_state_dict(state["model"])
-    tp_transformers.load_optimizer_state_dict(model, optimizer, state["optimizer"])
+    tp_transformers.training.load_optimizer_state_dict(model, optimizer, state["optimizer"])
     weights = full_parameters(model)
     moments = {
         name: tp_transformers.full_tensor(param, optimizer.state[param]["exp_avg_sq"])

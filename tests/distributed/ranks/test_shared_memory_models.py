@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
-from tp_transformers import check_replicas
+from tp_transformers.debug import check_replicas
 from tp_transformers.ranks.shared_memory.joining import memory_of
 
 pytestmark = pytest.mark.distributed

@@ -20,7 +20,8 @@ from tests.support.comparisons import compare_seen
 from tests.support.models import excess_read, load, observe
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tp_transformers import STRATEGIES, ParallelInterface, PlanError, TensorParallelLayer, get_tensor_shard
+from tp_transformers import PlanError
+from tp_transformers.strategies import STRATEGIES, ParallelInterface, TensorParallelLayer, get_tensor_shard
 
 pytestmark = pytest.mark.distributed
 

@@ -20,8 +20,8 @@ from tests.support.groups import even_widths, join
 from tests.support.modules import randn, randomized, shard_module
 from tests.support.strategy_cases import TOLERANCE
 from tests.support.tiers import wide
-from tp_transformers import ColwiseParallel, SequenceParallel
 from tp_transformers.ranks.collectives import gather_from_region
+from tp_transformers.strategies import ColwiseParallel, SequenceParallel
 
 pytestmark = pytest.mark.distributed
 

@@ -85,7 +85,7 @@ def test_more_ranks_than_experts_are_refused(pool: Pool, tmp_path: Path) -> None
     model.config.save_pretrained(tmp_path)
     plan = tmp_path / "experts.yaml"
     plan.write_text(PLANS["mixtral"])
-    resolved = tp_transformers.Plan.from_yaml(plan)
+    resolved = tp_transformers.plans.Plan.from_yaml(plan)
     from tp_transformers.plans.bind import resolve
 
     with pytest.raises(tp_transformers.PlanError, match="4 experts cannot be spread over 5 ranks"):

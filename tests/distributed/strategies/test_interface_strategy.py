@@ -203,11 +203,11 @@ def test_heads_that_it_cannot_cut_are_refused(pool: Pool, cases: Any) -> None:
 
 
 def test_our_base_class_with_their_methods_is_refused() -> None:
-    class Mixed(tp_transformers.TensorParallelLayer):
+    class Mixed(tp_transformers.strategies.TensorParallelLayer):
         def shard_param(self, module: Any, param: Any, mesh: Any) -> None: ...
 
     with pytest.raises(PlanError, match="Inherit from transformers' TensorParallelLayer"):
-        tp_transformers.ParallelInterface.register("mixed", Mixed)
+        tp_transformers.strategies.ParallelInterface.register("mixed", Mixed)
 
 
 def an_embedding(folder: str, reference_file: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tests.support.groups import even_widths, join
 from tests.support.models import MASK, PROMPTS, VOCAB, load
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
-from tp_transformers import ColwiseParallel, vocab_parallel_cross_entropy
+from tp_transformers.strategies import ColwiseParallel, vocab_parallel_cross_entropy
 from tp_transformers.strategies.parameters.tensors import ShardTensor
 
 pytestmark = pytest.mark.distributed
@@ -160,7 +160,7 @@ def test_model_matches_one_process_and_holds_no_whole_logits(
 
 def with_the_loss_of_torch(folder: str) -> tuple[float, float]:
     """Run on every rank: logits as DTensors, whose loss `loss_parallel` computes; (of the loss, of gradients)."""
-    plan = tp_transformers.Plan.parse(
+    plan = tp_transformers.plans.Plan.parse(
         {"extends": "llama", "heads": {"lm_head": ColwiseParallel(use_local_output=False)}}, source="DTensor logits"
     )
     model = load(folder, tp_plan=plan)

@@ -22,9 +22,8 @@ from tests.support.commands import main
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
 from tests.support.models import MASK, PROMPTS, load, logits_of
 from tests.support.pool import Pool
-from tp_transformers import STRATEGIES, TensorParallelLayer
 from tp_transformers.slices.layout import Split, even
-from tp_transformers.strategies import Signature, State
+from tp_transformers.strategies import STRATEGIES, Signature, State, TensorParallelLayer
 from tp_transformers.verify import verify
 
 pytestmark = pytest.mark.distributed

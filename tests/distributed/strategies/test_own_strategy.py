@@ -34,7 +34,7 @@ def with_the_strategy_of_the_page(folder: str, reference_file: str, saved: str) 
     try:
         model = load(folder, tp_plan=namespace["plan"])
     finally:
-        del tp_transformers.STRATEGIES["output_features"]
+        del tp_transformers.strategies.STRATEGIES["output_features"]
     seen, reference = observe(model), torch.load(reference_file)
     found = compare_seen(model, seen, reference)
     weight = model.model.layers[0].mlp.gate_proj.weight

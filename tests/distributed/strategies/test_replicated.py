@@ -131,7 +131,7 @@ def test_other_optimizers_step_as_before(pool: Pool) -> None:
 # -- hooks, and DTensors
 
 
-class Between(tp_transformers.TensorParallelLayer):
+class Between(tp_transformers.strategies.TensorParallelLayer):
     """Nothing is cut; the input becomes a DTensor that is cut along the sequence."""
 
     @staticmethod
@@ -163,7 +163,7 @@ def dtensors(folder: str) -> dict[str, Any]:
     norm, expected = nn.LayerNorm(8), nn.LayerNorm(8)
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
     mesh = model.tp_group.device_mesh
-    parallelize_module(norm, mesh, tp_transformers.ReplicateParallel())
+    parallelize_module(norm, mesh, tp_transformers.strategies.ReplicateParallel())
     cut = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
     (norm(cut).full_tensor() * x).sum().backward()
     (expected(x) * x).sum().backward()

@@ -19,7 +19,7 @@ from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGIT
 from tests.support.comparisons import gradient_errors, gradients, relative, relative_errors
 from tests.support.models import MASK, PROMPTS, load, logits_of
 from tests.support.pool import Pool
-from tp_transformers import Plan
+from tp_transformers.plans import Plan
 
 pytestmark = pytest.mark.distributed
 

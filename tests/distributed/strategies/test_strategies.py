@@ -19,9 +19,8 @@ from tests.support.modules import shard_module
 from tests.support.strategy_cases import CASES as OTHERS
 from tests.support.strategy_cases import Case
 from tests.support.tiers import wide
-from tp_transformers import STRATEGIES
 from tp_transformers.slices.layout import Split
-from tp_transformers.strategies import State, begun_forward
+from tp_transformers.strategies import STRATEGIES, State, begun_forward
 
 pytestmark = pytest.mark.distributed
 

@@ -33,7 +33,7 @@ from tests.support.comparisons import (
 from tests.support.models import MASK, PROMPTS, VOCAB, excess_read, held, load, logits_of, make_case, observe
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tp_transformers import STRATEGIES
+from tp_transformers.strategies import STRATEGIES
 
 pytestmark = pytest.mark.distributed
 
@@ -83,7 +83,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "strategies and styles": {
         **ours_in_attention,
         **mlp(**KEPT),
-        f"{MLP}.down_proj": tp_transformers.RowwiseParallel(),
+        f"{MLP}.down_proj": tp_transformers.strategies.RowwiseParallel(),
         "model.embed_tokens": "embedding_rowwise",
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
         "model.norm": "replicate",
@@ -166,7 +166,7 @@ def on_parts_of_ours(folder: str, reference: str, saved: str) -> dict[str, Any]:
     mesh = model.tp_group.device_mesh
     parallelize_module(model, mesh, mlp(**KEPT))
     parallelize_module(model, mesh, {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())})
-    parallelize_module(model, mesh, {"lm_head": tp_transformers.ColwiseParallel(output_layouts=Replicate())})
+    parallelize_module(model, mesh, {"lm_head": tp_transformers.strategies.ColwiseParallel(output_layouts=Replicate())})
     return finish(model, folder, reference, saved)
 
 
@@ -205,8 +205,8 @@ def on_parts_of_torch(folder: str, reference: str) -> dict[str, float]:
         with torch.no_grad():
             model.model.layers[0].mlp.gate_proj.weight.zero_()
     parallelize_module(model, mesh, attention | ends)
-    ours = {f"{MLP}.{name}_proj": tp_transformers.ColwiseParallel() for name in ("gate", "up")}
-    parallelize_module(model, mesh, {**ours, f"{MLP}.down_proj": tp_transformers.RowwiseParallel()})
+    ours = {f"{MLP}.{name}_proj": tp_transformers.strategies.ColwiseParallel() for name in ("gate", "up")}
+    parallelize_module(model, mesh, {**ours, f"{MLP}.down_proj": tp_transformers.strategies.RowwiseParallel()})
     refused: list[str] = []
     for part, strategy in ((model.model.norm, ours[f"{MLP}.up_proj"]), (model.lm_head, ours[f"{MLP}.up_proj"])):
         with pytest.raises(tp_transformers.PlanError) as caught:

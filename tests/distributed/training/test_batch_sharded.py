@@ -114,7 +114,7 @@ def compare_trained(
     def clip(model: Any) -> torch.Tensor:
         return tp_transformers.clip_grad_norm_(model, MAX_NORM)
 
-    seen = train(model, tp_transformers.parameter_groups(model), step, clip)
+    seen = train(model, tp_transformers.training.parameter_groups(model), step, clip)
     trained, expected = one_process(folder, ranks)
     weights = {name: param.detach() for name, param in trained.named_parameters()}
     found = {
@@ -125,7 +125,7 @@ def compare_trained(
     }
     # What is saved, in both ways, is what was trained.
     model.save_pretrained(saved)
-    states = {"optimizer": tp_transformers.optimizer_state_dict(model, seen["optimizer"])}
+    states = {"optimizer": tp_transformers.training.optimizer_state_dict(model, seen["optimizer"])}
     checkpoint.save({**states, "model": model.state_dict()}, checkpoint_id=f"{saved}-state")
     dist.barrier()
     found["saved"] = max(parameter_differences(AutoModelForCausalLM.from_pretrained(saved), trained).values())
@@ -281,7 +281,7 @@ def refusals(folder: str, reference: str) -> dict[str, Any]:
         lambda: model(PROMPTS, position_ids=POSITIONS, cu_seq_lens_q=torch.tensor([0, 3, 7]) if first else None),
         lambda: model.lm_head(torch.zeros(1, 1 + first, model.config.hidden_size)),
         lambda: model.generate(PROMPTS + first, max_new_tokens=1),
-        lambda: tp_transformers.check_inputs(model),
+        lambda: tp_transformers.debug.check_inputs(model),
         lambda: get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)),
         lambda: get_peft_model(model, LoraConfig(target_modules=["lm_head"])),
     ):
@@ -326,9 +326,9 @@ def printed(folder: str) -> list[str]:
     found = []
     for chosen in (None, ["model.layers.1.mlp", "lm_head"]):
         model, mesh = load_on_mesh(folder, 2, chosen)
-        before = str(tp_transformers.partition(model, mesh))
+        before = str(tp_transformers.debug.partition(model, mesh))
         tp_transformers.data_parallel(model, mesh)
-        found.append(str(tp_transformers.partition(model)))
+        found.append(str(tp_transformers.debug.partition(model)))
         assert found[-1] == before
     return found
 

@@ -118,7 +118,7 @@ def updates(folder: str) -> dict[str, Any]:
                     value = tp_transformers.full_tensor(param, value)
                 error = relative(torch.as_tensor(value, dtype=torch.float), torch.as_tensor(whole, dtype=torch.float))
                 result[f"{name}, {key}"] = max(error, result.get(f"{name}, {key}", 0.0))
-    replicas = tp_transformers.check_replicas(comparison.model, optimizer)
+    replicas = tp_transformers.debug.check_replicas(comparison.model, optimizer)
     assert not replicas
     return result
 
@@ -195,7 +195,7 @@ def leave(folder: str, name: str, target: str) -> list[Tensor]:
     model = load(folder)
     optimizer = MAKERS[name](model)
     steps(model, optimizer, 2)
-    state = {"model": model.state_dict(), "optimizer": tp_transformers.optimizer_state_dict(model, optimizer)}
+    state = {"model": model.state_dict(), "optimizer": tp_transformers.training.optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=target)
     other = copy.deepcopy(model)
     again = MAKERS[name](other)
@@ -210,10 +210,10 @@ def resume(folder: str, name: str, target: str) -> list[Tensor]:
     """Run on every rank, of another number: the step after the checkpoint."""
     model = load(folder)
     optimizer = MAKERS[name](model)
-    state = {"model": model.state_dict(), "optimizer": tp_transformers.optimizer_state_dict(model, optimizer)}
+    state = {"model": model.state_dict(), "optimizer": tp_transformers.training.optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=target)
     model.load_state_dict(state["model"])
-    tp_transformers.load_optimizer_state_dict(model, optimizer, state["optimizer"])
+    tp_transformers.training.load_optimizer_state_dict(model, optimizer, state["optimizer"])
     steps(model, optimizer, 1)
     return wholes(model)
 

@@ -31,11 +31,11 @@ def drift(folder: str, shared: str, mode: str | None) -> dict[str, Any]:
         tp_transformers.data_parallel(model, mesh, mode=mode)  # type: ignore[arg-type]
     else:
         model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(model), lr=1e-3)
+    optimizer = torch.optim.AdamW(tp_transformers.training.parameter_groups(model), lr=1e-3)
     for _ in range(2):
         model(BATCH, labels=BATCH).loss.backward()
         optimizer.step()
-    result: dict[str, Any] = {"at first": tp_transformers.check_replicas(model, optimizer)}
+    result: dict[str, Any] = {"at first": tp_transformers.debug.check_replicas(model, optimizer)}
     before = full_parameters(model)
     state = torch.get_rng_state()
     if model.tp_group.rank == model.tp_group.size - 1:
@@ -45,10 +45,10 @@ def drift(folder: str, shared: str, mode: str | None) -> dict[str, Any]:
             if not mode or mesh["dp"].get_local_rank():  # FSDP's last rows: of fused ones, a part of the KV head
                 local[-1:, 0].add_(2)
             tp_transformers.local_tensor(optimizer.state[model.get_parameter(NORM)]["exp_avg"]).fill_(7)
-    result["model"] = tp_transformers.check_replicas(model)
-    result["both"] = tp_transformers.check_replicas(model, optimizer)
-    result["again"] = tp_transformers.check_replicas(model, optimizer, synchronize=True)
-    result["after"] = tp_transformers.check_replicas(model, optimizer)
+    result["model"] = tp_transformers.debug.check_replicas(model)
+    result["both"] = tp_transformers.debug.check_replicas(model, optimizer)
+    result["again"] = tp_transformers.debug.check_replicas(model, optimizer, synchronize=True)
+    result["after"] = tp_transformers.debug.check_replicas(model, optimizer)
     result["restored"] = not different_tensors(full_parameters(model), before)
     result["drew nothing"] = torch.equal(torch.get_rng_state(), state)
     return result
@@ -95,8 +95,8 @@ def beside_a_group_of_rank_0(folder: str) -> dict[str, float]:
     if model.tp_group.rank == 1:
         with torch.no_grad():
             tp_transformers.local_tensor(shared)[0].add_(2)
-    found = tp_transformers.check_replicas(model, synchronize=True)
-    assert tp_transformers.check_replicas(model) == {}
+    found = tp_transformers.debug.check_replicas(model, synchronize=True)
+    assert tp_transformers.debug.check_replicas(model) == {}
     return found
 
 
@@ -133,7 +133,7 @@ def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
             callbacks=[Drift],
         )
         trainer.train()
-        return tp_transformers.check_replicas(model), said
+        return tp_transformers.debug.check_replicas(model), said
     finally:
         logging.getLogger("tp_transformers").removeHandler(listener)
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -147,6 +147,6 @@ def test_trainer_brings_ranks_together_at_checkpoints(pool: Pool, cases: Any, tm
 
 
 def test_one_process_has_nothing_to_compare(cases: Any) -> None:
-    assert tp_transformers.check_replicas(load(cases(9, 3).folder)) == {}
+    assert tp_transformers.debug.check_replicas(load(cases(9, 3).folder)) == {}
     with pytest.raises(tp_transformers.UnsupportedError, match="check_replicas"):
-        tp_transformers.check_replicas(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+        tp_transformers.debug.check_replicas(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

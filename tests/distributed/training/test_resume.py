@@ -37,7 +37,7 @@ class Run:
         else:
             self.model, self.batch = start(folder, MODES[mode])
         # A large epsilon: steps that go by the sign of a gradient alone would show rounding.
-        self.optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(self.model), lr=1e-2, eps=1e-2)
+        self.optimizer = torch.optim.AdamW(tp_transformers.training.parameter_groups(self.model), lr=1e-2, eps=1e-2)
 
     def train(self, rates: list[float]) -> list[float]:
         """The losses of a step at each of these learning rates, over all copies."""
@@ -58,7 +58,7 @@ class Run:
     def state(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
-            "optimizer": tp_transformers.optimizer_state_dict(self.model, self.optimizer),
+            "optimizer": tp_transformers.training.optimizer_state_dict(self.model, self.optimizer),
         }
 
 
@@ -76,7 +76,7 @@ def resume(folder: str, mode: str | None, target: str) -> list[float]:
     state = run.state()
     dcp.load(state, checkpoint_id=target, no_dist=mode is None)
     run.model.load_state_dict(state["model"])
-    tp_transformers.load_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
+    tp_transformers.training.load_optimizer_state_dict(run.model, run.optimizer, state["optimizer"])
     return run.train([0.8, 0.8, 0.8])
 
 

@@ -25,7 +25,7 @@ INFINITE = {1: ("self_attn.k_proj", 1), 3: ("mlp.down_proj", 0), 4: ("embed_toke
 
 def train(model: Any, batch: torch.Tensor, *, unscales: bool, rank: int | None, **options: Any) -> list[float]:
     """Steps as torch documents them, some with an infinity; the scale after each. `rank`: None for one process."""
-    optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(model), lr=1e-2, eps=1e-2, **options)
+    optimizer = torch.optim.AdamW(tp_transformers.training.parameter_groups(model), lr=1e-2, eps=1e-2, **options)
     scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1), []
     clip = tp_transformers.clip_grad_norm_ if rank is not None else nn.utils.clip_grad_norm_
     for step in range(8):
@@ -86,7 +86,7 @@ def overflows(folder: str) -> tuple[list[float], bool, bool]:
     """fp16 with a scale that overflows: the scales, whether weights moved at last, and whether all are finite."""
     model = load(folder)
     before = [tp_transformers.local_tensor(param).clone() for param in model.parameters()]
-    optimizer = torch.optim.AdamW(tp_transformers.parameter_groups(model), lr=1e-2)
+    optimizer = torch.optim.AdamW(tp_transformers.training.parameter_groups(model), lr=1e-2)
     scaler, scales = torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=0.125), []
     for _ in range(6):
         optimizer.zero_grad()

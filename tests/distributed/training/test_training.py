@@ -131,7 +131,7 @@ def both_axes(folder: str, mode: str, saved: str) -> dict[str, Any]:
     tp_transformers.data_parallel(model, mesh, mode=mode)
     model.to("cpu")  # makes new DTensors of them all
     mine = BATCH.chunk(2)[mesh["dp"].get_local_rank()]
-    groups = tp_transformers.parameter_groups(model)
+    groups = tp_transformers.training.parameter_groups(model)
     seen = train(model, groups, mine, tp_transformers.clip_grad_norm_, foreach=True)
     dist.all_reduce(seen["losses"], group=mesh["dp"].get_group())
     seen["losses"] /= 2
@@ -300,7 +300,7 @@ def test_what_does_not_fit_is_refused(pool: Pool, cases: Any) -> None:
 def one_axis(folder: str) -> dict[str, Any]:
     """Run on every rank: clipped steps; gradients with checkpoints, and under autocast."""
     model = load(folder)
-    groups = tp_transformers.parameter_groups(model)
+    groups = tp_transformers.training.parameter_groups(model)
     seen = train(model, groups, BATCH, tp_transformers.clip_grad_norm_, fused=True)
     trained, expected = one_process(folder)
     result: dict[str, Any] = compare_trained(model, seen, trained, expected)

@@ -158,7 +158,9 @@ def compare_modes(folder: str, reference_file: str, names: tuple[str, ...]) -> d
         mode = ALL[name]
         expected = references[mode.reference]
         model, batch = start(folder, mode)
-        seen = train(model, tp_transformers.parameter_groups(model), batch, tp_transformers.clip_grad_norm_, mode)
+        seen = train(
+            model, tp_transformers.training.parameter_groups(model), batch, tp_transformers.clip_grad_norm_, mode
+        )
         dist.all_reduce(seen["losses"])  # copies have parts of equal length
         seen["losses"] /= dist.get_world_size()
         found[name] = {key: largest_step(seen[key], expected[key]) for key in ("losses", "norms")}

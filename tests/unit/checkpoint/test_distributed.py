@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tp_transformers import CheckpointError, load_distributed_checkpoint
+from tp_transformers import CheckpointError
+from tp_transformers.checkpoint import load_distributed_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

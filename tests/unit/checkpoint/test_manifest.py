@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.unit.slices.test_layout import splits
-from tp_transformers import CheckpointError, verify_sharded
+from tp_transformers import CheckpointError
+from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME, Manifest, RankFile, WholeTensor
 from tp_transformers.checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from tp_transformers.checkpoint.saving.writer import SummedWriter

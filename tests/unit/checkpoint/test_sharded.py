@@ -14,7 +14,8 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 import tp_transformers
 from tests.support.comparisons import assert_same_files, equal_parameters
 from tests.support.models import load
-from tp_transformers import CheckpointError, UnsupportedError, save_sharded, verify_sharded
+from tp_transformers import CheckpointError, UnsupportedError, save_sharded
+from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.checkpoint.saving.manifest import Manifest
 from tp_transformers.checkpoint.saving.writer import SummedWriter
 

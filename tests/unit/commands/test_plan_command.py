@@ -19,13 +19,13 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from tests.support.architectures import ARCHITECTURES
 from tests.support.commands import main
 from tests.support.models import llama_config
-from tp_transformers import Plan
 from tp_transformers.commands.plan import picture
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory
 from tp_transformers.commands.plan.picture import COLOURS, LONGEST
 from tp_transformers.commands.plan.report import by_rank
 from tp_transformers.errors import UsageError
+from tp_transformers.plans import Plan
 from tp_transformers.plans.catalogue import PROVEN_WITH, available_plans
 from tp_transformers.plans.listing import catalogue
 from tp_transformers.text import size, spans

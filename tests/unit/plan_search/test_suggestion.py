@@ -14,10 +14,11 @@ from tests.support.remote_code import split_by_own_widths, with_code
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import MIXERS
 from tests.support.unplanned import DBRX_RUNS, unplanned
-from tp_transformers import Plan, PlanError
+from tp_transformers import PlanError
 from tp_transformers.anatomy.classes import own_class
 from tp_transformers.anatomy.names import is_inside
 from tp_transformers.plan_search.suggestion import suggest
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.shares import largest_share
 from tp_transformers.slices.layout import Layout

@@ -11,7 +11,8 @@ import transformers
 
 from tests.support.models import llama_config
 from tests.support.tiny import TEXTS
-from tp_transformers import Plan, PlanError
+from tp_transformers import PlanError
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 
 LAYER = "model.layers.0.self_attn."

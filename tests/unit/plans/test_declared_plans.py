@@ -18,7 +18,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from tp_transformers import Plan, PlanError
+from tp_transformers import PlanError
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.shares import check_layers_are_cut, largest_share
 from tp_transformers.small_models.config import shrink

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tp_transformers import Plan, PlanError, Rule
+from tp_transformers import PlanError
+from tp_transformers.plans import Plan, Rule
 from tp_transformers.plans.mixers import Mixer, cut_mixers, mixer_arguments
 
 ENTRY = {

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from tests.support.architectures import ARCHITECTURES
-from tp_transformers import Plan
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.shares import check_layers_are_cut
 

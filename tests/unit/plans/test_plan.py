@@ -17,11 +17,13 @@ from transformers import (
 )
 
 from tests.support.models import llama_config
-from tp_transformers import STRATEGIES, Plan, PlanError, Rule, TensorParallelLayer
+from tp_transformers import PlanError
 from tp_transformers.anatomy.names import fold_layers
+from tp_transformers.plans import Plan, Rule
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.pattern import Pattern
+from tp_transformers.strategies import STRATEGIES, TensorParallelLayer
 
 LAYER = "model.layers.*."
 MEGATRON = {

@@ -11,8 +11,9 @@ import yaml
 
 from tests.support.commands import main
 from tests.support.models import llama_config
-from tp_transformers import Plan, PlanError
+from tp_transformers import PlanError
 from tp_transformers.loading.choose_plan import read_plan
+from tp_transformers.plans import Plan
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.yaml_file import MAX_BYTES
 

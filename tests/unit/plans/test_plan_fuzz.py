@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.fuzz import calls, fuzz_cases, kept
 from tests.support.models import llama_config
-from tp_transformers import Plan, PlanError
+from tp_transformers import PlanError
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.catalogue import available_plans
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, Llam
 from tests.distributed.strategies.test_sequence_parallel import UNFIT
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config
-from tp_transformers import Plan, PlanError
+from tp_transformers import PlanError
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 
 LAYER = "model.layers.*."

@@ -11,8 +11,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config
-from tp_transformers import Plan, PlanError, ReplicateParallel, TensorParallelLayer
+from tp_transformers import PlanError
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
+from tp_transformers.strategies import ReplicateParallel, TensorParallelLayer
 
 LAYER = "model.layers.*."
 MLP = LAYER + "mlp."

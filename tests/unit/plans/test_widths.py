@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from tests.support.models import llama_config
-from tp_transformers import Plan, PlanError
+from tp_transformers import PlanError
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.shares import check_layers_are_cut, largest_share
 

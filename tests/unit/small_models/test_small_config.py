@@ -13,8 +13,8 @@ import tp_transformers
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tests.support.tiny_mixers import MIXERS
-from tp_transformers import Plan
 from tp_transformers.anatomy.classes import generating_class, known_class
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.small_models import model as probe

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tp_transformers
-from tp_transformers import ColwiseParallel, ReplicateParallel, RowwiseParallel, TensorParallelLayer
+from tp_transformers.strategies import ColwiseParallel, ReplicateParallel, RowwiseParallel, TensorParallelLayer
 from tp_transformers.strategies.regions import sequence
 from tp_transformers.strategies.signature import FEATURES, PARTIAL, REPLICATED, Signature
 

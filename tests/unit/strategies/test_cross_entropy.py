@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tp_transformers import vocab_parallel_cross_entropy
+from tp_transformers.strategies import vocab_parallel_cross_entropy
 
 TOKENS, VOCABULARY = 9, 17
 

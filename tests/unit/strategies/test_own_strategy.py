@@ -10,10 +10,9 @@ from torch import nn
 
 from tests.support.modules import FakeMesh
 from tests.support.undo import undo_partition
-from tp_transformers import TensorParallelLayer, get_packed_weights, get_tensor_shard
 from tp_transformers.slices.layout import Layout, Split
 from tp_transformers.slices.lazy import LazyTensor, Resident
-from tp_transformers.strategies import take
+from tp_transformers.strategies import TensorParallelLayer, get_packed_weights, get_tensor_shard, take
 
 SIZES = [1, 2, 3, 5]
 

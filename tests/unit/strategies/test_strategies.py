@@ -13,10 +13,12 @@ from transformers.pytorch_utils import Conv1D
 
 from tests.support.modules import FakeMesh
 from tests.support.undo import undo_partition
-from tp_transformers import STRATEGIES, Plan, PlanError
+from tp_transformers import PlanError
+from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.slices.layout import heads
 from tp_transformers.slices.lazy import LazyTensor, Resident
+from tp_transformers.strategies import STRATEGIES
 from tp_transformers.strategies.base import EXPERT_UNIT
 
 SIZES = [1, 2, 3, 5]

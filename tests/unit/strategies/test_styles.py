@@ -23,11 +23,12 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qw
 import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.models import llama_config, load, observe
-from tp_transformers import STRATEGIES, Plan, PlanError, Rule
+from tp_transformers import PlanError
 from tp_transformers.model.adapters import cut as adapters
+from tp_transformers.plans import Plan, Rule
 from tp_transformers.plans.bind import resolve
 from tp_transformers.slices.layout import Layout, chunked
-from tp_transformers.strategies import State
+from tp_transformers.strategies import STRATEGIES, State
 
 ATTENTION, MLP, HEAD = "model.layers.*.self_attn", "model.layers.*.mlp", "lm_head"
 COLWISE, ROWWISE = ColwiseParallel(), RowwiseParallel()

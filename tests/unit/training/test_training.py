@@ -13,9 +13,9 @@ from transformers import BartForConditionalGeneration, LlamaForCausalLM
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config, load
-from tp_transformers import ColwiseParallel, RowwiseParallel
 from tp_transformers.anatomy.layers import layers_of
 from tp_transformers.model.dropout import OwnRandomness
+from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
 from tp_transformers.strategies.regions.sequence import SequenceGatherParallel
 
 
@@ -31,11 +31,13 @@ def test_layers_are_those_that_transformers_does_not_split() -> None:
 
 def test_groups_keep_their_settings_and_every_parameter() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
-    groups = tp_transformers.parameter_groups([{"params": weights[:2], "lr": 1.0}, {"params": weights[2], "lr": 2.0}])
+    groups = tp_transformers.training.parameter_groups(
+        [{"params": weights[:2], "lr": 1.0}, {"params": weights[2], "lr": 2.0}]
+    )
     assert [(len(group["params"]), group["lr"]) for group in groups] == [(2, 1.0), (1, 2.0)]
-    (group,) = tp_transformers.parameter_groups(iter(weights))
+    (group,) = tp_transformers.training.parameter_groups(iter(weights))
     assert group["params"] == weights
-    assert tp_transformers.parameter_groups([]) == []
+    assert tp_transformers.training.parameter_groups([]) == []
 
 
 def test_a_model_without_a_plan_is_refused_or_left_to_torch() -> None:
@@ -44,7 +46,7 @@ def test_a_model_without_a_plan_is_refused_or_left_to_torch() -> None:
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 100.0)
     assert tp_transformers.clip_grad_norm_(plain, 100.0) == expected
     assert tp_transformers.clip_grad_norm_(plain.weight, 100.0) == plain.weight.grad.norm()
-    for function in (tp_transformers.check_inputs, lambda model: tp_transformers.data_parallel(model, None)):  # type: ignore[arg-type]
+    for function in (tp_transformers.debug.check_inputs, lambda model: tp_transformers.data_parallel(model, None)):  # type: ignore[arg-type]
         with pytest.raises(tp_transformers.UnsupportedError, match="loaded with tp_plan"):
             function(plain)
 
