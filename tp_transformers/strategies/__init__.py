@@ -32,6 +32,8 @@ __all__ = [
     "RowwiseParallel",
     "STRATEGIES",
     "SequenceParallel",
+    "Signature",
+    "State",
     "TensorParallelLayer",
     "get_packed_weights",
     "get_tensor_shard",
