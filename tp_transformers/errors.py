@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import sys
 from collections.abc import Iterable, Sized
 
 MOST_FAULTS = 20
@@ -43,6 +44,21 @@ class RemoteRankError(TensorParallelError, RuntimeError):
 
 class UsageError(TensorParallelError, ValueError):
     """An argument of a command is not one that it can serve."""
+
+
+def lacks(library: str, problem: str, *, subject: str) -> UnsupportedError:
+    """The error of a `subject` that needs a private name of `library`, which the installed release lacks."""
+    return UnsupportedError(
+        subject,
+        got=f"{release(library)}: {problem}",
+        expected="a release that has it",
+        fix=f"Install another release of {library}, or a newer tp_transformers.",
+    )
+
+
+def release(library: str) -> str:
+    """Return the name of a library that is imported, and its version."""
+    return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".rstrip()
 
 
 def describe(subject: str, *, got: str, expected: str, fix: str) -> str:

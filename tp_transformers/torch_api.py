@@ -1,13 +1,232 @@
-"""The private API of torch that this package uses."""
+"""All that this package uses of torch below its public names, and a check that it is there.
+
+Private are names that begin with an underscore, and all names of modules that do. Functions and classes are bound here,
+once, and imported from here; attributes of objects (`param._local_tensor`) are read at their place. `PRIVATE` lists
+both, and a test lets no other module use more. A function that torch lacks raises UnsupportedError when it is called.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from inspect import getattr_static
+from types import ModuleType
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+import torch.distributed
+
+from .errors import lacks
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_REFUSED = "a load with tp_plan is refused"
+_RAISES = "its call raises UnsupportedError"
+_OTHER = "the other name of the same function is called"
+_BY_ITSELF = "meshes find the new group by themselves"
+
+
+@dataclass(frozen=True)
+class Private:
+    """The use of a private name of torch."""
+
+    use: str
+    users: str
+    """Packages that use it."""
+    without: str = _REFUSED
+    """The consequence in a release of torch that lacks it."""
+
+
+PRIVATE: dict[str, Private] = {
+    # Functions and classes, bound below.
+    "torch.Tensor._make_wrapper_subclass": Private("tensors without data", "strategies", _RAISES),
+    "torch._C.DisableTorchFunctionSubclass": Private("operators of torch on shards", "strategies"),
+    "torch._C._are_functorch_transforms_active": Private("torch.func is refused", "ranks"),
+    "torch._C._autograd._top_saved_tensors_default_hooks": Private(
+        "other hooks on saved tensors keep their tensors", "strategies model", _RAISES
+    ),
+    "torch._C._current_graph_task_id": Private("one recomputation for each backward", "strategies", _RAISES),
+    "torch._C._dynamo.eval_frame._FrameAction": Private("`untraced`", "ranks", "torch.compiler.disable is called"),
+    "torch._C._dynamo.eval_frame._FrameExecStrategy": Private("`untraced`", "ranks", "the same"),
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": Private("`untraced`", "ranks", "the same"),
+    "torch._C._len_torch_dispatch_stack": Private("dispatch modes see every collective", "ranks"),
+    "torch._assert_async": Private("the loss refuses labels that are no token", "strategies", _RAISES),
+    "torch._dynamo.eval_frame.OptimizedModule": Private("its calls are watched", "model", "they are not watched"),
+    "torch._foreach_norm": Private("the norms of many gradients in one call", "model", _RAISES),
+    "torch._guards.TracingContext": Private("torch.compile sees the shards alone", "strategies"),
+    "torch._inductor.ir.TensorBox": Private("operators of ours in compiled graphs", "ranks", _RAISES),
+    "torch._inductor.ir._CollectiveKernel.create_out_of_place": Private("the same", "ranks", _RAISES),
+    "torch._inductor.lowering.add_layout_constraint": Private("the same", "ranks", _RAISES),
+    "torch._inductor.lowering.constrain_to_fx_strides": Private("the same", "ranks", _RAISES),
+    "torch._inductor.lowering.register_lowering": Private("the same", "ranks", _RAISES),
+    "torch.autograd.Variable._execution_engine": Private("averages end with the backward", "training", _RAISES),
+    "torch.distributed._functional_collectives.all_gather_single": Private("compiled graphs", "ranks", _OTHER),
+    "torch.distributed._functional_collectives.all_gather_tensor": Private("until torch 2.12", "ranks", _OTHER),
+    "torch.distributed._functional_collectives.reduce_scatter_single": Private("compiled graphs", "ranks", _OTHER),
+    "torch.distributed._functional_collectives.reduce_scatter_tensor": Private("until torch 2.12", "ranks", _OTHER),
+    "torch.distributed._functional_collectives.wait_tensor": Private("functional collectives", "ranks", _RAISES),
+    "torch.distributed.distributed_c10d._get_default_store": Private("the ranks meet in it", "ranks commands"),
+    "torch.distributed.distributed_c10d._resolve_process_group": Private("groups by name", "ranks strategies"),
+    "torch.distributed.distributed_c10d._world": Private("a gloo group beside nccl", "checkpoint", _RAISES),
+    "torch.nn.modules.module._global_backward_hooks": Private("a warning of them", "strategies", "no warning"),
+    "torch.nn.modules.module._global_backward_pre_hooks": Private("a warning of them", "strategies", "no warning"),
+    "torch.nn.modules.module._global_forward_hooks": Private("a warning of them", "strategies", "no warning"),
+    "torch.nn.modules.module._global_forward_pre_hooks": Private("a warning of them", "strategies", "no warning"),
+    "torch.ops._c10d_functional.all_reduce": Private("sums that dispatch modes may keep", "ranks", _RAISES),
+    "torch.ops.aten._is_any_true.default": Private("detect_anomaly", "strategies", "detect_anomaly raises"),
+    "torch.ops.aten._to_copy": Private("a style's partition_tensor may cast", "strategies", "such a style is refused"),
+    "torch.utils._python_dispatch._disable_current_modes": Private("collectives below modes", "ranks", _RAISES),
+    "torch.utils._pytree.tree_leaves": Private("tensors in nested arguments", "strategies training"),
+    "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "slices strategies"),
+    "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "model plan_search strategies"),
+    # Attributes, methods and arguments, each at its place.
+    "torch.Tensor._backward_hooks": Private("hooks of tensors, as torch keeps them", "ranks strategies"),
+    "torch.Tensor._version": Private("values that have changed since", "strategies"),
+    "torch.UntypedStorage._cdata": Private("tensors that share memory", "checkpoint model strategies"),
+    "torch.amp.GradScaler._unscale_grads_": Private("replaced", "model", "GradScaler refuses shards"),
+    "torch.autograd.Function._register_hook_dict": Private("a hook without a handle", "ranks"),
+    "torch.autograd.forward_ad._current_level": Private("forward-mode differentiation is refused", "ranks"),
+    "torch.distributed.ProcessGroup._get_backend": Private("collectives without a dispatcher", "ranks"),
+    "torch.distributed.ProcessGroupGloo._Options._timeout": Private("of groups in shared memory", "ranks"),
+    "torch.distributed.ProcessGroupGloo._allgather_base": Private("collectives without a dispatcher", "ranks"),
+    "torch.distributed.ProcessGroupGloo._get_sequence_number_for_group": Private("their number", "ranks"),
+    "torch.distributed.ProcessGroupGloo._reduce_scatter_base": Private("collectives without a dispatcher", "ranks"),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": Private("in torch's checkpoints", "checkpoint", "not read"),
+    "torch.distributed.checkpoint.filesystem._StoragePrefix": Private("the same", "checkpoint", "not read"),
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": Private("the same", "checkpoint", "not read"),
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": Private("a renewed group", "ranks", _BY_ITSELF),
+    "torch.distributed.device_mesh.DeviceMesh._init_backend": Private("a mesh without ranks", "strategies", "no mesh"),
+    "torch.distributed.device_mesh.DeviceMesh._pg_registry": Private("a renewed group", "ranks", _BY_ITSELF),
+    "torch.distributed.device_mesh.DeviceMesh._rank": Private("a mesh without ranks", "strategies", "no mesh"),
+    "torch.distributed.tensor.DTensor._local_tensor": Private("this rank's shard", "model strategies"),
+    "torch.distributed.tensor.DTensor._spec": Private("a DTensor with the same placements", "strategies"),
+    "torch.distributed.tensor.distribute_module._distribute_module_applied": Private("left out of copies", "model"),
+    "torch.distributed.tensor.parallel.ParallelStyle._apply": Private("styles of torch", "strategies"),
+    "torch.nn.Module._apply": Private("`to`, `half`, ...: overridden", "model"),
+    "torch.nn.Module._buffers": Private("the module's own", "loading strategies"),
+    "torch.nn.Module._forward_hooks": Private("left out of copies", "model"),
+    "torch.nn.Module._forward_pre_hooks": Private("left out of copies", "model"),
+    "torch.nn.Module._load_state_dict_pre_hooks": Private("left out of copies", "model"),
+    "torch.nn.Module._modules": Private("the module's own", "strategies"),
+    "torch.nn.Module._parameters": Private(
+        "the module's own, exchanged in a forward",
+        "anatomy checkpoint loading model plan_search strategies training",
+    ),
+    "torch.nn.Module._state_dict_hooks": Private("left out of copies", "model"),
+    "torch.nn.Parameter.__new__._is_param": Private("shards that are nn.Parameter", "strategies"),
+    "torch.nn.utils.parametrize._cache": Private("shards in `parametrize.cached`", "strategies"),
+    "torch.nn.utils.parametrize._cache_enabled": Private("shards in `parametrize.cached`", "strategies"),
+    "torch.nn.utils.parametrize._maybe_set": Private("replaced", "strategies", "remove_parametrizations raises"),
+    "torch.serialization._get_layout": Private("in torch's checkpoints", "checkpoint", "not read"),
+}
+
+
+def check() -> None:
+    """Raise UnsupportedError where torch lacks a name that every tensor-parallel model needs."""
+    found = _lacking(_REFUSED)
+    if found:
+        raise lacks("torch", f"no {', '.join(found)}", subject="tp_plan")
+
+
+def lacking() -> dict[str, str]:
+    """{name: consequence} of the private names that the installed torch lacks; it imports torch's compiler."""
+    return {name: PRIVATE[name].without for name in _lacking(*{each.without for each in PRIVATE.values()})}
+
+
+@cache
+def _lacking(*consequences: str) -> list[str]:
+    return [name for name, private in PRIVATE.items() if private.without in consequences and not _exists(name)]
+
+
+def _exists(path: str) -> bool:
+    """True if torch has the name: an attribute, one that `__init__` or another function sets, or an argument."""
+    owner, _, name = path.rpartition(".")
+    try:
+        found = _resolve(owner)
+    except (AttributeError, ImportError):
+        return False
+    if hasattr(found, name) or name in getattr(found, "__annotations__", ()):
+        return True
+    code = getattr(getattr_static(found, "__init__", None) if isinstance(found, type) else found, "__code__", None)
+    return code is not None and name in code.co_names + code.co_varnames
+
+
+def _resolve(path: str) -> Any:
+    """The object of a dotted path. Raises AttributeError or ImportError."""
+    found: Any = torch
+    parts = path.split(".")
+    for number, part in enumerate(parts[1:], 2):
+        if isinstance(found, ModuleType) and not hasattr(found, part):
+            found = import_module(".".join(parts[:number]))
+        else:
+            found = getattr(found, part)
+    return found
+
+
+class _Missing:
+    """A function or class that torch lacks; its use raises UnsupportedError."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise lacks("torch", f"no {self._path}", subject="a tensor-parallel model")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self()
+
+
+def _take(path: str, *default: Any) -> Any:
+    """The object that `PRIVATE` lists; without it `default`, or an object that refuses its use."""
+    assert path in PRIVATE
+    try:
+        return _resolve(path)
+    except (AttributeError, ImportError):
+        return default[0] if default else _Missing(path)
+
+
+as_torch = _take("torch._C.DisableTorchFunctionSubclass")
+"""A context in which operators take a shard for an ordinary tensor."""
+make_wrapper_subclass = _take("torch.Tensor._make_wrapper_subclass")
+is_transformed = _take("torch._C._are_functorch_transforms_active")
+top_saved_tensors_hooks = _take("torch._C._autograd._top_saved_tensors_default_hooks")
+"""The hooks on saved tensors that are in force, or None."""
+current_backward = _take("torch._C._current_graph_task_id")
+"""The number of the backward that runs; -1 outside of one."""
+is_watched = _take("torch._C._len_torch_dispatch_stack")
+"""True if a dispatch mode sees every operator."""
+assert_async = _take("torch._assert_async")
+foreach_norm = _take("torch._foreach_norm")
+TracingContext = _take("torch._guards.TracingContext")
+engine = _take("torch.autograd.Variable._execution_engine")
+traced_all_gather = _take("torch.distributed._functional_collectives.all_gather_single", None) or _take(
+    "torch.distributed._functional_collectives.all_gather_tensor"
+)
+traced_reduce_scatter = _take("torch.distributed._functional_collectives.reduce_scatter_single", None) or _take(
+    "torch.distributed._functional_collectives.reduce_scatter_tensor"
+)
+wait_tensor = _take("torch.distributed._functional_collectives.wait_tensor")
+functional_all_reduce = _take("torch.ops._c10d_functional.all_reduce")
+get_default_store = _take("torch.distributed.distributed_c10d._get_default_store")
+resolve_process_group = _take("torch.distributed.distributed_c10d._resolve_process_group")
+world = _take("torch.distributed.distributed_c10d._world")
+is_any_true = _take("torch.ops.aten._is_any_true.default")
+to_copy = _take("torch.ops.aten._to_copy")
+disable_current_modes = _take("torch.utils._python_dispatch._disable_current_modes")
+tree_leaves = _take("torch.utils._pytree.tree_leaves")
+tree_map = _take("torch.utils._pytree.tree_map")
+tree_map_only = _take("torch.utils._pytree.tree_map_only")
+GLOBAL_HOOKS = (
+    _take("torch.nn.modules.module._global_forward_pre_hooks", {}),
+    _take("torch.nn.modules.module._global_forward_hooks", {}),
+    _take("torch.nn.modules.module._global_backward_pre_hooks", {}),
+    _take("torch.nn.modules.module._global_backward_hooks", {}),
+)
+"""Hooks on all modules at once, by their numbers."""
 
 
 def untraced(function: F) -> F:
@@ -16,10 +235,32 @@ def untraced(function: F) -> F:
     It does what `torch.compiler.disable` does, without a call around each call, and without the import of Dynamo. A
     caller that is traced inlines the function nevertheless.
     """
-    dynamo = torch._C._dynamo.eval_frame
-    try:
-        skip = dynamo._FrameAction.SKIP
-        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
-    except AttributeError:
+    action = _take("torch._C._dynamo.eval_frame._FrameAction", None)
+    strategy = _take("torch._C._dynamo.eval_frame._FrameExecStrategy", None)
+    set_strategy = _take("torch._C._dynamo.eval_frame.set_code_exec_strategy", None)
+    if None in (action, strategy, set_strategy):
         return cast(F, torch.compiler.disable(function))
+    set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
     return function
+
+
+DYNAMO = "torch._dynamo.eval_frame"
+"""A module that torch.compile imports, in a second; others wait until it has."""
+
+
+def compiled_class() -> Any:
+    """The class that torch.compile makes of a module; it imports Dynamo. Raises AttributeError where there is none."""
+    return _resolve("torch._dynamo.eval_frame.OptimizedModule")
+
+
+def lower_as_collectives(operators: Iterable[Any]) -> None:
+    """Let Inductor take `operators` for collectives, as those of torch, which it neither reorders nor drops."""
+    add_layout_constraint = _take("torch._inductor.lowering.add_layout_constraint")
+    strides = _take("torch._inductor.lowering.constrain_to_fx_strides")
+    register_lowering = _take("torch._inductor.lowering.register_lowering")
+    box = _take("torch._inductor.ir.TensorBox")
+    create = _take("torch._inductor.ir._CollectiveKernel.create_out_of_place")
+    for operator in operators:
+        add_layout_constraint(operator, strides)
+        make = partial(create, operator)
+        register_lowering(operator)(lambda *args, make=make: box.create(make(*args)))

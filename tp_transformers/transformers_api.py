@@ -105,6 +105,7 @@ def check() -> None:
     if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < FIRST_UNSUPPORTED:
         problems.append("another version")
     problems += [f"no {name}" for name in METHODS if not hasattr(PreTrainedModel, name)]
+    problems += ["no _BaseAutoModelClass"] if not hasattr(modeling_auto, "_BaseAutoModelClass") else []
     for (owner, name), needed in _ARGUMENTS.items():
         function: Callable[..., Any] | None = getattr(owner, name, None)
         found = tuple(inspect.signature(function).parameters) if function is not None else ()

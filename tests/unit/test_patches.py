@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.support.models import Case
-from tp_transformers.patches import Patch, replace, when_imported
+from tp_transformers import UnsupportedError
+from tp_transformers.patches import Patch, nothing, replace, replace_all, when_imported
 
 PROGRAM = '''
 import gc, sys
@@ -125,6 +127,69 @@ def test_a_wrapper_of_another_library_stays() -> None:
     assert owner.double(3) == 16
 
 
+def test_a_missing_name_leaves_the_library_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def changes() -> Any:
+        names = ("double", "_gone", "_lost")
+        return replace_all((owner, name, lambda original, x: original(x) + 1) for name in names)
+
+    owner = SimpleNamespace(__name__="library.module", double=lambda x: 2 * x)
+    patch = Patch("library", "double", changes)
+    model = nn.Module()
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"library: no library\.module\._gone, library\.module\._lost"):
+            patch.hold_for(model)
+    assert owner.double(3) == 6
+    assert len(caplog.records) == 1
+    assert "_gone" in caplog.text
+    patch = Patch("library", "double", changes, without=nothing)
+    patch.hold_for(model)
+    assert patch.missing
+    with pytest.raises(UnsupportedError, match="_gone"):
+        patch.refuse()
+    with pytest.raises(UnsupportedError, match=r"no library\.module\._gone"):
+        replace(owner, "_gone", lambda original: None)
+
+
+def test_a_missing_name_is_refused_in_place_of_the_change() -> None:
+    def refuse(original: Any, x: Any) -> Any:
+        if x > 2:
+            patch.refuse()
+        return original(x)
+
+    owner = SimpleNamespace(__name__="library.module", double=lambda x: 2 * x)
+    patch = Patch(
+        "library",
+        "double",
+        lambda: replace(owner, "_gone", refuse),
+        without=lambda: replace(owner, "double", refuse),
+    )
+    patch.hold()
+    assert owner.double(2) == 4
+    with pytest.raises(UnsupportedError, match=r"no library\.module\._gone"):
+        owner.double(3)
+    owner._gone = owner.double
+    patch.release()
+    assert owner.double(3) == 6
+    patch.hold()
+    assert not patch.missing
+
+
+def test_a_method_that_moved_to_a_base_is_replaced() -> None:
+    class Base:
+        def double(self, x: int) -> int:
+            return 2 * x
+
+    class Owner(Base):
+        pass
+
+    undo = replace(Owner, "double", lambda original, self, x: original(self, x) + 1)
+    assert Owner().double(3) == 7
+    assert Base().double(3) == 6
+    undo()
+    assert "double" not in vars(Owner)
+    assert Owner().double(3) == 6
+
+
 def test_a_module_is_changed_once_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finders = list(sys.meta_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -150,3 +215,21 @@ def test_a_module_is_changed_once_it_is_imported(tmp_path: Path, monkeypatch: py
     when_imported("never_imported", install)()
     assert sys.meta_path == finders
     del sys.modules["imported_later"]
+
+
+def test_two_changes_wait_for_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_twice.py").write_text("def double(x):\n    return 2 * x\n")
+    undos = []
+    for _ in range(2):
+
+        def install() -> Any:
+            return replace(sys.modules["imported_twice"], "double", lambda original, x: original(x) + 1)
+
+        undos.append(when_imported("imported_twice", install))
+    module = importlib.import_module("imported_twice")
+    assert module.double(3) == 8
+    for undo in reversed(undos):
+        undo()
+    assert module.double(3) == 6
+    del sys.modules["imported_twice"]

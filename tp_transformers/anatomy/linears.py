@@ -1,12 +1,14 @@
-"""Linears, embeddings and experts: tests for each, and their numbers of input and output features."""
+"""Linears, embeddings, convolutions, experts and dropouts: whether a module is one, and how wide it is."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from transformers import Conv1D
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
@@ -55,7 +57,7 @@ def holds_experts(module: nn.Module) -> bool:
     """True if the module's parameters are those of experts: (experts, ...), matrices and their biases."""
     shapes = [param.shape for param in module.parameters(recurse=False)]
     return (
-        not isinstance(module, _ConvNd)
+        not isinstance(module, CONVOLUTIONS)
         and features(module) is None
         and {2, 3} >= {len(shape) for shape in shapes} >= {3}
         and len({shape[0] for shape in shapes}) == 1

@@ -33,6 +33,7 @@ from ..plans.bind import Resolution
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
+from ..torch_api import check as check_torch
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import LoadStateDictConfig, extract_commit_hash
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
@@ -157,6 +158,7 @@ def _refuse_meta() -> None:
 
 def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a `from_pretrained` that was given a `tp_plan`."""
+    check_torch()
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
     options = Options.take(kwargs)
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")

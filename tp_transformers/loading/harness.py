@@ -7,10 +7,10 @@ import sys
 from contextvars import ContextVar
 from typing import Any
 
-from ..patches import Undo, all_of, replace
+from ..patches import Patch, Undo, nothing, replace_all
 from ..strategies import LocalConfig
 
-MODULE = "lm_eval.models.huggingface"
+_MODULE = "lm_eval.models.huggingface"
 
 _takes_plan: ContextVar[bool] = ContextVar("tp_transformers_harness", default=False)
 """True while a model is made for lm_eval by a plan."""
@@ -34,7 +34,10 @@ def _get_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         self._config = LocalConfig(self._config, num_key_value_heads=int(os.environ.get("WORLD_SIZE", 1)))
 
 
-def change_harness() -> Undo:
-    """Change the class of lm_eval, which is imported already."""
-    model: Any = sys.modules[MODULE].HFLM
-    return all_of((replace(model, "__init__", _init), replace(model, "_get_config", _get_config)))
+def _install() -> Undo:
+    model: Any = sys.modules[_MODULE].HFLM
+    return replace_all([(model, "__init__", _init), (model, "_get_config", _get_config)])
+
+
+HARNESS = Patch("lm_eval", "HFLM", _install, module=_MODULE, without=nothing)
+"""Held by `enable()`. Where lm_eval lacks the names, it refuses KV heads that its ranks do not divide, as by itself."""

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ..patches import Patch, Undo, all_of, replace, when_imported
+from ..patches import Patch, Undo, nothing, replace_all
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import auto_classes, check, modeling_utils, parallel_styles
 from . import forgotten
 from .from_pretrained import find_quantizer, from_pretrained, load_pretrained_model, resolve_files
-from .harness import MODULE as HARNESS
-from .harness import change_harness
-from .pipelines import change_pipeline
+from .harness import HARNESS
+from .pipelines import PIPELINE
 
 
 def _replace_all() -> Undo:
-    undos = (
-        replace(PreTrainedModel, "_load_pretrained_model", load_pretrained_model),
-        replace(modeling_utils, "_get_resolved_checkpoint_files", resolve_files),
-        replace(modeling_utils, "get_hf_quantizer", find_quantizer),
-        when_imported("transformers.pipelines", change_pipeline),
-        when_imported(HARNESS, change_harness),
-        *(replace(cls, "from_pretrained", from_pretrained) for cls in (PreTrainedModel, *auto_classes())),
-        _name_registration(),
+    return replace_all(
+        [
+            (PreTrainedModel, "_load_pretrained_model", load_pretrained_model),
+            (modeling_utils, "_get_resolved_checkpoint_files", resolve_files),
+            (modeling_utils, "get_hf_quantizer", find_quantizer),
+            *((cls, "from_pretrained", from_pretrained) for cls in (PreTrainedModel, *auto_classes())),
+        ]
     )
-    return all_of(undos)
 
 
 def _name_registration() -> Undo:
@@ -36,9 +33,15 @@ def _name_registration() -> Undo:
     return lambda: delattr(interface, "register_strategy")
 
 
-_HOOK = Patch(
-    "transformers", "from_pretrained, three functions that it calls, and pipeline; lm_eval's HFLM", _replace_all
+_HOOK = Patch("transformers", "from_pretrained", _replace_all)
+_HELD = (
+    _HOOK,
+    Patch("transformers", "register_strategy", _name_registration, without=nothing),
+    PIPELINE,
+    HARNESS,
+    TRAINER,
 )
+"""Held from `enable()` to `disable()`."""
 
 
 class enable:  # noqa: N801 - used as a function, returns its own context manager
@@ -57,8 +60,8 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
         self._turned_on = not _HOOK.is_on
         if self._turned_on:
             check()
-            _HOOK.hold()
-            TRAINER.hold()
+            for patch in _HELD:
+                patch.hold()
 
     def __enter__(self) -> enable:
         return self
@@ -75,5 +78,5 @@ def disable() -> None:
     """
     forgotten.CALLED.add("disable")
     if _HOOK.is_on:
-        _HOOK.release()
-        TRAINER.release()
+        for patch in _HELD:
+            patch.release()

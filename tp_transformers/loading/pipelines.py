@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any
 
 from ..errors import PlanError, TensorParallelError
-from ..patches import Undo
+from ..patches import Patch, Undo, nothing
 from .from_pretrained import FAILURES
 from .options import INSTEAD, OPTIONS
 
@@ -58,7 +58,7 @@ def _stand_in(*args: Any, **kwargs: Any) -> Any:
     return pipeline(*args, **kwargs)
 
 
-def change_pipeline() -> Undo:
+def _install() -> Undo:
     """Let the function object itself run ours, since scripts import its name before they call `enable()`."""
     global _original
     function: Any = sys.modules["transformers.pipelines"].pipeline
@@ -73,3 +73,7 @@ def change_pipeline() -> Undo:
         del function.__signature__
 
     return undo
+
+
+PIPELINE = Patch("transformers", "pipeline", _install, module="transformers.pipelines", without=nothing)
+"""Held by `enable()`. Without it, `pipeline` refuses our arguments by itself; `model_kwargs` takes them."""

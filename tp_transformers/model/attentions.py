@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -17,6 +16,7 @@ from ..plans.attention_heads import AttentionHeads
 from ..ranks.collectives import Group, gather_from_region
 from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Split
+from ..torch_api import tree_map_only
 
 FIELDS = {"attentions": False, "cross_attentions": True}
 """The fields of the attentions that a stack of layers returns -> whether they are its cross-attention's."""

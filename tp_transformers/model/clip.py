@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..patches import Patch, Undo, all_of, replace
+from ..patches import Patch, replace_all
 from ..ranks import direct
 from ..strategies import SHARD, local_tensor, settle_gradient, shard_of
+from ..torch_api import foreach_norm
 from .grad_scaler import with_gradient
 
 
@@ -89,11 +90,11 @@ def _clip(
     return clip_grad_norm_(params, *args, **keywords) if ours else original(params, *args, **keywords)
 
 
-def _install() -> Undo:
-    return all_of(replace(owner, "clip_grad_norm_", _clip) for owner in (nn.utils, nn.utils.clip_grad))
-
-
-WHOLE_NORMS = Patch("torch", "nn.utils.clip_grad_norm_", _install)
+WHOLE_NORMS = Patch(
+    "torch",
+    "nn.utils.clip_grad_norm_",
+    lambda: replace_all((owner, "clip_grad_norm_", _clip) for owner in (nn.utils, nn.utils.clip_grad)),
+)
 """Lets `torch.nn.utils.clip_grad_norm_`, and so accelerate's, clip a tensor-parallel model by its whole norm.
 
 Torch takes plain shards for parameters of one process: each rank would scale its gradients by another norm.
@@ -135,7 +136,7 @@ def _power(
         if foreach is False:
             found = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in alike]
         else:
-            found = list(torch._foreach_norm(alike, norm_type, dtype=dtype))
+            found = list(foreach_norm(alike, norm_type, dtype=dtype))
         norms += [norm.to(device) for norm in found]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm if norm_type == float("inf") else norm.pow(norm_type)

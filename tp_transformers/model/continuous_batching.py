@@ -8,7 +8,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..errors import UnsupportedError
-from ..patches import Patch, Undo, all_of, replace, when_imported
+from ..marks import untyped
+from ..patches import Patch, Undo, replace, replace_all
 from ..ranks.group import GROUP
 from ..strategies import LocalConfig
 
@@ -63,11 +64,27 @@ def _own_kv_heads(model: Any) -> int | None:
 
 
 def _install() -> Undo:
-    module = sys.modules[_MODULE]
-    batches = replace(module.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor)
-    return all_of((batches, replace(module.PagedAttentionCache, "__init__", _make_cache)))
+    module: Any = sys.modules[_MODULE]
+    return replace_all(
+        [
+            (module.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor),
+            (module.PagedAttentionCache, "__init__", _make_cache),
+        ]
+    )
+
+
+def _refuse(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """`ContinuousBatchingManager.__init__`, where the cache of a tensor-parallel model would have all heads."""
+    if GROUP.find(model) is not None:
+        OWN_CACHE.refuse()
+    original(self, model, *args, **kwargs)
 
 
 OWN_CACHE = Patch(
-    "transformers", "ContinuousBatchingManager, PagedAttentionCache", lambda: when_imported(_MODULE, _install)
+    "transformers",
+    "continuous batching",
+    _install,
+    module=_MODULE,
+    without=lambda: replace(untyped(sys.modules[_MODULE]).ContinuousBatchingManager, "__init__", _refuse),
 )
+"""Lets the cache of continuous batching have this rank's heads."""

@@ -22,8 +22,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
+from ..anatomy.linears import DROPOUTS
 from ..marks import untyped
 from ..ranks.collectives import Group, all_gather_number
 from ..ranks.group import TensorParallelGroup
@@ -183,7 +183,7 @@ def _drops(module: nn.Module, settings: Settings) -> bool:
             value = getattr(holder, name, None)
             if isinstance(value, float) and value > 0:
                 return True
-    return any(isinstance(child, _DropoutNd) and child.p > 0 for child in module.children())
+    return any(isinstance(child, DROPOUTS) and child.p > 0 for child in module.children())
 
 
 def _next_seed(device: torch.device) -> int:

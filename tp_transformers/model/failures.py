@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.optim import Optimizer
 
 from ..errors import MeshError, RemoteRankError, UnsupportedError
 from ..marks import Mark
-from ..patches import Patch, replace
+from ..patches import Patch, nothing, replace
 from ..ranks.direct import refuse_transforms
 from ..ranks.failure import FAILURE
 from ..ranks.group import GROUP, TensorParallelGroup
@@ -29,6 +28,7 @@ from ..ranks.poller import POLLER
 from ..ranks.sockets import store_of_ranks
 from ..ranks.watch import LIMIT, Watch, watched, watches
 from ..strategies.shards.shard import SHARD
+from ..torch_api import DYNAMO, compiled_class
 
 WATCH: Mark[Watch] = Mark("tp_watch")
 """Hears of the failures of other ranks, on a model and on the models inside it."""
@@ -138,12 +138,20 @@ def _exit(original: Callable[..., Any], kind: Any, error: BaseException | None, 
 
 
 WATCHED_CALLS = (
-    Patch("torch", "autograd.backward", lambda: replace(torch.autograd, "backward", _backward)),
-    Patch("torch", "Optimizer.profile_hook_step", lambda: replace(Optimizer, "profile_hook_step", _watched_step)),
-    Patch("torch", "OptimizedModule.__call__", lambda: replace(OptimizedModule, "__call__", _compiled)),
+    Patch("torch", "backwards", lambda: replace(torch.autograd, "backward", _backward), without=nothing),
+    Patch("torch", "steps", lambda: replace(Optimizer, "profile_hook_step", _watched_step), without=nothing),
+    Patch(
+        "torch",
+        "calls of compiled models",
+        lambda: replace(compiled_class(), "__call__", _compiled),
+        module=DYNAMO,
+        without=nothing,
+    ),
     Patch("Python", "sys.excepthook", lambda: replace(sys, "excepthook", _exit)),
 )
 """Held by every watch: backwards, optimizers that are made while it lives, compiled models, errors that end a process.
+
+Where torch lacks one of these, ranks hear of such failures when they next wait for each other in vain.
 """
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
-from ..patches import Patch, replace
+from ..patches import Patch, replace, replace_all
 from ..ranks import direct
-from ..strategies.shards.shard import local_tensor, settle_gradient, shard_of
+from ..strategies.shards.shard import SHARD, local_tensor, settle_gradient, shard_of
 
 Found = dict[torch.device, Tensor]
 """For each device, a number above 0 where a gradient there is not finite."""
@@ -44,8 +45,20 @@ def _unscale_shared(
     return _reduce(unscale(scaler, local, inv_scale, found_inf, allow_fp16), groups, params)
 
 
+def _refuse(
+    original: Callable[..., Any], scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> Any:
+    """`GradScaler.step` and `unscale_`, where ranks would not share what they find."""
+    if any(SHARD.find(param) is not None for group in optimizer.param_groups for param in group["params"]):
+        SHARED_INFINITIES.refuse()
+    return original(scaler, optimizer, *args, **kwargs)
+
+
 SHARED_INFINITIES = Patch(
-    "torch", "GradScaler._unscale_grads_", partial(replace, GradScaler, "_unscale_grads_", _unscale_shared)
+    "torch",
+    "GradScaler",
+    partial(replace, GradScaler, "_unscale_grads_", _unscale_shared),
+    without=lambda: replace_all((GradScaler, name, _refuse) for name in ("step", "unscale_")),
 )
 """Lets every GradScaler of torch share over the ranks the infinities that it finds in shards.
 

@@ -18,6 +18,7 @@ from ..marks import untyped
 from ..strategies import SHARD
 from ..strategies.forward.attach import wrap_forward
 from ..strategies.forward.short_forwards import Forwarder
+from ..torch_api import top_saved_tensors_hooks
 
 
 def hold_packed(module: nn.Module, name: str, weight: HeldWeight) -> None:
@@ -60,7 +61,7 @@ def _decoded_again(storages: Mapping[int, HeldWeight]) -> Iterator[None]:
 
     Where something else already keeps tensors for the backward, as activation checkpoints do, it does so with these.
     """
-    if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if not torch.is_grad_enabled() or top_saved_tensors_hooks(False) is not None:
         yield
         return
 

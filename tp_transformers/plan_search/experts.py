@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..anatomy.linears import stacked_experts
+from ..torch_api import tree_map_only
 
 TRIED = 32
 """Indices that are tried along each dim of a parameter."""

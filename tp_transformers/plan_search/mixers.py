@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
-from ..anatomy.linears import features, input_width
+from ..anatomy.linears import CONVOLUTIONS, features, input_width
 from ..anatomy.norms import is_norm
 from .block import Block, Refused
 from .reach import Flow, Mixed
@@ -117,7 +116,7 @@ def _holder(name: str, owner: str, modules: Mapping[str, nn.Module]) -> str:
     module = name.rpartition(".")[0]
     if name in modules or module == owner:
         return name
-    return module if isinstance(modules[module], _ConvNd) or features(modules[module]) is not None else name
+    return module if isinstance(modules[module], CONVOLUTIONS) or features(modules[module]) is not None else name
 
 
 def _parts(units: Mapping[str, Sequence[Unit]], made: Collection[str], heads: Heads) -> dict[str, list[Any]]:

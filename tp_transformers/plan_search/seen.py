@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..anatomy.linears import features, holds_experts, stacked_experts
+from ..anatomy.linears import CONVOLUTIONS, features, holds_experts, stacked_experts
 from ..anatomy.names import fold_lists
 from ..anatomy.norms import is_norm, is_norm_of_one_tensor
+from ..torch_api import tree_map_only
 
 TINY = 1e-6
 """Added to a mean of squares before its root is divided by."""
@@ -66,7 +65,7 @@ class Seen:
                 self._handles.append(module.register_forward_hook(means.leave, always_call=True))
             elif name:
                 self._handles.append(module.register_forward_pre_hook(self._block(folded), with_kwargs=True))
-            if any(isinstance(child, _ConvNd) for child in module.children()):
+            if any(isinstance(child, CONVOLUTIONS) for child in module.children()):
                 floating = [each for each in module.named_buffers(recurse=False) if each[1].is_floating_point()]
                 self.read += [(f"{folded}.{key}", buffer.requires_grad_()) for key, buffer in floating]
                 self._buffers += [buffer for _, buffer in floating]

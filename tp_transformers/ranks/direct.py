@@ -14,26 +14,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-    AllgatherOptions,
-    AllreduceOptions,
-    ReduceScatterOptions,
-    _resolve_process_group,
-)
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 from torch.fx.node import has_side_effect
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UnsupportedError
-from ..marks import untyped
-from ..torch_api import untraced
+from ..torch_api import (
+    disable_current_modes,
+    functional_all_reduce,
+    is_transformed,
+    lower_as_collectives,
+    resolve_process_group,
+    traced_all_gather,
+    traced_reduce_scatter,
+    untraced,
+    wait_tensor,
+)
+from ..torch_api import is_watched as is_watched
 from .shared_memory.interface import MAX as MAX
 from .shared_memory.interface import SUM as SUM
 from .shared_memory.interface import Transport
@@ -44,13 +47,6 @@ Group = dist.ProcessGroup
 # Their names until torch 2.12; the old ones warn from then on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_traced_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_traced_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-
-_is_transformed = torch._C._are_functorch_transforms_active
-
-is_watched = torch._C._len_torch_dispatch_stack
-"""True if a dispatch mode sees every operator."""
 
 _SUM, _PARTS, _SCATTER = AllreduceOptions(), AllgatherOptions(), ReduceScatterOptions()
 for _options in (_SUM, _PARTS, _SCATTER):
@@ -62,7 +58,7 @@ _backends: dict[tuple[int, torch.device], Any] = {}
 
 def refuse_transforms() -> None:
     """Raise UnsupportedError inside of `torch.func.vmap`, `grad`, ..., and of forward-mode differentiation."""
-    if _is_transformed():
+    if is_transformed():
         raise UnsupportedError(
             "torch.func of a tensor-parallel model",
             got="a forward inside of vmap, grad, jvp or another transform",
@@ -104,7 +100,7 @@ def all_reduced(x: Tensor, group: Group) -> Tensor:
     memory = _memory(group, x)
     if memory is not None and memory.all_reduce(copy := x.clone(), by_backend=True):
         return copy
-    total: Tensor = functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name))
+    total: Tensor = wait_tensor(functional_all_reduce(x, "sum", group.group_name))
     return total
 
 
@@ -116,7 +112,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         if _has_operators(x, group):
             return _op_all_gather(x, group.size(), group.group_name)
-        gathered: Tensor = _traced_all_gather(x, 0, group)
+        gathered: Tensor = traced_all_gather(x, 0, group)
         return gathered
     x, whole = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     memory = _memory(group, x)
@@ -137,7 +133,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         if _has_operators(x, group):
             return _op_reduce_scatter(x, group.size(), group.group_name)
-        scattered: Tensor = _traced_reduce_scatter(x, "sum", 0, group)
+        scattered: Tensor = traced_reduce_scatter(x, "sum", 0, group)
         return scattered
     x, own = x.contiguous(), x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     memory = _memory(group, x)
@@ -222,7 +218,7 @@ def _has_operators(x: Tensor, group: Group) -> bool:
 def _operator(schema: str, function: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = _LIBRARY.define(schema)
     _LIBRARY.impl(name, function, "CPU")
-    found: torch._ops.OpOverload[..., Tensor] = getattr(torch.ops.tp_transformers, name).default
+    found: Callable[..., Tensor] = getattr(torch.ops.tp_transformers, name).default
     has_side_effect(found)
 
     def traced(*args: Any) -> Tensor:
@@ -236,25 +232,14 @@ def _operator(schema: str, function: Callable[..., Tensor], shape: Callable[...,
 
 @cache
 def _keep_order() -> None:
-    """Let Inductor take the operators for collectives, as those of torch, which it neither reorders nor drops."""
-    with _disable_current_modes():
-        from torch._inductor import ir
-        from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
-
-        for operator in _OPERATORS:
-            add_layout_constraint(operator, constrain_to_fx_strides)
-            make = partial(ir._CollectiveKernel.create_out_of_place, operator)
-            register_lowering(operator)(lambda *args, make=make: ir.TensorBox.create(make(*args)))
-
-
-def _group(name: str) -> Group:
-    found: Group = untyped(_resolve_process_group)(name)
-    return found
+    """Tell Inductor of the operators, once."""
+    with disable_current_modes():
+        lower_as_collectives(_OPERATORS)
 
 
 def _summed(x: Tensor, maximum: bool, group: str) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    all_reduce(total, _group(group), MAX if maximum else SUM)
+    all_reduce(total, resolve_process_group(group), MAX if maximum else SUM)
     return total
 
 
@@ -265,16 +250,16 @@ _op_all_reduce = _operator(
 )
 _op_all_gather = _operator(
     "all_gather(Tensor x, int size, str group) -> Tensor",
-    lambda x, size, group: all_gather(x, _group(group)),
+    lambda x, size, group: all_gather(x, resolve_process_group(group)),
     lambda x, size, group: x.new_empty((size * x.shape[0], *x.shape[1:])),
 )
 _op_reduce_scatter = _operator(
     "reduce_scatter(Tensor x, int size, str group) -> Tensor",
-    lambda x, size, group: reduce_scatter(x, _group(group)),
+    lambda x, size, group: reduce_scatter(x, resolve_process_group(group)),
     lambda x, size, group: x.new_empty((x.shape[0] // size, *x.shape[1:])),
 )
 _op_all_to_all = _operator(
     "all_to_all(Tensor x, SymInt[] sent, SymInt[] received, str group) -> Tensor",
-    lambda x, sent, received, group: all_to_all(x, sent, received, _group(group)),
+    lambda x, sent, received, group: all_to_all(x, sent, received, resolve_process_group(group)),
     lambda x, sent, received, group: x.new_empty((sum(received), *x.shape[1:])),
 )

@@ -52,7 +52,8 @@ def restart(group: TensorParallelGroup, store: Store) -> None:
     dist.destroy_process_group()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
     assert group.device_mesh is not None
-    registry = getattr(group.device_mesh._get_root_mesh(), "_pg_registry", None)
+    root = getattr(group.device_mesh, "_get_root_mesh", lambda: None)()  # older torch finds groups by name alone
+    registry = getattr(root, "_pg_registry", None)
     assert group.process_group is not None
     share(group.process_group)
     if registry is not None and group.process_group is not None:  # of compiled forwards

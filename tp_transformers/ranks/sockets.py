@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
 from ..marks import untyped
+from ..torch_api import get_default_store
 
 Ends = tuple[Any, Any]
 """(own address, the other end's) of a connection."""
@@ -30,7 +31,7 @@ def innermost(store: Store) -> Store:
 def store_of_ranks() -> Store | None:
     """A connection of its own to the store of the launch; None where that is a user's own, in Python."""
     try:
-        found: Store = untyped(innermost(_get_default_store())).clone()
+        found: Store = untyped(innermost(get_default_store())).clone()
     except RuntimeError:
         return None
     return found

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..torch_api import tree_map
 from .layout import Range
 
 
@@ -126,7 +126,7 @@ class LazyTensor(ABC):
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map(
+        args, kwargs = tree_map(
             lambda leaf: leaf.materialize() if isinstance(leaf, LazyTensor) else leaf, (args, kwargs or {})
         )
         return func(*args, **kwargs)

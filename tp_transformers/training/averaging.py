@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ranks import direct
 from ..strategies import batch_sharded, local_tensor, settle_gradient
+from ..torch_api import engine, tree_leaves
 
 BUCKET = 32 << 20
 """Bytes of gradients that travel together."""
@@ -85,7 +84,7 @@ class Average:
                 self.is_queued, self._next = True, 0
                 for kept in (self._left, self._travelling, self._came, self._late, self._means):
                     kept.clear()
-                Variable._execution_engine.queue_callback(partial(self._finish, module))
+                engine.queue_callback(partial(self._finish, module))
 
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad:

@@ -21,7 +21,7 @@ from ..errors import MeshError, UnsupportedError
 from ..model.clip import clip_grad_norm_
 from ..model.optimizers.scopes import check_in_backward
 from ..model.parallelize import is_tensor_parallel
-from ..patches import Undo, all_of, replace
+from ..patches import Undo, replace, replace_all
 from ..strategies import batch_sharded, shard_of
 from ..strategies.loss.head import whole_logits
 from . import trainer_checkpoints
@@ -139,7 +139,7 @@ _CHANGES = (
 
 def change_methods() -> Undo:
     """Put `_CHANGES` in place of the methods of `transformers.Trainer`; returns the undoing."""
-    return all_of(replace(transformers.Trainer, change.__name__, change) for change in _CHANGES)
+    return replace_all((transformers.Trainer, change.__name__, change) for change in _CHANGES)
 
 
 def _check_forward(model: Any) -> None:

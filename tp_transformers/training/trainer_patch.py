@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from typing import Any
 
-from ..patches import Patch, Undo, when_imported
+from ..marks import untyped
+from ..model.parallelize import is_tensor_parallel
+from ..patches import Patch, Undo, replace
+
+_MODULE = "transformers.trainer"
 
 
 def _change_methods() -> Undo:
@@ -12,5 +18,20 @@ def _change_methods() -> Undo:
     return undo
 
 
-TRAINER = Patch("transformers", "methods of Trainer", lambda: when_imported("transformers.trainer", _change_methods))
+def _refuse(original: Any, self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
+    """`Trainer.__init__`, where methods cannot be replaced that a tensor-parallel model needs."""
+    if is_tensor_parallel(model):
+        TRAINER.refuse()
+    original(self, model, *args, **kwargs)
+    if is_tensor_parallel(self.model):  # made by `model_init`
+        TRAINER.refuse()
+
+
+TRAINER = Patch(
+    "transformers",
+    "Trainer",
+    _change_methods,
+    module=_MODULE,
+    without=lambda: replace(untyped(sys.modules[_MODULE]).Trainer, "__init__", _refuse),
+)
 """Held by `enable()`, by every model that is loaded with a plan, and by our own `Trainer`."""

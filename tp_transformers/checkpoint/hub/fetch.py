@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.source import Source
 from ...slices.stored import Stored
+from ...torch_api import world
 from ..reading.jobs import Request
 from .fetch_plan import CONNECTIONS, Bytes, Need, Part, Positions, divide, pieces
 
@@ -241,7 +242,7 @@ def _gloo(group: TensorParallelGroup) -> Iterator[dist.ProcessGroup | None]:
     if group.size == 1 or "gloo" in dist.get_backend_config(group.process_group):
         yield group.process_group
         return
-    known = group.gather(len(dist.distributed_c10d._world.pg_names))
+    known = group.gather(len(world.pg_names))
     made = [
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         for _ in range(max(known) - known[group.rank])

@@ -28,6 +28,7 @@ from ...errors import TensorParallelError, UsageError
 from ...loading.hook import enable
 from ...patches import replace
 from ...ranks.launch import end_with_parent
+from ...torch_api import get_default_store
 from ..run.errors import keep_errors
 from .ports import bound
 
@@ -111,7 +112,7 @@ def follow(model: Any) -> int:
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+    return get_default_store()
 
 
 def main(arguments: Sequence[str]) -> int:

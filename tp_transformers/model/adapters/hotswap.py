@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...marks import untyped
-from ...patches import Patch, Undo, all_of, replace, when_imported
+from ...patches import Change, Patch, Undo, replace_all
 from ...ranks.group import GROUP
 from ...strategies import full_tensor
 from .cut import whole_adapters
@@ -41,9 +40,25 @@ def _on_whole(model: Any, names: Collection[str] | None = None) -> Iterator[None
 
 
 def _install() -> Undo:
-    module, ways = sys.modules[_MODULE], [("hotswap_adapter_from_state_dict", _swap), ("_pad_lora_weights", _pad)]
-    return all_of(replace(module, name, untyped(way)) for name, way in ways if hasattr(module, name))
+    module = sys.modules[_MODULE]
+    changes: list[Change] = [(module, "hotswap_adapter_from_state_dict", _swap)]
+    if hasattr(module, "prepare_model_for_compiled_hotswap"):
+        changes.append((module, "_pad_lora_weights", _pad))
+    return replace_all(changes)
 
 
-HOT_SWAPS = Patch("peft", "hotswap_adapter", lambda: when_imported(_MODULE, _install))
+def _refuse(original: Callable[..., Any], model: Any, *args: Any, **kw: Any) -> Any:
+    """Functions that swap adapters, where they would swap shards for complete matrices."""
+    if GROUP.find(model) is not None:
+        HOT_SWAPS.refuse()
+    return original(model, *args, **kw)
+
+
+def _refuse_swaps() -> Undo:
+    module = sys.modules[_MODULE]
+    names = ("hotswap_adapter", "hotswap_adapter_from_state_dict", "prepare_model_for_compiled_hotswap")
+    return replace_all((module, name, _refuse) for name in names if hasattr(module, name))
+
+
+HOT_SWAPS = Patch("peft", "swaps of adapters", _install, module=_MODULE, without=_refuse_swaps)
 """Adapters that are swapped are cut."""

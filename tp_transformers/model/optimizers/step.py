@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...patches import Patch, Undo, replace
+from ...patches import MissingError, Patch, Undo, replace, replace_all
 from ...strategies import SHARD
 from .scopes import check_optimizer, scope_of
 from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
@@ -217,7 +217,10 @@ def _install() -> Undo:
 
     torch has put a function with its hooks around the step of such a class; what that calls is replaced.
     """
-    hooked = next(each for each in unwrap(Optimizer.profile_hook_step).__code__.co_consts if isinstance(each, CodeType))
+    codes = unwrap(Optimizer.profile_hook_step).__code__.co_consts
+    hooked = next((each for each in codes if isinstance(each, CodeType) and "func" in each.co_freevars), None)
+    if hooked is None:
+        raise MissingError((Optimizer, "profile_hook_step with a function around func"))
     cells: dict[int, tuple[CellType, Step]] = {}
     for kind in _classes(Optimizer):
         step = vars(kind).get("step")
@@ -226,18 +229,16 @@ def _install() -> Undo:
         if step is not None:
             cell = step.__closure__[hooked.co_freevars.index("func")]
             cells[id(cell)] = cell, cell.cell_contents
+    unhook = replace_all(
+        [(Optimizer, "profile_hook_step", _hook_step), (Optimizer, "add_param_group", _add_param_group)]
+    )
     for cell, step in cells.values():
         cell.cell_contents = _on_stand_ins(step)
-    undoings = [
-        replace(Optimizer, "profile_hook_step", _hook_step),
-        replace(Optimizer, "add_param_group", _add_param_group),
-    ]
 
     def undo() -> None:
         for cell, step in cells.values():
             cell.cell_contents = step
-        for undoing in undoings:
-            undoing()
+        unhook()
 
     return undo
 
@@ -249,5 +250,12 @@ def _classes(kind: type[Any]) -> Iterator[type[Any]]:
         yield from _classes(inner)
 
 
-STEPS_ON_SHARDS = Patch("torch", "steps of optimizers", _install)
+def _refuse(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """`Optimizer.add_param_group`, through which an optimizer gets its parameters, where steps cannot be changed."""
+    original(optimizer, *args, **kwargs)
+    if _sharded(optimizer):
+        STEPS_ON_SHARDS.refuse()
+
+
+STEPS_ON_SHARDS = Patch("torch", "optimizers", _install, without=lambda: replace(Optimizer, "add_param_group", _refuse))
 """Lets optimizers of torch, and of others, update parameters that are shards as they update those of one process."""

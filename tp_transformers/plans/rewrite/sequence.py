@@ -19,8 +19,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
+from ...anatomy.linears import DROPOUTS
 from ...anatomy.names import fold_layers, is_inside
 from ...anatomy.norms import is_norm_of_tokens
 from ..rules import Plan
@@ -112,4 +112,4 @@ class _SequenceRewriter(Rewriter):
 def _draws(module: nn.Module) -> bool:
     """True if a module that is trained draws random numbers for every token: a dropout, or noise in a router."""
     noise = (value for name, value in vars(module).items() if "jitter" in name)
-    return (isinstance(module, _DropoutNd) and module.p > 0) or any(isinstance(n, float) and n > 0 for n in noise)
+    return (isinstance(module, DROPOUTS) and module.p > 0) or any(isinstance(n, float) and n > 0 for n in noise)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, get_backend_config
+from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
 
 from ...logs import get_logger
+from ...torch_api import get_default_store
 from ..environment import machine_name
 from ..messages import exchange
 from .interface import Transport
@@ -127,7 +128,7 @@ def _map(group: dist.ProcessGroup, ranks: list[int]) -> tuple[Segment | None, st
 
 def _connect(rank: int, size: int, name: str, timeout: timedelta) -> dist.ProcessGroupGloo:
     """Gloo between some ranks, under a new `name`: not a group of torch's, which would outlive the one it serves."""
-    return dist.ProcessGroupGloo(PrefixStore(f"tp_transformers/{name}", _get_default_store()), rank, size, timeout)
+    return dist.ProcessGroupGloo(PrefixStore(f"tp_transformers/{name}", get_default_store()), rank, size, timeout)
 
 
 def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...marks import untyped
+from ...torch_api import disable_current_modes
 from .interface import SUM, Transport
 from .transport import SharedMemory
 
@@ -37,7 +37,7 @@ class SeveralMachines(Transport):
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
         """Sum `x` over the ranks in place, or take the maximum; all ranks have the same bits."""
         self.collectives += 1
-        with _disable_current_modes() if by_backend else nullcontext():
+        with disable_current_modes() if by_backend else nullcontext():
             dense = x.detach().contiguous()
             if self.memory is not None:
                 self.memory.all_reduce(dense, op)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ranks.collectives import Group, copy_to_region
-from ..parameters.sharded import as_torch
+from ...torch_api import as_torch
 from ..parameters.tensors import HAS_LOCAL
 from .views import enter, local_view
 

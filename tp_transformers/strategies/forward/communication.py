@@ -9,12 +9,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ...copies import copied_only
 from ...ranks.collectives import Group, copy_to_region
 from ...slices.layout import Split
+from ...torch_api import resolve_process_group
 from ..shards.shard import ParamShard
 from ..signature import Signature
 from .block import Block
@@ -112,7 +112,8 @@ class Communication:
         """`mesh.get_group()`, by its name: the mesh takes longer, and finds the same."""
         if self.group_name is None or torch.compiler.is_dynamo_compiling():
             return mesh.get_group()
-        return _resolve_process_group(self.group_name)
+        found: Group = resolve_process_group(self.group_name)
+        return found
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Called once the parameters of `module` are cut: `shards` are this rank's, by name in the module."""

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from ...ranks.collectives import apply_directly, reduce_from_region
+from ...torch_api import is_any_true, tree_map_only
 from ..parameters.sharded import as_shard, traced_values
 from ..parameters.tensors import HAS_LOCAL, ShardDTensor, ShardTensor
 
 _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
-_IS_NAN, _IS_ANY_TRUE = torch.ops.aten.isnan.default, torch.ops.aten._is_any_true.default
+_IS_NAN = torch.ops.aten.isnan.default
 
 
 def local_view(param: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class _Arriving(DTensor):
         if func is _ADD and not kwargs and isinstance(first, DTensor) and first.placements == others[0].placements:
             first._local_tensor.add_(others[0]._local_tensor)
             return first
-        if func is _IS_ANY_TRUE:
+        if func is is_any_true:
             return func(first._local_tensor)
         args, kwargs = tree_map_only(_Arriving, _arrived, (args, kwargs))
         result = func(*args, **(kwargs or {}))

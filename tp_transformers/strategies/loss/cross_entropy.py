@@ -16,6 +16,7 @@ from ...errors import PlanError
 from ...ranks import direct
 from ...ranks.collectives import Group, all_gather_number, copy_to_region, reduce_from_region
 from ...ranks.group import TensorParallelGroup
+from ...torch_api import assert_async
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -60,7 +61,7 @@ def vocab_parallel_cross_entropy(
     counts = target != ignore_index
     known = (target >= 0) & (target < sum(widths)) | ~counts
     if target.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(known.all())
+        assert_async(known.all())
     elif not known.all():
         raise IndexError(f"Target {target[~known][0].item()} is out of bounds.")
     start = sum(widths[: dist.get_rank(group)]) if group is not None else 0

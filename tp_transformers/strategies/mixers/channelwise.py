@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
-from ...anatomy.linears import features, has_inputs_first
+from ...anatomy.linears import CONVOLUTIONS, features, has_inputs_first
 from ...anatomy.mixers import first_long_dim
 from ...slices.layout import Layout
 from ..base import TensorParallelLayer
@@ -28,7 +27,7 @@ class ChannelwiseParallel(TensorParallelLayer):
 
     def check(self, module: nn.Module) -> None:
         """A convolution that computes each channel by itself, or a linear."""
-        is_depthwise = isinstance(module, _ConvNd) and module.groups == module.in_channels == module.out_channels
+        is_depthwise = isinstance(module, CONVOLUTIONS) and module.groups == module.in_channels == module.out_channels
         is_linear = features(module) is not None and not has_inputs_first(module)
         if not (is_depthwise or is_linear):
             raise ValueError(f"a {type(module).__name__} is no linear, and no convolution channel by channel")
@@ -47,7 +46,7 @@ class ChannelwiseParallel(TensorParallelLayer):
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The channels of a convolution, for code that calls it."""
-        if not isinstance(module, _ConvNd):
+        if not isinstance(module, CONVOLUTIONS):
             return {}
         return dict.fromkeys(
             ("groups", "in_channels", "out_channels"), self.cut(module.out_channels, self.size).widths[rank]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...torch_api import as_torch
 from .functions import SHAPES, name_of
-from .sharded import as_torch, assign, is_sharded, know, local_values
+from .sharded import assign, is_sharded, know, local_values
 
 
 def _shape(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ...errors import UnsupportedError
 from ...marks import untyped
+from ...torch_api import as_torch, tree_leaves, tree_map, tree_map_only
 from .attributes import ATTRIBUTES
 from .functions import DRAWS_LIKE, FILLS, MAKES, OF_LISTS, READS, SHAPES, fits, is_by_value, is_in_place, name_of
 from .sharded import (
     WATCHERS,
-    as_torch,
     empty_full,
     full_values,
     has_changed,

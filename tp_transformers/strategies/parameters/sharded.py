@@ -13,9 +13,7 @@ from ...errors import UnsupportedError
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout
-
-as_torch = torch._C.DisableTorchFunctionSubclass
-"""A context; in it, a shard is an ordinary tensor of the values that this rank holds."""
+from ...torch_api import as_torch
 
 
 class Shard(Protocol):

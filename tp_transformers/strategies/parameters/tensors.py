@@ -17,14 +17,13 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from ...marks import untyped
-from ...patches import Patch, Undo, replace
+from ...patches import Patch, Undo, nothing, replace, replace_all
+from ...torch_api import TracingContext, as_torch, tree_leaves
 from .computing import compute, is_for_dtensor
-from .sharded import Shard, Sharded, as_shard, as_torch, assign, full_values, is_sharded, know, traced_values
+from .sharded import Shard, Sharded, as_shard, assign, full_values, is_sharded, know, traced_values
 
 
 def _is_traced() -> bool:
@@ -121,7 +120,7 @@ def _set(original: Any, parameter: Tensor, values: Tensor) -> None:
 
 
 ASSIGNED_VALUES = Patch(
-    "torch", "nn.utils.parametrize._maybe_set", lambda: replace(nn.utils.parametrize, "_maybe_set", _set)
+    "torch", "remove_parametrizations", lambda: replace(nn.utils.parametrize, "_maybe_set", _set), without=nothing
 )
 """Lets `remove_parametrizations` leave its values in a shard; torch swaps it with the full tensor, and cannot."""
 
@@ -131,15 +130,9 @@ def _bytes_of(original: Any, tensor: Tensor, *args: Any) -> Any:
 
 
 def _write_full() -> Undo:
-    readers = [name for name in ("_to_ndarray", "_tobytes") if hasattr(safetensors.torch, name)]  # by release
-    undoings = [replace(safetensors.torch, name, _bytes_of) for name in readers]
-
-    def undo() -> None:
-        for undoing in undoings:
-            undoing()
-
-    return undo
+    older = [name for name in ("_to_ndarray", "_tobytes") if hasattr(safetensors.torch, name)]
+    return replace_all((safetensors.torch, name, _bytes_of) for name in older or ["_to_ndarray"])
 
 
-FULL_BYTES = Patch("safetensors", "torch._to_ndarray", _write_full)
+FULL_BYTES = Patch("safetensors", "save_file", _write_full)
 """Lets `safetensors.torch.save_file` write full tensors; it reads a tensor's memory in the length of its shape."""

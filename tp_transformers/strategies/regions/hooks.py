@@ -23,6 +23,7 @@ from ...logs import get_logger
 from ...marks import untyped
 from ...ranks.collectives import gather_from_region, scatter_to_region
 from ...ranks.group import agreed
+from ...torch_api import GLOBAL_HOOKS
 from ..base import STRATEGY
 from ..forward.attach import argument_names
 from ..signature import SEQUENCE, Signature
@@ -253,10 +254,7 @@ def _registering(name: str, wrapper: Callable[[Hook, _Sides], Hook], sides: _Sid
 
 def tell_of_global_hooks() -> None:
     """Log once of each hook of a user on all modules at once: nothing is gathered around it."""
-    kinds = ("forward_pre", "forward", "backward_pre", "backward")
-    for number, hook in (
-        each for kind in kinds for each in getattr(nn.modules.module, f"_global_{kind}_hooks").items()
-    ):
+    for number, hook in (each for hooks in GLOBAL_HOOKS for each in hooks.items()):
         if number not in _told and not _takes_parts(hook):
             _told.add(number)
             logger.warning(

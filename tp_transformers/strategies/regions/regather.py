@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...anatomy.norms import is_norm
 from ...marks import untyped
 from ...ranks.collectives import Group, all_gather_uneven
+from ...torch_api import top_saved_tensors_hooks
 
 View = tuple[torch.Size, tuple[int, ...], int]
 """(shape, strides, offset) of a view of a gathered tensor."""
@@ -31,9 +32,6 @@ class _Made(NamedTuple):
     """Those of the module then, which `torch.func.functional_call` puts there for one forward."""
     made: int
     """The version of the output."""
-
-
-_active_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def remember(output: Tensor, module: nn.Module, x: Tensor) -> None:
@@ -53,7 +51,7 @@ def saving_part(
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    if _active_hooks is None or _active_hooks(True) is not None:
+    if top_saved_tensors_hooks(True) is not None:
         return None
     regathered = _Regathered(part, whole, widths, group, dim)
     return saved_tensors_hooks(regathered.pack, regathered.unpack)

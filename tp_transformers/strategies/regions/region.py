@@ -24,6 +24,7 @@ from ...ranks.collectives import (
     scatter_to_region,
 )
 from ...ranks.group import agreed
+from ...torch_api import current_backward
 from ..base import TensorParallelLayer
 from ..forward.attach import Forward, forward_of
 from ..local import to_local
@@ -43,7 +44,7 @@ def all_lengths(length: int, mesh: DeviceMesh) -> Widths:
 
 def in_backward() -> int:
     """A number of the backward that runs this code, to compute dropped activations again; -1 outside of one."""
-    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    return -1 if torch.compiler.is_compiling() else current_backward()
 
 
 class RegionBlock(TensorParallelLayer):

@@ -16,6 +16,7 @@ from ...errors import error_text
 from ...ranks.group import TP_AXIS
 from ...slices.layout import Layout, Range, Split
 from ...slices.stored import Stored
+from ...torch_api import make_wrapper_subclass, to_copy, tree_map_only
 
 
 def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequence[int], size: int) -> Layout | None:
@@ -75,7 +76,7 @@ class _Outline(Tensor):
     @staticmethod
     def __new__(cls, stored: Stored) -> _Outline:
         meta = torch.device("meta")
-        outline: _Outline = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype, device=meta)
+        outline: _Outline = make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype, device=meta)
         outline.stored = stored
         return outline
 
@@ -87,7 +88,7 @@ class _Outline(Tensor):
         select = _SELECTIONS.get(func.overloadpacket)
         if select is not None:
             return select(*args, **(kwargs or {}))
-        args, kwargs = torch.utils._pytree.tree_map_only(
+        args, kwargs = tree_map_only(
             cls, lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"), (args, kwargs or {})
         )
         return func(*args, **kwargs)
@@ -136,6 +137,6 @@ _SELECTIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.split_with_sizes: _pieces,
     _ATEN.cat: _join,
     _ATEN.view: _view,
-    **dict.fromkeys((_ATEN.detach, _ATEN.alias, _ATEN.clone, _ATEN._to_copy), _same),
+    **dict.fromkeys((_ATEN.detach, _ATEN.alias, _ATEN.clone, to_copy), _same),
 }
 """Operations that return a selection, or several."""

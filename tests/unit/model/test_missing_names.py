@@ -1,0 +1,162 @@
+"""A name that a library lacks: the library is left alone, and a tensor-parallel model is refused where it needs it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import peft.utils.hotswap
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from transformers.generation.continuous_batching import continuous_api
+
+from tests.support.models import Case
+from tp_transformers import UnsupportedError
+from tp_transformers.model.adapters.hotswap import HOT_SWAPS
+from tp_transformers.model.continuous_batching import OWN_CACHE
+from tp_transformers.model.failures import WATCHED_CALLS
+from tp_transformers.model.grad_scaler import SHARED_INFINITIES
+from tp_transformers.model.optimizers.step import STEPS_ON_SHARDS
+from tp_transformers.patches import Patch
+from tp_transformers.ranks.group import GROUP
+from tp_transformers.strategies import SHARD
+from tp_transformers.strategies.parameters.tensors import FULL_BYTES
+
+TRAINER = """
+import logging, sys
+import tp_transformers
+from tp_transformers.patches import when_imported
+
+def rename():
+    trainer = sys.modules["transformers.trainer"].Trainer
+    trainer._renamed = trainer._clip_grad_norm
+    del trainer._clip_grad_norm
+    return lambda: None
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("tp_transformers").addHandler(handler)
+when_imported("transformers.trainer", rename)
+tp_transformers.enable()
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+before = dict(vars(Trainer))
+assert len(said) == 1 and "no Trainer._clip_grad_norm" in said[0] and "transformers 5" in said[0], said
+
+arguments = TrainingArguments(output_dir=sys.argv[2], use_cpu=True, report_to=[])
+plain = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert Trainer(plain, arguments).model is plain
+assert Trainer(model_init=lambda: plain, args=arguments).model is plain
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto", tp_size=1)
+from tp_transformers.trainer import Trainer as Ours
+assert Ours(plain, arguments).model is plain
+for make in (Trainer, Ours):
+    for given in ({"model": model}, {"model_init": lambda: model}):
+        try:
+            make(args=arguments, **given)
+        except tp_transformers.UnsupportedError as error:
+            assert "no Trainer._clip_grad_norm" in str(error) and "another release of transformers" in str(error), error
+        else:
+            raise AssertionError("not refused")
+assert len(said) == 1, said
+tp_transformers.disable()
+"""
+
+
+def test_a_renamed_method_of_trainer_refuses_tensor_parallel_models_alone(cases: Any, tmp_path: Any) -> None:
+    case: Case = cases(8, 4)
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER, case.folder, str(tmp_path)], capture_output=True, text=True, timeout=240
+    )
+    assert not done.returncode, done.stderr
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.ones(3))])
+
+
+def shard() -> nn.Parameter:
+    """A parameter that says that it is a shard of two ranks."""
+    param = nn.Parameter(torch.ones(3))
+    group: Any = SimpleNamespace(size=2, process_group=object())
+    SHARD.put(param, SimpleNamespace(group=group, data_parallel=None))  # type: ignore[arg-type]
+    return param
+
+
+def scale(params: list[nn.Parameter]) -> None:
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": params}], step=lambda: None)
+    scaler = GradScaler("cpu", enabled=False)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def swap(params: list[nn.Parameter]) -> None:
+    model = nn.Module()
+    if any(SHARD.find(param) for param in params):
+        GROUP.put(model, SimpleNamespace())  # type: ignore[arg-type]
+    peft.utils.hotswap.hotswap_adapter_from_state_dict(model, {}, "default", config=SimpleNamespace(target_modules=[]))
+
+
+def batch(params: list[nn.Parameter]) -> None:
+    model = nn.Module()
+    if any(SHARD.find(param) for param in params):
+        GROUP.put(model, SimpleNamespace())  # type: ignore[arg-type]
+    try:
+        continuous_api.ContinuousBatchingManager(model, None, None)
+    except AttributeError:  # transformers itself, on a model without a config
+        return
+
+
+CASES: dict[str, tuple[Patch, Any, str, Callable[[list[nn.Parameter]], Any]]] = {
+    "scaler": (SHARED_INFINITIES, GradScaler, "_unscale_grads_", scale),
+    "optimizer": (STEPS_ON_SHARDS, torch.optim.Optimizer, "profile_hook_step", torch.optim.SGD),
+    "adapters": (HOT_SWAPS, peft.utils.hotswap, "_pad_lora_weights", swap),
+    "batches": (OWN_CACHE, continuous_api.ContinuousBatchingManager, "_create_batch_processor", batch),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_place_of_use_refuses(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    patch, owner, missing, use = CASES[name]
+    monkeypatch.setattr(patch, "missing", "")
+    monkeypatch.setattr(patch, "_logged", set())
+    use([nn.Parameter(torch.ones(3))])  # torch has put its hooks around steps
+    monkeypatch.delattr(owner, missing)
+    before = dict(vars(owner))
+    with caplog.at_level(logging.WARNING, "tp_transformers"):
+        undo = patch._make()
+    try:
+        assert missing in caplog.text
+        use([nn.Parameter(torch.ones(3))])
+        with pytest.raises(UnsupportedError, match=missing):
+            use([shard()])
+    finally:
+        undo()
+    assert dict(vars(owner)) == before
+
+
+def test_a_load_refuses_where_every_model_needs_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = Patch("safetensors", FULL_BYTES.name, FULL_BYTES._install)
+    for name in ("_to_ndarray", "_tobytes"):
+        monkeypatch.delattr(safetensors.torch, name, raising=False)
+    model = nn.Module()
+    with pytest.raises(UnsupportedError, match=r"safetensors \d.*: no safetensors\.torch\._to_ndarray"):
+        patch.hold_for(model)
+    patch.hold()  # by somebody who has no such model
+
+
+def test_ranks_load_without_a_watch_on_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = WATCHED_CALLS[1]
+    monkeypatch.setattr(patch, "missing", "")
+    monkeypatch.delattr(torch.optim.Optimizer, "profile_hook_step")
+    made = Patch(patch.owner, patch.name, patch._install, without=patch._without)
+    made.hold_for(nn.Module())
+    assert "profile_hook_step" in made.missing

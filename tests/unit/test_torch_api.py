@@ -1,0 +1,211 @@
+"""Private names of torch are listed in one module, with their users; the installed torch has them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import tp_transformers
+from tp_transformers import torch_api
+from tp_transformers.torch_api import PRIVATE, Private
+
+ROOT = Path(tp_transformers.__file__).parent
+API = ROOT / "torch_api.py"
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != API]
+
+OTHERS = {
+    *("_current_frames", "_exit", "_getframe"),  # Python's
+    *("_cb", "_cb_config", "_config", "_generation_thread", "_model"),  # of transformers' server, and of lm_eval
+    *("_attn_implementation", "_auto_class", "_device_mesh", "_experts_implementation", "_hf_peft_config_loaded"),
+    *("_is_hf_initialized", "_keys_to_ignore_on_save", "_tp_plan", "_tp_size", "_weight_conversions"),
+    *("_BaseAutoModelClass", "_adjust_missing_and_unexpected_keys", "_from_config"),  # in transformers_api.py
+    "_tp_made",  # ours
+}
+"""Private attributes of objects that are not torch's."""
+
+
+class Source:
+    """Names in a module that begin with an underscore, and names that are imported from torch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.package = path.relative_to(ROOT).parts[0]
+        self.tree = ast.parse(path.read_text())
+        self.aliases: dict[str, str] = {}
+        """{name: dotted path in torch}"""
+        self.imports: set[str] = set()
+        """Dotted paths that are imported from torch."""
+        self.bound: set[str] = set()
+        """Names that are imported from `torch_api`."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for each in (each for each in node.names if each.name.partition(".")[0] == "torch"):
+                    self.imports.add(each.name)
+                    self.aliases[each.asname or "torch"] = each.name if each.asname else "torch"
+            elif isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+                if module.partition(".")[0] == "torch" and not node.level:
+                    found = {each.asname or each.name: f"{module}.{each.name}" for each in node.names}
+                    self.imports |= set(found.values())
+                    self.aliases |= found
+                elif node.level and module.rpartition(".")[2] == "torch_api":
+                    self.bound |= {each.name for each in node.names}
+
+    def dotted(self, node: ast.AST) -> str | None:
+        """The path of an expression that begins at a name imported from torch."""
+        if isinstance(node, ast.Name):
+            return self.aliases.get(node.id)
+        base = self.dotted(node.value) if isinstance(node, ast.Attribute) else None
+        return f"{base}.{node.attr}" if isinstance(node, ast.Attribute) and base else None
+
+    def chains(self) -> set[str]:
+        """Paths in torch to a private name, as an expression."""
+        found = filter(None, (self.dotted(node) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)))
+        return {path for path in found if is_private(path.rpartition(".")[2])}
+
+    def attributes(self) -> set[str]:
+        """Private attributes of objects other than `self`."""
+        return {
+            node.attr
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) not in OWN
+        }
+
+    def texts(self) -> Iterator[str]:
+        """Private names as strings, and as arguments."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
+                yield node.value
+            elif isinstance(node, ast.keyword) and is_private(node.arg or ""):
+                yield node.arg or ""
+
+    def modules(self) -> set[str]:
+        """Strings that begin as private paths in torch do."""
+        texts = {node.value for node in ast.walk(self.tree) if isinstance(node, ast.Constant)}
+        return {text for text in texts if isinstance(text, str) and re.fullmatch(r"torch(\.\w+)*\._[\w.]+", text)}
+
+    def methods(self) -> set[str]:
+        """Methods of classes that have a base."""
+        classes = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef) and node.bases]
+        return {node.name for each in classes for node in each.body if isinstance(node, ast.FunctionDef)}
+
+    def own(self) -> set[str]:
+        """Names that the module gives: to functions, to variables, and to attributes of `self`."""
+        names = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in OWN:
+                names.add(node.attr)
+        return names
+
+
+OWN = ("self", "cls")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name.isidentifier() and name != "_"
+
+
+@cache
+def sources() -> list[Source]:
+    return [Source(path) for path in FILES]
+
+
+@cache
+def bound() -> dict[str, set[str]]:
+    """{name in torch_api: private names of torch that it stands for}"""
+    found = {}
+    for node in ast.parse(API.read_text()).body:
+        paths = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and each.value in PRIVATE}
+        if isinstance(node, ast.Assign):
+            found[ast.unparse(node.targets[0])] = paths
+        elif isinstance(node, ast.FunctionDef):
+            found[node.name] = paths
+    return {name: paths for name, paths in found.items() if paths}
+
+
+def at_their_place() -> set[str]:
+    """Listed names that `torch_api` does not bind."""
+    return PRIVATE.keys() - set().union(*bound().values())
+
+
+def test_private_names_are_imported_from_one_module() -> None:
+    imports = {(str(each.path), name) for each in sources() for name in each.imports if "._" in name}
+    assert not imports
+    chains = {(str(each.path), name) for each in sources() for name in each.chains() - at_their_place()}
+    assert not chains
+    modules = {(str(each.path), name) for each in sources() for name in each.modules()}
+    assert not {(path, name) for path, name in modules if not any(each.startswith(f"{name}.") for each in PRIVATE)}
+
+
+def test_private_attributes_are_listed() -> None:
+    listed = {name.rpartition(".")[2] for name in at_their_place()}
+    own = set().union(*(each.own() for each in sources()))
+    unknown = {(str(each.path), name) for each in sources() for name in each.attributes() - listed - own - OTHERS}
+    assert not unknown
+    owners = [torch_api._resolve(name.rpartition(".")[0]) for name in at_their_place()]
+    theirs = {name for owner in owners if isinstance(owner, type) for name in dir(owner) if is_private(name)}
+    overridden = {(str(each.path), name) for each in sources() for name in each.methods() & theirs - listed}
+    assert not overridden
+
+
+def test_the_list_has_the_users_of_each_name() -> None:
+    users: dict[str, set[str]] = defaultdict(set)
+    places = defaultdict(set)
+    for name in at_their_place():
+        places[name.rpartition(".")[2]].add(name)
+    for source in sources():
+        chains = {name.rpartition(".")[2] for name in source.chains()}
+        for name in {*source.attributes(), *source.texts(), *chains} & places.keys():
+            users[name].add(source.package)
+        for name in source.bound & bound().keys():
+            for path in bound()[name]:
+                users[path].add(source.package)
+    for name, paths in places.items():
+        listed = {user for path in paths for user in PRIVATE[path].users.split()}
+        assert users.pop(name, set()) == listed, name
+    assert users == {path: set(PRIVATE[path].users.split()) for path in PRIVATE.keys() - at_their_place()}
+
+
+def test_the_installed_torch_has_what_a_load_needs() -> None:
+    torch_api.check()
+    lacking = torch_api.lacking()
+    assert torch_api._REFUSED not in lacking.values()
+    assert set(lacking.values()) <= {torch_api._OTHER, torch_api._BY_ITSELF, "no mesh"}, lacking
+
+
+def test_a_name_that_torch_lacks_refuses_a_load_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch.nn.Module._gone", "torch.gone._gone"):
+        monkeypatch.setitem(PRIVATE, name, Private("a test", ""))
+    monkeypatch.setitem(PRIVATE, "torch._gone", Private("a test", "", "a consequence"))
+    torch_api._lacking.cache_clear()
+    with pytest.raises(tp_transformers.UnsupportedError, match=r"no torch\.nn\.Module\._gone, torch\.gone\._gone"):
+        torch_api.check()
+    assert torch_api.lacking()["torch._gone"] == "a consequence"
+    gone = torch_api._take("torch._gone")
+    for use in (gone, lambda: gone.attribute):
+        with pytest.raises(tp_transformers.UnsupportedError, match=r"no torch\._gone"):
+            use()
+    with tp_transformers.enable():
+        pass
+    monkeypatch.undo()
+    torch_api._lacking.cache_clear()
+
+
+def test_the_compiler_is_not_imported() -> None:
+    program = (
+        "import sys, tp_transformers.torch_api\n"
+        "assert not sys.modules.keys() & {'torch._dynamo', 'torch._inductor', 'transformers'}, 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
