@@ -268,7 +268,7 @@ STEPS = (
     (loader, "LoadReport"),
     (PreTrainedModel, "initialize_weights"),
     (Resident, "materialize"),  # of what transformers has initialised
-    (from_pretrained, "watch"),
+    (from_pretrained, "keep_watch"),
 )
 """Functions in which a rank fails, between the votes of a load."""
 
