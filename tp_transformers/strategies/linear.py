@@ -145,7 +145,7 @@ class ColwiseParallel(_WeightParallel):
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        if self.signature.leaves is REPLICATED:
+        if self.signature.leaves is not FEATURES:
             outputs = gather_from_region(outputs, self.output_split.widths, mesh.get_group())
         if self.use_local_output:
             return outputs

@@ -30,7 +30,6 @@ from tests.support.models import edited, load
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
 from tp_transformers.checkpoint.reading import reader, sameness
-from tp_transformers.checkpoint.reading.file_map import FileMap
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
@@ -100,17 +99,6 @@ def short_read(folder: Path) -> Any:
     return patched(reader, "_run", truncating)
 
 
-def truncated_under_a_map(folder: Path) -> Any:
-    view = FileMap.view
-
-    def truncating(self: FileMap, *arguments: Any) -> torch.Tensor:
-        for path in folder.glob("*.safetensors"):
-            os.truncate(path, 0)
-        return view(self, *arguments)
-
-    return patched(FileMap, "view", truncating)
-
-
 def replaced(folder: Path) -> Any:
     run = reader._run
 
@@ -127,7 +115,6 @@ _FAULTS = {
     "io_error_in_the_header": io_error_in_the_header,
     "io_error": io_error,
     "short_read": short_read,
-    "truncated_under_a_map": truncated_under_a_map,
     "replaced": replaced,
 }
 
@@ -139,7 +126,6 @@ _FAULTS = {
         ("io_error_in_the_header", "Input/output error"),
         ("io_error", r"reading at byte \d+ failed: Input/output error"),
         ("short_read", "truncated|end of the file|got another file"),
-        ("truncated_under_a_map", "truncated while it was read|end of the file|got another file"),
         ("replaced", "got another file, or other contents"),
     ],
 )
