@@ -43,7 +43,7 @@ class Patch:
             name: the changed names, for messages.
             install: makes the change, and returns its undoing.
             module: the change waits until this module is imported.
-            without: makes another change where a name is missing, such as one that calls `refuse` at the place of use.
+            without: makes another change where a name is missing, such as one by `refusing` at the place of use.
         """
         self.owner, self.name = owner, name
         self._install, self._module, self._without = install, module, without
@@ -84,6 +84,16 @@ class Patch:
     def refuse(self) -> NoReturn:
         """Raise UnsupportedError, which names the missing name."""
         raise lacks(self.owner, self.missing, subject=f"{self.name} with a tensor-parallel model")
+
+    def refusing(self, needs: Callable[..., bool]) -> Callable[..., Any]:
+        """A replacement, for `without`, which refuses calls with arguments that need the change."""
+
+        def refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if needs(*args, **kwargs):
+                self.refuse()
+            return original(*args, **kwargs)
+
+        return refuse
 
     def _make(self) -> Undo:
         self.missing = ""

@@ -73,18 +73,11 @@ def _install() -> Undo:
     )
 
 
-def _refuse(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """`ContinuousBatchingManager.__init__`, where the cache of a tensor-parallel model would have all heads."""
-    if GROUP.find(model) is not None:
-        OWN_CACHE.refuse()
-    original(self, model, *args, **kwargs)
+def _refuse_managers() -> Undo:
+    """Refuse the manager of a tensor-parallel model, with a cache that would have all heads."""
+    manager = untyped(sys.modules[_MODULE]).ContinuousBatchingManager
+    return replace(manager, "__init__", OWN_CACHE.refusing(lambda _, model, *__, **___: GROUP.find(model) is not None))
 
 
-OWN_CACHE = Patch(
-    "transformers",
-    "continuous batching",
-    _install,
-    module=_MODULE,
-    without=lambda: replace(untyped(sys.modules[_MODULE]).ContinuousBatchingManager, "__init__", _refuse),
-)
+OWN_CACHE = Patch("transformers", "continuous batching", _install, module=_MODULE, without=_refuse_managers)
 """Lets the cache of continuous batching have this rank's heads."""

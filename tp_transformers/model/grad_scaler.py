@@ -45,20 +45,17 @@ def _unscale_shared(
     return _reduce(unscale(scaler, local, inv_scale, found_inf, allow_fp16), groups, params)
 
 
-def _refuse(
-    original: Callable[..., Any], scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
-) -> Any:
-    """`GradScaler.step` and `unscale_`, where ranks would not share what they find."""
-    if any(SHARD.find(param) is not None for group in optimizer.param_groups for param in group["params"]):
-        SHARED_INFINITIES.refuse()
-    return original(scaler, optimizer, *args, **kwargs)
+def _has_shards(_: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
+    return any(SHARD.find(param) is not None for group in optimizer.param_groups for param in group["params"])
 
 
-SHARED_INFINITIES = Patch(
+SHARED_INFINITIES: Patch = Patch(
     "torch",
     "GradScaler",
     partial(replace, GradScaler, "_unscale_grads_", _unscale_shared),
-    without=lambda: replace_all((GradScaler, name, _refuse) for name in ("step", "unscale_")),
+    without=lambda: replace_all(
+        (GradScaler, name, SHARED_INFINITIES.refusing(_has_shards)) for name in ("step", "unscale_")
+    ),
 )
 """Lets every GradScaler of torch share over the ranks the infinities that it finds in shards.
 

@@ -47,17 +47,12 @@ def _install() -> Undo:
     return replace_all(changes)
 
 
-def _refuse(original: Callable[..., Any], model: Any, *args: Any, **kw: Any) -> Any:
-    """Functions that swap adapters, where they would swap shards for complete matrices."""
-    if GROUP.find(model) is not None:
-        HOT_SWAPS.refuse()
-    return original(model, *args, **kw)
-
-
 def _refuse_swaps() -> Undo:
+    """Refuse functions that would swap shards for complete matrices."""
     module = sys.modules[_MODULE]
     names = ("hotswap_adapter", "hotswap_adapter_from_state_dict", "prepare_model_for_compiled_hotswap")
-    return replace_all((module, name, _refuse) for name in names if hasattr(module, name))
+    refuse = HOT_SWAPS.refusing(lambda model, *_, **__: GROUP.find(model) is not None)
+    return replace_all((module, name, refuse) for name in names if hasattr(module, name))
 
 
 HOT_SWAPS = Patch("peft", "swaps of adapters", _install, module=_MODULE, without=_refuse_swaps)
