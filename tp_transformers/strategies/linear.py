@@ -119,7 +119,7 @@ class ColwiseParallel(_WeightParallel):
         return ReplicateParallel(), ColwiseParallel(output_layouts=only(self.output_layouts))
 
     def short_steps(self) -> Steps | None:
-        if self.is_embedding or not self.is_built_in:
+        if not self.is_built_in:
             return None
         keeps_output = self.use_local_output and self.signature.leaves is FEATURES
         return Steps(

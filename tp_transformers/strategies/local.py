@@ -35,7 +35,7 @@ class _LocalMixin(TensorParallelLayer):
         """Anything that has parameters along the cut, such as a norm over heads."""
 
     def short_steps(self) -> Steps | None:
-        return Steps("as it is", "as it is") if self.is_built_in and not self.is_embedding else None
+        return Steps("as it is", "as it is") if self.is_built_in else None
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return to_local(inputs)

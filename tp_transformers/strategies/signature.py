@@ -79,5 +79,5 @@ class Signature:
 def state_of(placement: Placement | None) -> State:
     """The state of activations, (batch, sequence, features), with a DTensor's placement on the `tp` axis."""
     if isinstance(placement, Shard):
-        return {0: BATCH, 1: SEQUENCE}.get(placement.dim, FEATURES)
+        return BATCH if placement.dim in (0, -3) else SEQUENCE if placement.dim in (1, -2) else FEATURES
     return REPLICATED if isinstance(placement, Replicate) else PARTIAL if isinstance(placement, Partial) else ANY

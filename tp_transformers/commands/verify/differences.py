@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...anatomy.linears import features
 from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
+from ...plans.checks.sums import summing_blocks
 from ...plans.rule import UNRULED, Rule
 from ...slices.layout import Layout, Split, even
 from ...small_models.trace import Call, Trace
@@ -65,10 +65,7 @@ class Differences:
         self.prefix = base_prefix(model)
         self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.has_children = {name for name, module in model.named_modules() if next(module.children(), None)}
-        strategies = resolution.module_strategies.items()
-        self.sums = {
-            name for name, each in strategies if each.signature.sums and not features(model.get_submodule(name))
-        }
+        self.sums = summing_blocks(resolution.module_strategies, dict(model.named_modules()))
 
     def first_output(self, traces: Mapping[int, Trace]) -> str | None:
         """The first module with an output that differs on some rank, with its rule and a hint; None if none does."""

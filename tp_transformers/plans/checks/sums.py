@@ -142,10 +142,13 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
                 )
 
 
-def _sums(plan: BoundPlan) -> set[str]:
+def summing_blocks(strategies: Mapping[str, TensorParallelLayer], modules: Mapping[str, nn.Module]) -> set[str]:
     """Blocks with outputs that are summed over the ranks; a linear sums its own."""
-    strategies = plan.module_strategies.items()
-    return {name for name, each in strategies if each.signature.sums and features(plan.modules[name]) is None}
+    return {name for name, each in strategies.items() if each.signature.sums and features(modules[name]) is None}
+
+
+def _sums(plan: BoundPlan) -> set[str]:
+    return summing_blocks(plan.module_strategies, plan.modules)
 
 
 def _parts(plan: BoundPlan) -> set[str]:

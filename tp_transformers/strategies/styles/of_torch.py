@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 from ...anatomy.linears import embeds_states
 from ..forward.communication import only
 from ..shards.shard import ParamShard
-from ..signature import ANY, FEATURES, PARTIAL, SEQUENCE, Signature
-from .style import StyleParallel, is_features
+from ..signature import ANY, BATCH, FEATURES, PARTIAL, SEQUENCE, Signature, state_of
+from .style import StyleParallel
 
 _Linears = torch_parallel.ColwiseParallel | torch_parallel.RowwiseParallel
 
@@ -132,13 +132,13 @@ def _known_base(style: type[ParallelStyle]) -> type[ParallelStyle]:
 def _signature(style: ParallelStyle) -> Signature:
     if isinstance(style, torch_parallel.SequenceParallel):
         return Signature(SEQUENCE, SEQUENCE, gradient=PARTIAL)
-    cuts_sequence = any(isinstance(each, Shard) and not is_features(each) for each in _placements(style))
+    cuts_sequence = any(state_of(each) in (SEQUENCE, BATCH) for each in _placements(style))
     leaves = SEQUENCE if cuts_sequence else ANY  # it may say how an output arrives, and leave it otherwise
     if not isinstance(style, _Linears):
         return Signature(ANY, leaves)
     return Signature(
-        FEATURES if is_features(only(style.input_layouts)) else ANY,
-        FEATURES if is_features(only(style.output_layouts)) else leaves,
+        FEATURES if state_of(only(style.input_layouts)) is FEATURES else ANY,
+        FEATURES if state_of(only(style.output_layouts)) is FEATURES else leaves,
         inside=(FEATURES, PARTIAL) if isinstance(style, torch_parallel.RowwiseParallel) else None,
     )
 

@@ -22,8 +22,8 @@ from ..forward.short_forwards import Forwarder
 from ..forward.views import still_sharded
 from ..shards.shard import ParamShard
 from ..shards.trace import outline_mesh
-from ..signature import ANY, FEATURES, PARTIAL, Signature
-from .style import StyleParallel, is_features
+from ..signature import ANY, FEATURES, PARTIAL, Signature, state_of
+from .style import StyleParallel
 
 _CONTRACT = ("shard_param", "transform_inputs_pre_forward", "transform_output_post_forward", "install_forward")
 
@@ -45,10 +45,10 @@ class TransformersStyleParallel(StyleParallel):
             output_layouts=getattr(style, "output_layouts", None),
             use_local_output=getattr(style, "use_local_output", True),
         )
-        is_rowwise = is_features(only(self.input_layouts))
+        is_rowwise = state_of(only(self.input_layouts)) is FEATURES
         self.signature = Signature(
             FEATURES if is_rowwise else ANY,
-            FEATURES if is_features(only(self.output_layouts)) else ANY,
+            FEATURES if state_of(only(self.output_layouts)) is FEATURES else ANY,
             inside=(FEATURES, PARTIAL) if is_rowwise else None,
         )
         self.placements: Mapping[str, Placement] = {}

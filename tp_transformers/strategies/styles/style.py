@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Placement, Shard
 
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Split, chunked
@@ -50,8 +49,3 @@ class StyleParallel(TensorParallelLayer):
                     'ranks; use the strategies colwise and rowwise by name, or tp_plan="auto"'
                 )
         return split
-
-
-def is_features(placement: Placement | None) -> bool:
-    """True if the last dim of (batch, sequence, features) is cut."""
-    return isinstance(placement, Shard) and placement.dim in (-1, 2)
