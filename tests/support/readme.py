@@ -1,8 +1,8 @@
 """The pages of the project, as tests know them: code blocks, links, and tables that are generated from the code.
 
 `python -m tests.support.readme` writes the generated parts into the pages, between the markers `<!-- NAME -->` and
-`<!-- /NAME -->`: the map of the package and the modules of each folder, the tables of architectures, of proofs and of
-public names, and tables of contents.
+`<!-- /NAME -->`: the map of the package and the modules of each folder, the tables of architectures, of proofs, of
+public names and of measured numbers, and tables of contents.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import tp_transformers
 from tests.support.imports import ORDER, Imports
+from tests.support.measured import computing, loading
 from tests.support.proofs import KINDS, PROVEN_ON, Proof, read
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.listing import catalogue
@@ -291,6 +292,8 @@ GENERATED: dict[str, Callable[[Path], str]] = {
     "proofs": proofs,
     "public names": public_names,
     "quantised": quantised,
+    "loading": loading,
+    "computing": computing,
     "contents": contents,
 }
 """Marker -> the text between it and its end, for a page."""
