@@ -66,7 +66,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
     holds_experts = False
     config: Any = None
     name = "the module"
-    # Class attributes, for a subclass that does not call `super().__init__`.
+    # As class attributes, for subclasses that do not call `super().__init__`.
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class MlaKvAProjParallel(TensorParallelLayer):
             )
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: B's output ends with a delta of the rotary key, and is handled likewise."""
+        """See `TensorParallelLayer.adapter`: B's output ends with a delta of the rotary key, handled the same way."""
         return ReplicateParallel(), copy.copy(self)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
