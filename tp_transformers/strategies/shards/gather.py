@@ -1,8 +1,8 @@
-"""Shards -> the whole tensor, on every rank or on the first alone, through buffers of bounded size.
+"""Gather the full tensor from its shards, on every rank or on rank 0 alone, through buffers of bounded size.
 
-Every shard is cut into boxes of at most CHUNK_BYTES, which travel one after the other and are put in place as they
-come. So a rank holds no more than its own request and a few boxes. They travel as bytes, on the device that the
-process group communicates on, which need not be that of the tensor: FSDP2 may have offloaded it to the CPU.
+Shards are split into blocks of at most CHUNK_BYTES, which are sent one after the other and copied into the full tensor.
+So a rank holds the full tensor, if it asked for it, and a few blocks. Blocks are sent as bytes, on the device of the
+process group; the tensor may be on another one: FSDP2 may have offloaded it to the CPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CHUNK_BYTES = 16 << 20
 
 Index = tuple[slice, ...]
 Box = tuple[Index, Index]
-"""A box of the full tensor, and its place in a rank's shard."""
+"""The same block as an index of the full tensor, and as an index of a rank's shard."""
 
 
 def on_all(local: Tensor, shape: Sequence[int], layout: Layout, group: Group, device: torch.device) -> Tensor:
-    """The whole tensor of `shape` on every rank of `group`, from their `local` shards (all-gathers on `device`)."""
+    """Gather the full tensor of `shape` on every rank of `group` from `local` shards (all-gathers on `device`)."""
     whole = local.new_empty(tuple(shape))
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = [list(boxes(shape, layout, each, limit=CHUNK_BYTES // size // local.itemsize)) for each in range(size)]
@@ -48,10 +48,11 @@ def on_all(local: Tensor, shape: Sequence[int], layout: Layout, group: Group, de
 def on_first(
     local: Tensor, shape: Sequence[int], layout: Layout | None, group: TensorParallelGroup, copies: Group | None
 ) -> Tensor | None:
-    """The whole tensor of `shape` on the CPU of rank 0, sent box by box from every rank; None on the others.
+    """Gather the full tensor of `shape` on the CPU of rank 0, block by block from every rank; None on other ranks.
 
-    `copies` are the ranks over which FSDP cuts dim 0 of this rank's shard once more. A box goes to the first of them,
-    and from there to rank 0; in one step where they are the ranks of `group` itself, and the tensor is not cut else.
+    `copies` is the process group over which FSDP shards dim 0 of this rank's shard again. A block is sent to its first
+    rank, and from there to rank 0 of `group`. If both are the same group, the tensor is sharded by FSDP alone, and one
+    step suffices.
     """
     count, copy = (dist.get_world_size(copies), dist.get_rank(copies)) if copies is not None else (1, 0)
     is_one_way = copies is not None and copies == group.process_group
@@ -76,9 +77,9 @@ def on_first(
 def boxes(
     shape: Sequence[int], layout: Layout | None, rank: int, *, limit: int, held: Range | None = None
 ) -> Iterator[Box]:
-    """The boxes of at most `limit` elements (or one) that the whole tensor of `shape` takes from the shard of `rank`.
+    """Yield the shard of `rank` of a full tensor of `shape` as blocks of at most `limit` elements (at least one).
 
-    `held` are the indices of dim 0 of that shard that there are of it; None is all.
+    `held` is the range of indices of dim 0 of the shard that FSDP leaves on the holder; None: all.
     """
     dim, pieces = (0, [(0, 0, shape[0])]) if layout is None else (layout.dim, _pieces(layout, rank))
     for local, start, length in pieces:
@@ -98,7 +99,7 @@ def _pieces(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
 
 
 def _cut(lengths: Sequence[int], limit: int) -> Iterator[tuple[Range, ...]]:
-    """A box of `lengths` as boxes of at most `limit` elements, cut along its first dims."""
+    """Split a block of `lengths` along its first dims into blocks of at most `limit` elements."""
     length, rest = lengths[0], prod(lengths[1:])
     if length * rest <= limit:
         yield tuple((0, each) for each in lengths)
@@ -127,7 +128,7 @@ def _count(index: Index) -> int:
 def _to_first(
     box: Tensor | None, shape: Sequence[int], dtype: torch.dtype, group: Group | None, sender: int, device: torch.device
 ) -> Tensor | None:
-    """Send the `box` from `sender` to rank 0 of `group`, which returns it; None on the others."""
+    """Send the block `box` from `sender` to rank 0 of `group`, which returns it; None on other ranks."""
     own = dist.get_rank(group)
     if own == sender:
         assert box is not None

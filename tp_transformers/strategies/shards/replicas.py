@@ -1,7 +1,7 @@
-"""Values that several ranks hold, and samples of them that show whether the ranks have drifted apart.
+"""Values that several ranks hold, and samples of them to detect drift between ranks.
 
-Norms and replicated KV heads stay the same on all ranks as long as all change them alike. Random numbers that ranks
-draw with other seeds, or a change on one rank, let them drift apart, without an error.
+Norms and replicated KV heads stay equal on all ranks as long as all ranks change them identically. Random numbers from
+different seeds, or a change on one rank alone, let them drift apart without an error.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from .shard import local_tensor, shard_of
 logger = get_logger(__name__)
 
 SAMPLES = 16
-"""Values of each tensor that are compared, at even distances."""
+"""Number of evenly spaced values of each tensor that are compared."""
 TOLERANCE = 1e-3
-"""Relative difference above which values have drifted; kernels that add in another order stay below."""
+"""Relative difference above which values have drifted; another order of summation in a kernel stays below."""
 
 
 class Part(NamedTuple):
-    """Values that all of `ranks` hold, as every rank describes them."""
+    """The description of values that all of `ranks` hold; identical on every rank."""
 
     name: str
     ranks: tuple[int, ...]
-    """Ranks of the `tp` axis; the first one counts."""
+    """Ranks of the `tp` axis; the values of the first one are the reference."""
     number: int
-    """Position among the parts of the same name and ranks."""
+    """Index among the entries with the same name and ranks."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
 
     @staticmethod
     def of(name: str, ranks: tuple[int, ...], number: int, value: Tensor) -> Part:
-        """The part that has this `value`."""
+        """The description of `value`."""
         return Part(name, ranks, number, tuple(value.shape), value.dtype, value.device.type)
 
 
 def parts(
     name: str, param: Tensor, value: Tensor, size: int, joined: dict[str, Tensor]
 ) -> Iterator[tuple[Part, Tensor]]:
-    """Yield the parts of `value`, laid out like `param`, that other ranks hold too; FSDP's rows go into `joined`."""
+    """Yield the slices of `value`, laid out like `param`, that other ranks hold too.
+
+    A shard that is gathered from FSDP's shards is stored in `joined`, by name.
+    """
     shard, local = shard_of(param), local_tensor(value)
     if shard is None:
         if not isinstance(param, DTensor):
@@ -69,7 +72,7 @@ Sample = dict[tuple[str, tuple[int, ...], int], list[float]]
 
 @torch.no_grad()
 def sample(model: nn.Module, group: TensorParallelGroup) -> Sample:
-    """A few of the values of each parameter of `model` that other ranks hold too; nothing is communicated."""
+    """Take a few values of each parameter of `model` that other ranks hold too, without communication."""
     found: dict[tuple[str, tuple[int, ...], int], Tensor] = {}
     for name, param in model.named_parameters():
         shard = shard_of(param)
@@ -85,9 +88,9 @@ def sample(model: nn.Module, group: TensorParallelGroup) -> Sample:
 
 
 def warn_of_drift(ranks: list[Sample], rank: int) -> None:
-    """Log on the first rank which of the samples of all ranks differ."""
+    """Log on rank 0 the parameters with samples that differ between ranks."""
     if rank != 0 or any(holder >= len(ranks) for found in ranks for _, holders, _ in found for holder in holders):
-        return  # a rank without a sample is in another call
+        return  # a rank without a sample is in another collective
     drifted: dict[str, float] = {}
     for name, holders, number in dict.fromkeys(key for found in ranks for key in found):
         values = [ranks[each].get((name, holders, number)) for each in holders]

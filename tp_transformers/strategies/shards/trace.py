@@ -1,4 +1,4 @@
-"""The layout of a strategy's own `partition_tensor`, found by a call without data."""
+"""The layout of a custom `partition_tensor`, traced by a call without data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ...torch_api import make_wrapper_subclass, to_copy, tree_map_only
 
 
 def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequence[int], size: int) -> Layout | None:
-    """The indices that a `partition_tensor` takes on every rank, found by giving it a tensor without data.
+    """Trace the indices that a `partition_tensor` takes on every rank, with a tensor without data.
 
-    Raises ValueError where it returns anything but a slice along one dim, or where the ranks' slices are not a cut of
-    the whole: every index held, and any two ranks' ranges disjoint or equal.
+    Raises ValueError if it returns anything but a slice along one dim, or if the ranks' slices are not a valid `Split`:
+    every index held, and any two ranges disjoint or equal.
     """
     empty = torch.empty(tuple(shape), device="meta")
     cuts: list[tuple[int | None, tuple[Range, ...]]] = []
@@ -61,7 +61,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
 
 @cache
 def outline_mesh(rank: int, size: int) -> Any:
-    """The mesh of `rank`, without process groups; of older torch, as much of one as there is before there are ranks."""
+    """The mesh of `rank`, without process groups; under older torch an object with `size` alone."""
     try:
         return DeviceMesh("meta", torch.arange(size), mesh_dim_names=(TP_AXIS,), _init_backend=False, _rank=rank)
     except TypeError:
@@ -69,7 +69,7 @@ def outline_mesh(rank: int, size: int) -> Any:
 
 
 class _Outline(Tensor):
-    """A tensor without data, which remembers selections of it."""
+    """A tensor without data that records slices of itself."""
 
     stored: Stored
 
@@ -110,7 +110,7 @@ def _pieces(given: _Outline, lengths: int | Sequence[int], dim: int = 0) -> list
 
 
 def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Selections of one tensor, one after the other; a plain tensor for anything else."""
+    """Concatenate selections of one tensor; a plain tensor for anything else."""
     joined = parts[0].stored if isinstance(parts[0], _Outline) else None
     for part in parts[1:]:
         other = part.stored if isinstance(part, _Outline) else None
@@ -121,12 +121,12 @@ def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def _same(given: _Outline, *args: Any, **kwargs: Any) -> _Outline:
-    """The same indices; the dtype, the device and the strides are the load's to choose."""
+    """The same indices; the load determines dtype, device and strides."""
     return _Outline(given.stored)
 
 
 def _view(given: _Outline, shape: Sequence[int]) -> Tensor:
-    """DTensor makes a view of the same shape; another shape may have other dims."""
+    """A view of the same shape, which DTensor makes; a plain tensor for another shape, where dims may differ."""
     return _same(given) if tuple(shape) == given.shape else torch.empty(given.shape, device="meta").view(shape)
 
 
@@ -139,4 +139,4 @@ _SELECTIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.view: _view,
     **dict.fromkeys((_ATEN.detach, _ATEN.alias, _ATEN.clone, to_copy), _same),
 }
-"""Operations that return a selection, or several."""
+"""Operations that return one or several selections."""
