@@ -20,7 +20,7 @@ class AlibiParallel(TensorParallelLayer):
     def check(self, module: nn.Module) -> None:
         """Reject attention that multiplies with slices of its output projection's weight."""
         if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
-            raise ValueError("slow_but_exact multiplies by slices of the whole weight; set it to False in the config")
+            raise ValueError("slow_but_exact multiplies by slices of the full weight; set it to False in the config")
 
     def prepare_beside(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh

@@ -170,14 +170,14 @@ class TensorParallelLayer(Communication, ParallelStyle):
     def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
         """This rank's shard of the parameter `param_type` of `shape`."""
         layout = self.layout(param_type, shape, group.size)
-        whole = layout is None
+        is_replicated = layout is None
         return ParamShard(
             shape,
             layout,
             group,
-            self.use_dtensor and not whole,
-            self.signature.gradient is PARTIAL and whole,
-            param_type in self.added_once and whole,
+            self.use_dtensor and not is_replicated,
+            self.signature.gradient is PARTIAL and is_replicated,
+            param_type in self.added_once and is_replicated,
         )
 
     def cut(self, length: int, size: int, unit: int = 1) -> Split:
@@ -237,8 +237,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
                 bound = self.bind(module, group.size, name=name, config=getattr(module, "config", None))
                 bound.check(module)
                 for param_type, param in params.items():
-                    layout, part = bound.layout(param_type, param.shape, group.size), vars(param).get("tp_part")
-                    if part is not None and part.tp_shard.layout != layout:
+                    layout, tied = bound.layout(param_type, param.shape, group.size), vars(param).get("tp_sharded")
+                    if tied is not None and tied.tp_shard.layout != layout:
                         raise ValueError(f"its {param_type} is tied to one that is cut otherwise")
                 if hasattr(module, "tp_strategy") or any(map(_is_distributed, params.values())):
                     raise ValueError("it is parallel already")
@@ -288,15 +288,15 @@ def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorPa
     mesh, shards = group.device_mesh, {}
     assert mesh is not None
     for name, param in list(module.named_parameters(recurse=False)):
-        if hasattr(param, "tp_part"):  # tied to the parameter of another module
-            module._parameters[name] = param.tp_part
+        if hasattr(param, "tp_sharded"):  # tied to the parameter of another module
+            module._parameters[name] = param.tp_sharded
         elif not hasattr(param, "tp_shard"):
-            whole = param.data if param.is_meta else param.data.to(group.device).contiguous()
+            full = param.data if param.is_meta else param.data.to(group.device).contiguous()
             if not param.is_meta:
-                direct.broadcast(whole, mesh.get_group(), 0)
+                direct.broadcast(full, mesh.get_group(), 0)
             shard = strategy.shard(name, param.shape, group)
-            own = take(whole, shard.layout, group.rank).clone()
-            param.tp_part = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]
+            own = take(full, shard.layout, group.rank).clone()
+            param.tp_sharded = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]
         shards[name] = module._parameters[name].tp_shard  # type: ignore[union-attr]
     attach(module, strategy, shards, mesh)
 

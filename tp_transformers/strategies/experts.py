@@ -52,7 +52,7 @@ class IsolatedParallel(TensorParallelLayer):
     def _cut(self, length: int, size: int, unit: int) -> Split:
         if self.holds_experts and length < size:
             raise ValueError(
-                f"{length} experts cannot be spread over {size} ranks, each of which needs one; cut every expert "
+                f"{length} experts cannot be spread over {size} ranks, since each rank needs one; shard every expert "
                 f"(packed_colwise, rowwise), or use at most {length} ranks"
             )
         return super()._cut(length, size, unit)
@@ -83,12 +83,12 @@ class IsolatedParallel(TensorParallelLayer):
         if len(inputs) == 1:  # tokens come sorted by expert: (experts * tokens, hidden)
             by_expert = inputs[0].view(experts.length, -1, inputs[0].shape[-1])
             return (by_expert[start:stop].reshape(-1, inputs[0].shape[-1]),)
-        states, ids, weights, *others = inputs
+        states, ids, weights, *rest = inputs
         here = (ids >= start) & (ids < stop)
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         skips = "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")
         elsewhere = stop - start if skips else 0  # past its experts, these compute nothing
-        return (states, torch.where(here, ids - start, elsewhere), weights.masked_fill(~here, 0), *others)
+        return (states, torch.where(here, ids - start, elsewhere), weights.masked_fill(~here, 0), *rest)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         experts = self.experts

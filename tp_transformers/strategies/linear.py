@@ -47,7 +47,7 @@ class _WeightParallel(TensorParallelLayer):
     def check(self, module: nn.Module) -> None:
         """Accept linears (weight: (out_features, in_features)), Conv1D, and embeddings without parts."""
         if features(module) is None:
-            raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise cut")
+            raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise shard")
         if self.parts is not None and self.is_embedding:
             raise ValueError("an embedding has no packed parts")
         if self.signature.leaves is FEATURES and self.use_local_output and embeds_states(module, self.config):
@@ -64,7 +64,7 @@ class _WeightParallel(TensorParallelLayer):
                 got=f"an input of {x.shape[LAST]} features",
                 expected=str(expected),
                 fix="The plan's rules for it and for what comes before it do not fit together: one side is sharded "
-                "where the other expects the whole.",
+                "where the other expects all features.",
             )
 
 
@@ -154,7 +154,7 @@ class ColwiseParallel(_WeightParallel):
         split = self.output_split
         if not split.is_chunked:
             raise ValueError(
-                f"no DTensor placement describes features cut into {split.widths}; use use_local_output=True"
+                f"no DTensor placement describes features split into {split.widths}; use use_local_output=True"
             )
         return as_sharded(outputs, outputs.ndim - 1, split.length, mesh)
 
@@ -202,8 +202,8 @@ class RowwiseParallel(_WeightParallel):
         """See `TensorParallelLayer.check`; an embedding must have a weight only: its ids become local row indices."""
         super().check(module)
         if self.is_embedding and len(own := dict(module.named_parameters(recurse=False))) > 1:
-            others = ", ".join(name for name in own if name != "weight")
-            raise ValueError(f"an embedding with {others} beside its weight looks at ids by itself; replicate it")
+            extra = ", ".join(name for name in own if name != "weight")
+            raise ValueError(f"an embedding with {extra} beside its weight may use ids in another way; replicate it")
 
     @property
     def input_split(self) -> Split:

@@ -105,5 +105,5 @@ class GatherParallel(AllReduceParallel):
     signature = Signature(REPLICATED, REPLICATED, inside=(REPLICATED, PARTIAL))
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        first, *others = to_local(inputs)
-        return (copy_to_region(first, mesh.get_group()), *others)
+        first, *rest = to_local(inputs)
+        return (copy_to_region(first, mesh.get_group()), *rest)

@@ -34,7 +34,7 @@ class ShardedMomentsParallel(TensorParallelLayer):
     def check(self, module: nn.Module) -> None:
         """The rule must declare exactly one width."""
         if len(self.widths) != 1:
-            raise ValueError("sharded_moments needs the one width that is cut: {widths: intermediate_size}")
+            raise ValueError("sharded_moments needs exactly one sharded width: {widths: intermediate_size}")
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Compute moments over all ranks in the forward."""

@@ -56,10 +56,10 @@ class ShardedNormParallel(TensorParallelLayer):
         layout = self.layout("weight", self.shape, self.size)
         assert layout is not None
         shared = layout.split.shared(self.rank)
-        held = layout.split.length * (len(shared[0].ranks) if shared else 1)
+        count = layout.split.length * (len(shared[0].ranks) if shared else 1)
 
         def mean(values: Tensor) -> Tensor:  # over the full width
-            return copy_to_region(reduce_from_region(values.sum(LAST, keepdim=True) / held, group), group)
+            return copy_to_region(reduce_from_region(values.sum(LAST, keepdim=True) / count, group), group)
 
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if isinstance(module, nn.LayerNorm):

@@ -61,16 +61,16 @@ class _Products(TorchFunctionMode):
         """Each factor and its copy, by the factor's id: queries, keys and values are computed from the same states."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cut = [at for at, factor in enumerate(args[1:]) if id(factor) in self.dims] if func is torch.einsum else []
-        if not cut:
+        sharded = [i for i, factor in enumerate(args[1:]) if id(factor) in self.dims] if func is torch.einsum else []
+        if not sharded:
             return func(*args, **(kwargs or {}))
         factors, result = args[0].replace(" ", "").split("->")
-        terms, (at,) = factors.split(","), cut
-        index = terms[at][self.dims[id(args[1 + at])]]
-        given = [
+        terms, (position,) = factors.split(","), sharded
+        index = terms[position][self.dims[id(args[1 + position])]]
+        operands = [
             factor if index in term else self._copied(factor) for term, factor in zip(terms, args[1:], strict=True)
         ]
-        product = func(args[0], *given)
+        product = func(args[0], *operands)
         for guard in self.guards:
             guard.enter() if index in result else guard.leave()
         return product if index in result else reduce_from_region(product, self.group)

@@ -53,13 +53,13 @@ def attach(
         return strategy.traced(_communicating(call, shards, views, mesh))
 
     wrap_forward(module, around)
-    whole = untyped(module).forward.__func__
+    wrapped = untyped(module).forward.__func__
     steps = strategy.short_steps() if is_plain else None
     if steps is not None and type(module) is nn.Linear:
-        untyped(module).forward = MethodType(forward_of_linear(whole, steps, strategy, views, mesh), module)
+        untyped(module).forward = MethodType(forward_of_linear(wrapped, steps, strategy, views, mesh), module)
         strategy.asks_block = True
     elif steps is not None and steps.left == "summed" and type(module) is nn.Embedding:
-        untyped(module).forward = MethodType(forward_of_embedding(whole, mesh), module)
+        untyped(module).forward = MethodType(forward_of_embedding(wrapped, mesh), module)
 
 
 def _communicating(
@@ -74,12 +74,12 @@ def _communicating(
         strategy: Communication = mod.tp_strategy
         state = Forward(strategy.arguments, args, kwargs)
         forwards: list[Forward] = mod.tp_forwards
-        is_local = any(other.replaced is not None for other in forwards)
+        is_local = any(outer.replaced is not None for outer in forwards)
         forwards.append(state)
         try:
             names = _input_names(strategy.arguments, args, kwargs)
             inputs = (*args, *(kwargs[name] for name in names))
-            given = len(inputs)
+            input_count = len(inputs)
             inputs = strategy.before(mod, inputs, mesh)
             if not is_local:
                 is_dtensor = any(isinstance(value, DTensor) for value in inputs)
@@ -87,7 +87,7 @@ def _communicating(
                     state.replaced = _enter_dtensor_view(mod, shards, mesh)
                 else:
                     state.replaced = _enter_local_view(mod, strategy, views)
-            count = len(args) if len(inputs) == given else len(inputs)
+            count = len(args) if len(inputs) == input_count else len(inputs)
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
             kwargs.update(zip(names, inputs[count:]))  # noqa: B905, see Forward
             args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
@@ -126,9 +126,9 @@ def wrap_forward(module: nn.Module, around: Callable[[Forwarder], Forwarder]) ->
 
 def block_of(module: nn.Module) -> Block:
     """The `Block` of `module`; the first call creates it and wraps the module's forward."""
-    found: Block | None = vars(module).get("tp_block")
-    if found is not None:
-        return found
+    existing: Block | None = vars(module).get("tp_block")
+    if existing is not None:
+        return existing
     untyped(module).tp_block = block = Block()
 
     def around(call: Forwarder) -> Forwarder:
@@ -192,8 +192,8 @@ def begun_forward(module: Any) -> Iterator[None]:
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the positional arguments of the module's forward, in order."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    arguments = inspect.signature(module.forward).parameters.values()
+    return tuple(arg.name for arg in arguments if arg.kind in (arg.POSITIONAL_ONLY, arg.POSITIONAL_OR_KEYWORD))
 
 
 def _input_names(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -201,13 +201,13 @@ def _input_names(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[
 
     Without positional arguments, they begin at the first that is given.
     """
-    found: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
     for name in names[len(args) :]:
         if name in kwargs:
-            found += (name,)
-        elif args or found:
+            keywords += (name,)
+        elif args or keywords:
             break
-    return found if found or args else tuple(kwargs)[:1]
+    return keywords if keywords or args else tuple(kwargs)[:1]
 
 
 def _leave_view(module: nn.Module, forward: Forward) -> None:

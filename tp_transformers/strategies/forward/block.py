@@ -70,8 +70,8 @@ class Block:
 
     def local(self, param: Tensor) -> Tensor:
         """The local view of a parameter of one of the layers."""
-        found = self.views.get(id(param))
-        return self._first(param) if found is None else found[1]
+        entry = self.views.get(id(param))
+        return self._first(param) if entry is None else entry[1]
 
     def _first(self, param: Tensor) -> Tensor:
         if not self.is_open or torch.compiler.is_dynamo_compiling():
@@ -119,7 +119,7 @@ class Block:
     def _find_layers(self, module: nn.Module) -> None:
         children = tuple(module._modules.values())
         if children != self.children:
-            inside = (each for child in children if child is not None for each in child.modules())
-            found = [(each, each.__dict__["tp_strategy"]) for each in inside if "tp_strategy" in each.__dict__]
-            self.layers = [each for each, strategy in found if strategy.block is self and strategy.asks_block]
+            inside = (layer for child in children if child is not None for layer in child.modules())
+            layers = [(layer, layer.__dict__["tp_strategy"]) for layer in inside if "tp_strategy" in layer.__dict__]
+            self.layers = [layer for layer, strategy in layers if strategy.block is self and strategy.asks_block]
             self.children = children

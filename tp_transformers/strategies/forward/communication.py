@@ -72,8 +72,8 @@ class Communication:
         Definitions of a mixin that is no strategy count as the class's own.
         """
         super().__init_subclass__(**options)
-        known = {each for base in cls.__bases__ if Communication in base.__mro__ for each in base.__mro__}
-        own = {name for each in cls.__mro__ if each not in known for name in vars(each)}
+        inherited = {parent for base in cls.__bases__ if Communication in base.__mro__ for parent in base.__mro__}
+        own = {name for parent in cls.__mro__ if parent not in inherited for name in vars(parent)}
         if "_prepare_input_fn" in own and "before" not in own:
             cls.before = lambda self, module, inputs, mesh: as_inputs(  # type: ignore[method-assign]
                 cls._prepare_input_fn(self.input_layouts, self.desired_input_layouts, module, inputs, mesh), inputs
@@ -111,8 +111,8 @@ class Communication:
         """The same as `mesh.get_group()`, but faster, by its name."""
         if self.group_name is None or torch.compiler.is_dynamo_compiling():
             return mesh.get_group()
-        found: Group = resolve_process_group(self.group_name)
-        return found
+        group: Group = resolve_process_group(self.group_name)
+        return group
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Called once the parameters of `module` are sharded: `shards` are this rank's, by name in the module."""
@@ -202,11 +202,11 @@ class Communication:
 _ACTS = ("before", "after", "prepare_beside", "local_attributes", "interrupted")
 
 
-def as_inputs(found: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def as_inputs(result: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """All inputs of a module, from a user's function that returned all, only the first, or None (unchanged)."""
-    if found is None:
+    if result is None:
         return inputs
-    return found if isinstance(found, tuple) else (found, *inputs[1:])
+    return result if isinstance(result, tuple) else (result, *inputs[1:])
 
 
 def only(layouts: Placements) -> Placement | None:

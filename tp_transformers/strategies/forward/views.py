@@ -51,16 +51,16 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor | None, group: dist.ProcessGroup | None, *params: Any) -> tuple[Any, ...]:
         ctx.group, ctx.kinds = (
             group,
-            [(getattr(each, "_spec", None), getattr(each, "tp_shard", None)) for each in params],
+            [(getattr(param, "_spec", None), getattr(param, "tp_shard", None)) for param in params],
         )
         ctx.set_materialize_grads(False)  # some may not be used
         return x if x is None else x.view_as(x), *[param._local_tensor.detach() for param in params]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *others = grads
+        x, *of_params = grads
         wrap = _wrap_recorded if torch.is_grad_enabled() else _wrap_arriving
-        wrapped = [None if grad is None else wrap(grad, *kind) for grad, kind in zip(others, ctx.kinds, strict=True)]
+        wrapped = [None if grad is None else wrap(grad, *kind) for grad, kind in zip(of_params, ctx.kinds, strict=True)]
         return None if x is None else reduce_from_region(x, ctx.group), None, *wrapped
 
 
@@ -76,11 +76,11 @@ class _Arriving(DTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """See `torch.Tensor`; all other operations are DTensor's."""
-        first, *others = args
+        first, *rest = args
         if func is _DETACH:
             return _wrap(first._local_tensor, first._spec)
-        if func is _ADD and not kwargs and isinstance(first, DTensor) and first.placements == others[0].placements:
-            first._local_tensor.add_(others[0]._local_tensor)
+        if func is _ADD and not kwargs and isinstance(first, DTensor) and first.placements == rest[0].placements:
+            first._local_tensor.add_(rest[0]._local_tensor)
             return first
         if func is is_any_true:
             return func(first._local_tensor)

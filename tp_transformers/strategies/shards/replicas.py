@@ -61,10 +61,10 @@ def parts(
         if shard.data_parallel is not None:
             local = joined[name] = shard.joined(local)
         numbers: dict[tuple[int, ...], int] = {}
-        for part in shared:
-            number = numbers[part.ranks] = numbers.get(part.ranks, -1) + 1
-            held = local.narrow(shard.layout.dim, part.local, part.length)
-            yield Part.of(name, part.ranks, number, held), held
+        for indices in shared:
+            number = numbers[indices.ranks] = numbers.get(indices.ranks, -1) + 1
+            values = local.narrow(shard.layout.dim, indices.local, indices.length)
+            yield Part.of(name, indices.ranks, number, values), values
 
 
 Sample = dict[tuple[str, tuple[int, ...], int], list[float]]
@@ -73,34 +73,34 @@ Sample = dict[tuple[str, tuple[int, ...], int], list[float]]
 @torch.no_grad()
 def sample(model: nn.Module, group: TensorParallelGroup) -> Sample:
     """Take a few values of each parameter of `model` that other ranks hold too, without communication."""
-    found: dict[tuple[str, tuple[int, ...], int], Tensor] = {}
+    sampled: dict[tuple[str, tuple[int, ...], int], Tensor] = {}
     for name, param in model.named_parameters():
         shard = shard_of(param)
         if param.is_meta or not param.is_floating_point() or (shard is not None and shard.data_parallel is not None):
             continue
         for part, value in parts(name, param, param, group.size, {}):
             flat = value.reshape(-1) if value.is_contiguous() else value[:1].reshape(-1)
-            found[part.name, part.ranks, part.number] = flat[:: max(len(flat) // SAMPLES, 1)][:SAMPLES].float()
-    if not found:
+            sampled[part.name, part.ranks, part.number] = flat[:: max(len(flat) // SAMPLES, 1)][:SAMPLES].float()
+    if not sampled:
         return {}
-    values = iter(torch.cat(list(found.values())).tolist())
-    return {key: [next(values) for _ in range(len(tensor))] for key, tensor in found.items()}
+    values = iter(torch.cat(list(sampled.values())).tolist())
+    return {key: [next(values) for _ in range(len(tensor))] for key, tensor in sampled.items()}
 
 
-def warn_of_drift(ranks: list[Sample], rank: int) -> None:
+def warn_of_drift(samples: list[Sample], rank: int) -> None:
     """Log on rank 0 the parameters with samples that differ between ranks."""
-    if rank != 0 or any(holder >= len(ranks) for found in ranks for _, holders, _ in found for holder in holders):
+    if rank != 0 or any(holder >= len(samples) for keys in samples for _, holders, _ in keys for holder in holders):
         return  # a rank without a sample is in another collective
     drifted: dict[str, float] = {}
-    for name, holders, number in dict.fromkeys(key for found in ranks for key in found):
-        values = [ranks[each].get((name, holders, number)) for each in holders]
+    for name, holders, number in dict.fromkeys(key for keys in samples for key in keys):
+        values = [samples[holder].get((name, holders, number)) for holder in holders]
         first = values[0]
         if first is None:
             continue
         scale = max((abs(value) for value in first), default=0.0) or 1.0
-        for other in values[1:]:
-            pairs = zip(first, other or first, strict=True)
-            difference = max((abs(one - two) for one, two in pairs), default=0.0) / scale
+        for replica in values[1:]:
+            pairs = zip(first, replica or first, strict=True)
+            difference = max((abs(a - b) for a, b in pairs), default=0.0) / scale
             if difference > TOLERANCE:
                 drifted[name] = max(drifted.get(name, 0.0), difference)
     if drifted:

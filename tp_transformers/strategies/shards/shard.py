@@ -140,17 +140,16 @@ class ParamShard:
 
     def full(self, local: Tensor) -> Tensor:
         """Gather the full tensor on every rank (all-gathers) from each rank's `local` values."""
-        process_group, given = self.group.process_group, local
-        local = self.joined(local)
+        process_group, joined = self.group.process_group, self.joined(local)
         if self.layout is None or process_group is None:
-            return local.clone() if local is given else local
+            return local.clone() if joined is local else joined
         with watched_ranks(self.group):
-            return on_all(local, self.shape, self.layout, process_group, self.group.device)
+            return on_all(joined, self.shape, self.layout, process_group, self.group.device)
 
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's shard of `whole`, a tensor of the unsharded shape: a view, or a copy of several slices."""
-        part: Tensor = take(whole, self.layout, self.group.rank)  # type: ignore[assignment]
-        return part if self.data_parallel is None else part[slice(*self.rows)]
+    def own(self, full: Tensor) -> Tensor:
+        """This rank's shard of `full`, a tensor of the unsharded shape: a view, or a copy of several slices."""
+        shard: Tensor = take(full, self.layout, self.group.rank)  # type: ignore[assignment]
+        return shard if self.data_parallel is None else shard[slice(*self.rows)]
 
     def gather(self, local: Tensor) -> Tensor | None:
         """Gather the full tensor on the CPU of rank 0 alone, under FSDP of the first copy; None on other ranks."""
@@ -211,8 +210,8 @@ def settle_gradient(param: Tensor) -> Tensor | None:
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         shard: ParamShard | None = getattr(param, "tp_shard", None)
         dtype = (shard.group.reduce_dtype if shard is not None else None) or grad.dtype
-        parts: DTensor = grad.to(dtype)  # type: ignore[assignment]
-        param.grad = grad = parts.redistribute(placements=param.placements).to(grad.dtype)  # type: ignore[assignment]
+        unreduced: DTensor = grad.to(dtype)  # type: ignore[assignment]
+        param.grad = grad = unreduced.redistribute(placements=param.placements).to(grad.dtype)  # type: ignore[assignment]
     return grad
 
 
@@ -246,10 +245,10 @@ def full_tensor(param: Tensor, value: Tensor | None = _ITSELF) -> Tensor | None:
         if shard is None:
             return None
         tensor = torch.zeros_like(param)
-    is_alike = (
+    has_layout = (
         not isinstance(tensor, DTensor) or not isinstance(param, DTensor) or tensor.placements == param.placements
     )
-    if shard is not None and is_alike:
+    if shard is not None and has_layout:
         return shard.full(local_tensor(tensor))
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
