@@ -205,7 +205,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
     ) -> Tensor | LazyTensor:
         """Return this rank's shard of a parameter: a slice of it, plain or in a DTensor or an `nn.Parameter`.
 
-        A load does not call it with values: it is called before, once for each rank, with a tensor without data. That
+        A load does not call it with values: it is called before, once for each rank, with a tensor without data. The
         rank then reads the returned slice.
 
         Args:
