@@ -1,6 +1,6 @@
-"""Strategies: how one module is cut over the ranks, and the communication of its forward. See README.md.
+"""Strategies: how one module is sharded over the ranks, and the communication of its forward. See README.md.
 
-The names in `__all__` are public; the others are gathered for the packages below.
+The names in `__all__` are public; the other imports are for other packages of tp_transformers.
 """
 
 from .base import STRATEGY, TensorParallelLayer, cut_module

@@ -1,4 +1,4 @@
-"""Position biases of all heads (ALiBi); each rank takes those of its own."""
+"""Position biases (ALiBi): each rank takes the biases of its own heads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .base import TensorParallelLayer
 
 
 class AlibiParallel(TensorParallelLayer):
-    """Attention that is given biases of all heads (ALiBi): each rank takes those of its own.
+    """Slice the biases of all heads (ALiBi) that attention gets to this rank's heads.
 
-    The keyword arguments `alibi` and `position_bias`, (batch * heads, 1, keys) or (batch, heads, 1, keys), and
-    `attention_mask`, (batch, heads, queries, keys) where biases are in it already, are cut. MPT's have no batch.
+    The keyword arguments are `alibi` and `position_bias`, (batch * heads, 1, keys) or (batch, heads, 1, keys), and
+    `attention_mask`, (batch, heads, queries, keys) if the biases are added to it already. MPT's have no batch dim.
     """
 
     def check(self, module: nn.Module) -> None:
-        """Attention that calls its output projection, rather than slice its weight."""
+        """Reject attention that multiplies with slices of its output projection's weight."""
         if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
-            raise ValueError("slow_but_exact multiplies by slices of the whole weight; set it to False in the config")
+            raise ValueError("slow_but_exact multiplies by slices of the full weight; set it to False in the config")
 
     def prepare_beside(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh

@@ -29,30 +29,30 @@ from .shards.trace import traced_layout
 from .signature import ANY, PARTIAL, state_of
 
 EXPERT_UNIT = 8
-"""Features of an expert that stay together: torch's grouped matmul wants row strides that are multiples of 16 bytes,
-which 8 features are in every floating-point dtype of 2 bytes or more."""
+"""Block of an expert's features that is not split: torch's grouped matmul needs row strides that are multiples of 16
+bytes, as 8 features are in every floating-point dtype of 2 bytes or more."""
 
 
 class TensorParallelLayer(Communication, ParallelStyle):
-    """Strategy: how one module (or parameter) is cut over the ranks, and the communication of its forward.
+    """Strategy: how one module (or parameter) is sharded over the ranks, and the communication of its forward.
 
-    A strategy of your own is a subclass. To cut parameters, implement `split_dim` (cut along a dim, evenly or by heads)
-    or `partition_tensor` (cut in your own way). To communicate, implement `before` and `after` the module's forward (or
-    their static forms); in between, the module computes with this rank's local tensors (or with DTensor parameters, if
-    `before` returned a DTensor). Plans, checks and commands ask a strategy for nothing but the attributes below and
-    those of `Communication`.
+    A custom strategy is a subclass. To shard parameters, implement `split_dim` (shard a dim evenly or by heads) or
+    `partition_tensor` (any slice along one dim). To communicate, implement `before` and `after` the module's forward
+    (or their static forms); in between, the module computes with this rank's local tensors (or with DTensor parameters,
+    if `before` returned a DTensor). Plans, checks and commands read only the attributes below and those of
+    `Communication`.
 
-    One instance serves as a template; every module that a rule matches gets its own copy, bound to it. It is a style of
-    torch too, which `torch.distributed.tensor.parallel.parallelize_module` applies to unsharded modules of any model.
+    One instance is a template; every module that a rule matches gets its own bound copy. It is a torch style too:
+    `torch.distributed.tensor.parallel.parallelize_module` applies it to unsharded modules of any model.
     """
 
     added_once: tuple[str, ...] = ()
     """Replicated parameters that only rank 0 adds to outputs that are summed over the ranks."""
     cuts_as_torch = False
-    """True for a style of another library: it cuts modules only, in torch.chunk's pieces, without heads, and its module
-    is given DTensors."""
+    """True for a style of another library: it shards modules only, in torch.chunk's sizes, without regard to heads, and
+    its module gets DTensors."""
     parts: int | Sequence[int | str] | None = None
-    """Number of equal parts of a fused projection, or their lengths; each is cut by itself."""
+    """Number of equal parts of a fused projection, or their lengths; each part is sharded separately."""
 
     input_layouts: Placements = None
     output_layouts: Placements = None
@@ -66,7 +66,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
     holds_experts = False
     config: Any = None
     name = "the module"
-    # All of these for a subclass, too, of which `__init__` does not call this one's.
+    # As class attributes, for subclasses that do not call `super().__init__`.
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class TensorParallelLayer(Communication, ParallelStyle):
         use_local_output: bool = True,
         use_dtensor: bool = True,
     ) -> None:
-        """Describe the activations on both sides, as DTensor placements, which complete the signature of the class.
+        """Complete the signature of the class with DTensor placements of inputs and outputs.
 
         Args:
-            input_layouts: how the inputs arrive.
-            output_layouts: how the outputs leave.
-            desired_input_layouts: how the module needs its inputs.
+            input_layouts: placements of the inputs as they arrive.
+            output_layouts: placements of the outputs.
+            desired_input_layouts: placements of the inputs in the module's forward.
             use_local_output: whether outputs are plain tensors rather than DTensors.
-            use_dtensor: whether parameters that are cut become DTensors where a placement describes their shard.
+            use_dtensor: whether sharded parameters become DTensors where a placement describes their shard.
         """
         self.input_layouts = input_layouts
         self.output_layouts = output_layouts
@@ -110,11 +110,11 @@ class TensorParallelLayer(Communication, ParallelStyle):
         widths: Sequence[str] = (),
         config: Any = None,
     ) -> TensorParallelLayer:
-        """A copy for `module`, called `name` in messages, on `size` ranks.
+        """Return a copy bound to `module`, with `name` in messages, on `size` ranks.
 
-        `split` counts heads; a head covers an equal number of indices. Without it, each of `parts` is cut evenly, in
-        blocks of `unit`. `widths` are attributes of the module that are cut evenly in its forward. `config` is the one
-        that counts for the module.
+        `split` counts heads; a head covers an equal number of indices. Without it, each of `parts` is split evenly, in
+        blocks of `unit`. `widths` are attributes of the module that are split evenly in its forward. `config` is the
+        config of the module, maybe a sub-config of the model's.
         """
         bound = copy.copy(self)
         bound.name = name
@@ -132,24 +132,24 @@ class TensorParallelLayer(Communication, ParallelStyle):
         return bound
 
     def check(self, module: nn.Module) -> None:
-        """Raise ValueError, saying why, where the strategy does not fit the module that a rule gives it."""
+        """Raise ValueError with the reason if the strategy does not fit the module that a rule matches."""
 
     def applies_to(self, module: object) -> bool:
-        """False for a module that a config has left out, so that an optional rule does not match it."""
+        """False for an `nn.Identity` in place of a module that the config leaves out; an optional rule skips it."""
         return not isinstance(module, nn.Identity)
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
-        """The dim along which the module's parameter `param_type` ("weight", ...) is cut; None if it is replicated.
+        """The sharded dim of the module's parameter `param_type` ("weight", ...); None if it is replicated.
 
-        Raises ValueError where the strategy cannot cut such a parameter.
+        Raises ValueError if the strategy cannot shard such a parameter.
         """
         return None
 
     def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout | None:
-        """The layout of the parameter `param_type` of `shape` over `size` ranks; None where it is replicated.
+        """The layout of the parameter `param_type` of `shape` over `size` ranks; None if it is replicated.
 
-        A subclass's own `partition_tensor` is asked for every rank, with a tensor that has no data.
-        Raises ValueError where the bound split or parts do not fit the shape.
+        A `partition_tensor` that a subclass overrides is called for every rank, with a tensor without data.
+        Raises ValueError if the bound split or parts do not fit the shape.
         """
         if type(self).partition_tensor is not TensorParallelLayer.partition_tensor:
             return traced_layout(self.partition_tensor, param_type, shape, size)
@@ -160,7 +160,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         if dim is None:
             return None
         dim %= len(shape)
-        # Only what is multiplied in groups needs its width in units: the experts' features, not the experts.
+        # Grouped matmuls need blocks of the experts' features, not of the experts (dim 0).
         unit = self.unit or (EXPERT_UNIT if self.holds_experts and dim > 0 else 1)
         try:
             return Layout(dim, self.cut(shape[dim], size, unit))
@@ -170,20 +170,20 @@ class TensorParallelLayer(Communication, ParallelStyle):
     def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
         """This rank's shard of the parameter `param_type` of `shape`."""
         layout = self.layout(param_type, shape, group.size)
-        whole = layout is None
+        is_replicated = layout is None
         return ParamShard(
             shape,
             layout,
             group,
-            self.use_dtensor and not whole,
-            self.signature.gradient is PARTIAL and whole,
-            param_type in self.added_once and whole,
+            self.use_dtensor and not is_replicated,
+            self.signature.gradient is PARTIAL and is_replicated,
+            param_type in self.added_once and is_replicated,
         )
 
     def cut(self, length: int, size: int, unit: int = 1) -> Split:
-        """`length` cut over `size` ranks: by heads, part by part, or evenly in blocks of `unit`.
+        """Split `length` over `size` ranks: by heads, by parts, or evenly in blocks of `unit`.
 
-        Raises ValueError where it is not made up of whole heads or of the parts.
+        Raises ValueError if it is not a number of complete heads or the sum of the parts.
         """
         key = (length, size, unit)
         if key not in self._splits:
@@ -203,16 +203,16 @@ class TensorParallelLayer(Communication, ParallelStyle):
         rank: int,
         device_mesh: DeviceMesh | None,
     ) -> Tensor | LazyTensor:
-        """This rank's shard of a parameter: a slice of it, plain or in a DTensor or an `nn.Parameter`.
+        """Return this rank's shard of a parameter: a slice of it, plain or in a DTensor or an `nn.Parameter`.
 
-        A load does not call it with values. Before there are ranks, it is called for each rank with a tensor that has
-        none, and that rank reads the slice that it takes.
+        A load does not call it with values: it is called before, once for each rank, with a tensor without data. The
+        rank then reads the returned slice.
 
         Args:
-            param: the whole parameter.
-            empty_param: meta tensor of the whole shape.
+            param: the unsharded parameter.
+            empty_param: meta tensor of the unsharded shape.
             param_type: name of the parameter within its module, such as "weight".
-            param_casting_dtype: dtype to cast to; None to keep. The load casts to the model's.
+            param_casting_dtype: dtype to cast to; None to keep. The load casts to the model's dtype.
             to_contiguous: whether a shard that is a view is made contiguous.
             rank: this process on the `tp` axis.
             device_mesh: the 1-D mesh of the `tp` axis, maybe without process groups; None for one process.
@@ -227,9 +227,9 @@ class TensorParallelLayer(Communication, ParallelStyle):
         return shard.contiguous() if to_contiguous else shard
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Cut the whole parameters of `module` on all ranks, which take rank 0's values; see `parallelize_module`.
+        """Shard the unsharded parameters of `module` on all ranks, from rank 0's values; see `parallelize_module`.
 
-        Raises PlanError where the strategy does not fit the module, or where it is cut already.
+        Raises PlanError if the strategy does not fit the module, or if the module is sharded already.
         """
         group, name, params = join(device_mesh), type(module).__name__, dict(module.named_parameters(recurse=False))
         with group.agree():
@@ -237,43 +237,43 @@ class TensorParallelLayer(Communication, ParallelStyle):
                 bound = self.bind(module, group.size, name=name, config=getattr(module, "config", None))
                 bound.check(module)
                 for param_type, param in params.items():
-                    layout, part = bound.layout(param_type, param.shape, group.size), vars(param).get("tp_part")
-                    if part is not None and part.tp_shard.layout != layout:
+                    layout, tied = bound.layout(param_type, param.shape, group.size), vars(param).get("tp_sharded")
+                    if tied is not None and tied.tp_shard.layout != layout:
                         raise ValueError(f"its {param_type} is tied to one that is cut otherwise")
                 if hasattr(module, "tp_strategy") or any(map(_is_distributed, params.values())):
                     raise ValueError("it is parallel already")
             except ValueError as error:
                 raise PlanError(f"{self!r} does not fit a {name}: {error}") from error
         for param in params.values():
-            vars(param).pop("tp_shard", None)  # whole, in a model that was loaded with a plan
+            vars(param).pop("tp_shard", None)  # of a replicated parameter of a model that was loaded with a plan
         cut_module(module, bound, group)
         return module
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """Strategies of the matrices A and B of a LoRA adapter on the module: A's input is the module's, B's output is
-        added to the module's. Raises NotImplementedError where no adapter can follow the cut.
+        added to the module's. Raises NotImplementedError if the strategy does not support adapters.
         """
         raise NotImplementedError
 
     @property
     def around_whole(self) -> TensorParallelLayer | None:
-        """Strategy of the module where its attention is replicated after all; None for `replicate`."""
+        """Strategy of the module if its attention is replicated instead of sharded; None for `replicate`."""
         return None
 
     @property
     def passes_dtensors(self) -> bool:
-        """True if modules inside or after this one may be given DTensors."""
+        """True if modules inside or after this one may get DTensors."""
         return self.cuts_as_torch or not self.use_local_output
 
     @property
     def replicates(self) -> bool:
-        """True if every rank holds complete parameters, whatever the module."""
+        """True if every rank holds full parameters of every module."""
         own, base = type(self), TensorParallelLayer
         return own.split_dim is base.split_dim and own.partition_tensor is base.partition_tensor
 
     @property
     def is_built_in(self) -> bool:
-        """True for a class of this package: its attributes describe all its communication."""
+        """True for a class of this package: its attributes describe all of its communication."""
         return type(self).__module__.startswith(f"{__package__}.")
 
     def __repr__(self) -> str:
@@ -281,22 +281,22 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
 
 def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
-    """Cut the whole parameters of `module` as the bound `strategy` says, and let it communicate.
+    """Shard the unsharded parameters of `module` by the bound `strategy`, and attach the strategy to its forward.
 
-    All ranks take the values of rank 0, and have to call it. Parameters on the meta device stay there.
+    Collective over the `tp` axis: all ranks get the values of rank 0. Parameters on the meta device stay there.
     """
     mesh, shards = group.device_mesh, {}
     assert mesh is not None
     for name, param in list(module.named_parameters(recurse=False)):
-        if hasattr(param, "tp_part"):  # tied to the parameter of another module
-            module._parameters[name] = param.tp_part
+        if hasattr(param, "tp_sharded"):  # tied to the parameter of another module
+            module._parameters[name] = param.tp_sharded
         elif not hasattr(param, "tp_shard"):
-            whole = param.data if param.is_meta else param.data.to(group.device).contiguous()
+            full = param.data if param.is_meta else param.data.to(group.device).contiguous()
             if not param.is_meta:
-                direct.broadcast(whole, mesh.get_group(), 0)
+                direct.broadcast(full, mesh.get_group(), 0)
             shard = strategy.shard(name, param.shape, group)
-            own = take(whole, shard.layout, group.rank).clone()
-            param.tp_part = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]
+            own = take(full, shard.layout, group.rank).clone()
+            param.tp_sharded = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]
         shards[name] = module._parameters[name].tp_shard  # type: ignore[union-attr]
     attach(module, strategy, shards, mesh)
 

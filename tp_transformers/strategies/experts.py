@@ -1,11 +1,12 @@
-"""Mixtures of experts with parameters of (experts, out, in); the router is whole on every rank.
+"""Mixtures of experts with parameters (experts, out, in); the router is replicated.
 
-Each expert is cut (`packed_colwise` and `rowwise` on the parameters), or each rank holds whole experts (`local`):
+Each expert is sharded (`packed_colwise` and `rowwise` on the parameters), or each rank holds complete experts
+(`local`):
 
     E0 E1 E2 -> [E0 E1 | E2]
 
-Either way a rank's output is a part of a sum, which `moe_tp_experts` on the experts adds up, or `gather` on the block
-around them.
+In both cases a rank's output is a partial sum; `moe_tp_experts` on the experts, or `gather` on the enclosing block,
+adds it up.
 """
 
 from __future__ import annotations
@@ -29,43 +30,43 @@ from .signature import PARTIAL, REPLICATED, Signature
 
 
 class IsolatedParallel(TensorParallelLayer):
-    """The module computes with this rank's tensors alone, and nothing is communicated.
+    """The module computes with this rank's tensors alone, without communication.
 
-    On experts, or on a parameter of theirs, it gives each rank whole experts, as evenly as whole experts allow (expert
-    parallelism): ids of other ranks' experts get no weight here. Elsewhere parameters stay whole.
+    On experts, or on a parameter of experts, each rank holds complete experts, as evenly as possible (expert
+    parallelism): ids of other ranks' experts get weight zero. Other parameters are replicated.
     """
 
     experts: Split | None = None
-    """Split of the experts over the ranks; None where there are none, or each is cut."""
+    """Split of the experts over the ranks; None without experts, or if each expert is sharded."""
     is_empty = False
-    """True if the experts are cut for more ranks than they have units, and this rank has no features of any."""
+    """True if each expert is sharded over more ranks than it has blocks, and this rank holds no features."""
 
     def __init__(self, *, use_dtensor: bool = False) -> None:
         """`use_dtensor`: whether shards become DTensors where a placement describes them."""
         super().__init__(use_dtensor=use_dtensor)
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
-        """The experts, where the module holds any."""
+        """The dim of the experts, if the module holds any."""
         return 0 if self.holds_experts else None
 
     def _cut(self, length: int, size: int, unit: int) -> Split:
         if self.holds_experts and length < size:
             raise ValueError(
-                f"{length} experts cannot be spread over {size} ranks, each of which needs one; cut every expert "
+                f"{length} experts cannot be spread over {size} ranks, since each rank needs one; shard every expert "
                 f"(packed_colwise, rowwise), or use at most {length} ranks"
             )
         return super()._cut(length, size, unit)
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Learn which experts each rank holds (a cut along dim 0), and whether this one holds anything."""
+        """Store the split of the experts (sharded along dim 0), and whether this rank holds any features."""
         self.is_empty = any(0 in shard.local_shape for shard in shards.values())
         layouts = [shard.layout for shard in shards.values() if len(shard.shape) == 3]
         self.experts = next((layout.split for layout in layouts if layout is not None and layout.dim == 0), None)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """The number of experts that this rank computes; batched matmuls where grouped ones would have no width.
+        """The number of this rank's experts; batched matmuls if a rank has no features for grouped ones.
 
-        Eager experts would ask which of them have tokens, which waits for the device and breaks a compiled graph.
+        Not eager experts: they query which experts have tokens, which waits for the device and breaks a compiled graph.
         """
         if self.is_empty and hasattr(module, "config"):
             return {"config": LocalConfig(module.config, _experts_implementation="batched_mm")}
@@ -82,12 +83,12 @@ class IsolatedParallel(TensorParallelLayer):
         if len(inputs) == 1:  # tokens come sorted by expert: (experts * tokens, hidden)
             by_expert = inputs[0].view(experts.length, -1, inputs[0].shape[-1])
             return (by_expert[start:stop].reshape(-1, inputs[0].shape[-1]),)
-        states, ids, weights, *others = inputs
+        states, ids, weights, *rest = inputs
         here = (ids >= start) & (ids < stop)
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         skips = "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")
         elsewhere = stop - start if skips else 0  # past its experts, these compute nothing
-        return (states, torch.where(here, ids - start, elsewhere), weights.masked_fill(~here, 0), *others)
+        return (states, torch.where(here, ids - start, elsewhere), weights.masked_fill(~here, 0), *rest)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         experts = self.experts
@@ -99,19 +100,19 @@ class IsolatedParallel(TensorParallelLayer):
 
 
 class MoEExpertsParallel(IsolatedParallel):
-    """Around experts with rules for their parameters.
+    """Communication around experts with rules for their parameters.
 
-    Hidden states and routing weights are copied (backward: all-reduce), the output is summed (all-reduce).
+    Copy hidden states and routing weights (backward: all-reduce), sum the output (all-reduce).
     """
 
     signature = Signature(REPLICATED, REPLICATED, inside=(REPLICATED, PARTIAL))
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
-        """Nothing: the parameters have rules of their own."""
+        """None: the parameters have rules of their own."""
         return None
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        # Every rank routes alike, but has only a part of the gradient of what it routes, and of the weights.
+        # Routing is identical on all ranks, but gradients of hidden states and routing weights are partial sums.
         inputs = tuple(
             copy_to_region(value, mesh.get_group()) if isinstance(value, Tensor) else value
             for value in to_local(inputs)
@@ -124,10 +125,10 @@ class MoEExpertsParallel(IsolatedParallel):
 
 
 class IdentityExpertParallel(TensorParallelLayer):
-    """An expert that returns its input, on every rank: their outputs are summed, so it is divided by their number."""
+    """An expert that returns its input, divided by the number of ranks because their outputs are summed."""
 
     def applies_to(self, module: object) -> bool:
-        """See `TensorParallelLayer.applies_to`: an `nn.Identity` is the expert."""
+        """See `TensorParallelLayer.applies_to`: the expert is an `nn.Identity`."""
         return True
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:

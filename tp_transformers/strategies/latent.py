@@ -1,4 +1,4 @@
-"""The projection of multi-head latent attention; its rotary key goes past the column-parallel layers."""
+"""The projection of multi-head latent attention; its rotary key bypasses the column-parallel layers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .signature import LOCAL, REPLICATED, Signature
 
 
 class MlaKvAProjParallel(TensorParallelLayer):
-    """The projection of multi-head latent attention to (latent, rotary key), whole on every rank.
+    """The replicated projection of multi-head latent attention to (latent, rotary key).
 
-    The latent goes on to a column-parallel layer, which sums its gradient; the rotary key goes to this rank's heads
-    directly, so its gradient is summed here (backward: all-reduce).
+    A column-parallel layer takes the latent and sums its gradient. This rank's heads take the rotary key directly, so
+    its gradient is summed here (backward: all-reduce).
     """
 
     signature = Signature(REPLICATED, LOCAL)
 
     def check(self, module: nn.Module) -> None:
-        """The config says how wide the rotary key is."""
+        """The config must have the width of the rotary key."""
         if not isinstance(getattr(self.config, "qk_rope_head_dim", None), int):
             raise ValueError(
                 f"the config has no qk_rope_head_dim, the width of the rotary key that {self.name} ends with"
             )
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: B's output ends with a part of the rotary key, too."""
+        """See `TensorParallelLayer.adapter`: B's output ends with a delta of the rotary key, handled the same way."""
         return ReplicateParallel(), copy.copy(self)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:

@@ -27,17 +27,17 @@ LAST = -1
 
 
 class _WeightParallel(TensorParallelLayer):
-    """Common part of column- and row-parallel layers, which cut a weight along its input or output features."""
+    """Base of column- and row-parallel layers: shard a weight along its input or output features."""
 
     is_transposed = False
-    """True if the weight is (in, out), as that of GPT-2's Conv1D."""
+    """True if the weight is (in, out), as in GPT-2's Conv1D."""
     in_features = 0
     """Input features of the unsharded module: the rows of an embedding."""
     out_features = 0
     """Output features of the unsharded module."""
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
-        """See `TensorParallelLayer.bind`; the module's features are read here, once."""
+        """See `TensorParallelLayer.bind`; reads the module's features once."""
         bound = super().bind(module, size, **options)
         assert isinstance(bound, _WeightParallel)
         bound.is_transposed = is_transposed(module)
@@ -45,9 +45,9 @@ class _WeightParallel(TensorParallelLayer):
         return bound
 
     def check(self, module: nn.Module) -> None:
-        """They cut linears (weight: (out_features, in_features)), Conv1D, and embeddings without parts."""
+        """Accept linears (weight: (out_features, in_features)), Conv1D, and embeddings without parts."""
         if features(module) is None:
-            raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise cut")
+            raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise shard")
         if self.parts is not None and self.is_embedding:
             raise ValueError("an embedding has no packed parts")
         if self.signature.leaves is FEATURES and self.use_local_output and embeds_states(module, self.config):
@@ -57,24 +57,24 @@ class _WeightParallel(TensorParallelLayer):
             )
 
     def check_width(self, x: Tensor, expected: int) -> None:
-        """Raise PlanError, before anything is communicated, where the input is not `expected` features wide."""
+        """Raise PlanError, before any communication, if the input is not `expected` features wide."""
         if x.shape[LAST] != expected:
             raise PlanError(
                 self.name,
                 got=f"an input of {x.shape[LAST]} features",
                 expected=str(expected),
                 fix="The plan's rules for it and for what comes before it do not fit together: one side is sharded "
-                "where the other expects the whole.",
+                "where the other expects all features.",
             )
 
 
 class ColwiseParallel(_WeightParallel):
-    """Cut the output features.
+    """Shard the output features.
 
     A linear's `weight: (out/size, in)` and `bias: (out/size)`; an embedding's `weight: (vocab, hidden/size)`; dim -2 of
-    a parameter that a plan names itself, such as experts of (experts, out, in).
-    Input whole (backward: all-reduce); output `(..., out/size)`, or whole with `output_layouts=Replicate()`
-    (all-gather; backward: own slice).
+    a parameter that a plan names directly, such as experts of (experts, out, in).
+    The input is replicated (backward: all-reduce); the output is `(..., out/size)`, or replicated with
+    `output_layouts=Replicate()` (all-gather; backward: own slice).
 
         x ──f── [A | B] ── [xA | xB]
     """
@@ -113,7 +113,7 @@ class ColwiseParallel(_WeightParallel):
         return self.output_split if self.signature.leaves is FEATURES else None
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: A is replicated, B cut as the layer is."""
+        """See `TensorParallelLayer.adapter`: A is replicated, B is sharded like the layer."""
         if self.signature.takes is FEATURES or not self.use_local_output:
             raise NotImplementedError
         return ReplicateParallel(), ColwiseParallel(output_layouts=only(self.output_layouts))
@@ -127,7 +127,7 @@ class ColwiseParallel(_WeightParallel):
         )
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """The width that a Conv1D gives its output."""
+        """The output width of a Conv1D."""
         return {"nf": self.output_split.widths[rank]} if self.is_transposed else {}
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -154,20 +154,21 @@ class ColwiseParallel(_WeightParallel):
         split = self.output_split
         if not split.is_chunked:
             raise ValueError(
-                f"no DTensor placement describes features cut into {split.widths}; use use_local_output=True"
+                f"no DTensor placement describes features split into {split.widths}; use use_local_output=True"
             )
         return as_sharded(outputs, outputs.ndim - 1, split.length, mesh)
 
 
 class RowwiseParallel(_WeightParallel):
-    """Cut the input features.
+    """Shard the input features.
 
-    A linear's `weight: (out, in/size)`, its bias whole and added once, after the sum; an embedding's
-    `weight: (vocab/size, hidden)`, looked up by the rank that has the row; dim -1 of a parameter that a plan names
-    itself, such as experts of (experts, out, in). Input `(..., in/size)`, or whole with `input_layouts=Replicate()`
-    (own slice; backward: all-gather); output summed over the ranks (all-reduce; backward: identity).
+    A linear's `weight: (out, in/size)`, with a replicated bias that is added once, after the sum; an embedding's
+    `weight: (vocab/size, hidden)`, looked up by the rank that holds the row; dim -1 of a parameter that a plan names
+    directly, such as experts of (experts, out, in). The input is `(..., in/size)`, or replicated with
+    `input_layouts=Replicate()` (own slice; backward: all-gather); the output is summed over the ranks (all-reduce;
+    backward: identity).
 
-        [x | y] ── [A / B] ── xA + yB ──g── whole
+        [x | y] ── [A / B] ── xA + yB ──g── replicated
     """
 
     signature = Signature(inside=(FEATURES, PARTIAL))
@@ -180,7 +181,7 @@ class RowwiseParallel(_WeightParallel):
         use_local_output: bool = True,
         use_dtensor: bool = True,
     ) -> None:
-        """`input_layouts`: Shard(-1) (default) or Replicate(). The output is whole."""
+        """`input_layouts`: Shard(-1) (default) or Replicate(). The output is replicated."""
         super().__init__(
             input_layouts=(input_layouts or Shard(LAST),),
             output_layouts=Replicate(),
@@ -190,7 +191,7 @@ class RowwiseParallel(_WeightParallel):
         )
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
-        """The input features: the last dim of a weight, the rows of an embedding; a bias stays whole."""
+        """The input features: the last dim of a weight, the rows of an embedding; a bias is replicated."""
         if self.is_embedding:
             return 0
         if ndim == 1:
@@ -198,15 +199,15 @@ class RowwiseParallel(_WeightParallel):
         return -2 if self.is_transposed else -1
 
     def check(self, module: nn.Module) -> None:
-        """See `ColwiseParallel.check`; an embedding is looked up by ids that count from this rank's rows."""
+        """See `TensorParallelLayer.check`; an embedding must have a weight only: its ids become local row indices."""
         super().check(module)
         if self.is_embedding and len(own := dict(module.named_parameters(recurse=False))) > 1:
-            others = ", ".join(name for name in own if name != "weight")
-            raise ValueError(f"an embedding with {others} beside its weight looks at ids by itself; replicate it")
+            extra = ", ".join(name for name in own if name != "weight")
+            raise ValueError(f"an embedding with {extra} beside its weight may use ids in another way; replicate it")
 
     @property
     def input_split(self) -> Split:
-        """Split of the input features, or the rows of an embedding, over the ranks."""
+        """Split of the input features, or of the rows of an embedding, over the ranks."""
         return self.cut(self.in_features, self.size)
 
     @property
@@ -214,7 +215,7 @@ class RowwiseParallel(_WeightParallel):
         return self.input_split if self.signature.takes is FEATURES else None
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: A is cut as the layer is, B replicated."""
+        """See `TensorParallelLayer.adapter`: A is sharded like the layer, B is replicated."""
         if not self.use_local_output:
             raise NotImplementedError
         return RowwiseParallel(input_layouts=only(self.input_layouts)), ReplicateParallel()
@@ -226,7 +227,7 @@ class RowwiseParallel(_WeightParallel):
         return Steps("as it is" if self.signature.takes is FEATURES else "before", "summed" if sums else "after")
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """An embedding's `padding_idx`, counted in the local rows."""
+        """An embedding's `padding_idx`, as an index of the local rows."""
         if not isinstance(module, nn.Embedding) or module.padding_idx is None:
             return {}
         start, stop = self.input_split.ranges[rank][0]
@@ -234,7 +235,7 @@ class RowwiseParallel(_WeightParallel):
         return {"padding_idx": module.padding_idx - start if inside else None}
 
     def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
-        """No bias; a Conv1D cannot do without, and gets a zero."""
+        """No bias; a Conv1D needs one, and gets a zero."""
         return module.weight.new_zeros(1) if self.is_transposed else None  # type: ignore[union-attr,operator]
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -245,7 +246,7 @@ class RowwiseParallel(_WeightParallel):
             self.check_width(x, self.in_features)
             if self.input_split.is_chunked:
                 x = x.redistribute(mesh, [Shard(x.ndim - 1)]).to_local()
-            else:  # no placement describes the cut
+            else:  # no placement describes the split
                 x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
                 x = take(x, Layout(x.ndim - 1, self.input_split), self.rank)
         elif self.signature.takes is FEATURES:
@@ -266,19 +267,19 @@ class RowwiseParallel(_WeightParallel):
 
 
 class PackedColwiseParallel(ColwiseParallel):
-    """Cut each part of a fused projection's output features: `AABB -> [AB, AB]`, so that nothing is gathered."""
+    """Shard each part of a fused projection's output features: `AABB -> [AB, AB]`, without a gather."""
 
     def __init__(self, *, parts: int | Sequence[int] = 2, use_dtensor: bool = True) -> None:
-        """`parts`: the number of equal parts, or their lengths; a plan's `parts` replaces it."""
+        """`parts`: the number of equal parts, or their lengths; overridden by a plan's `parts`."""
         super().__init__(use_dtensor=use_dtensor)
         self.parts = parts
 
 
 class PackedRowwiseParallel(RowwiseParallel):
-    """Cut each part of a fused projection's input features: `AABB -> [AB, AB]`; sum the outputs."""
+    """Shard each part of a fused projection's input features: `AABB -> [AB, AB]`; sum the outputs."""
 
     def __init__(self, *, parts: int | Sequence[int] = 2, use_dtensor: bool = True) -> None:
-        """`parts`: the number of equal parts, or their lengths; a plan's `parts` replaces it."""
+        """`parts`: the number of equal parts, or their lengths; overridden by a plan's `parts`."""
         super().__init__(use_dtensor=use_dtensor)
         self.parts = parts
 

@@ -1,10 +1,10 @@
-"""Blocks that compute on each rank alone, and the sum around them that makes their output whole.
+"""Blocks that compute without communication inside, and the all-reduce of their output.
 
-A block of modules that are `local_*` computes a part of its output on every rank without communication; `gather` on the
-block copies its input (backward: all-reduce) and sums its output (all-reduce), once for all that is inside.
+A block of `local_*` modules computes a partial sum of its output on every rank without communication; `gather` on the
+block copies its input (backward: all-reduce) and sums its output (all-reduce), once for all modules inside.
 
-    x ──f── [ local_colwise ── local_rowwise ] ── part ──g── whole
-            └─────────────── gather ─────────────────┘
+    x ──f── [ local_colwise ── local_rowwise ] ── partial ──g── full
+            └─────────────── gather ────────────────────┘
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def to_local(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _LocalMixin(TensorParallelLayer):
-    """The cut of another strategy without its communication; parameters are plain tensors."""
+    """The sharding of another strategy without its communication; parameters are plain tensors."""
 
     def check(self, module: nn.Module) -> None:
-        """Anything that has parameters along the cut, such as a norm over heads."""
+        """Accept any module with parameters along the sharded features, such as a norm over heads."""
 
     def short_steps(self) -> Steps | None:
         return Steps("as it is", "as it is") if self.is_built_in else None
@@ -45,18 +45,19 @@ class _LocalMixin(TensorParallelLayer):
 
 
 class LocalColwiseParallel(_LocalMixin, ColwiseParallel):
-    """Cut the output features; nothing is communicated: `x ── [A | B] ── [xA | xB]`."""
+    """Shard the output features, without communication: `x ── [A | B] ── [xA | xB]`."""
 
     signature = Signature(REPLICATED, FEATURES)
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: B's computation with this rank's features sums A's gradient."""
+        """See `TensorParallelLayer.adapter`: B computes this rank's features, so A's gradient is summed."""
         return ReplicateSumGradParallel(), LocalColwiseParallel()
 
 
 class LocalRowwiseParallel(_LocalMixin, RowwiseParallel):
-    """Cut the input features; the output is this rank's part of the sum: `[x | y] ── [A / B] ── xA, yB`. Only rank 0
-    adds the bias.
+    """Shard the input features; the output is a partial sum: `[x | y] ── [A / B] ── xA, yB`.
+
+    Only rank 0 adds the bias.
     """
 
     signature = Signature(FEATURES, PARTIAL)
@@ -64,31 +65,31 @@ class LocalRowwiseParallel(_LocalMixin, RowwiseParallel):
     added_once: tuple[str, ...] = ("bias",)
 
     def check(self, module: nn.Module) -> None:
-        """An embedding that is cut by rows has to communicate."""
+        """Reject an embedding: one that is sharded by rows has to communicate."""
         if self.is_embedding:
             raise ValueError("the rows of an embedding are looked up on all ranks and summed; use embedding_rowwise")
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: B computes with parts of a sum, and adds its bias once."""
+        """See `TensorParallelLayer.adapter`: B takes partial sums, and only rank 0 adds its bias."""
         of_b = ReplicateSumGradParallel()
         of_b.added_once = ("bias",)
         return LocalRowwiseParallel(), of_b
 
 
 class LocalPackedColwiseParallel(LocalColwiseParallel):
-    """Cut each part of the output features; nothing is communicated."""
+    """Shard each part of the output features, without communication."""
 
     parts = 2
 
 
 class LocalPackedRowwiseParallel(LocalRowwiseParallel):
-    """Cut each part of the input features; the output is this rank's part of the sum."""
+    """Shard each part of the input features; the output is a partial sum."""
 
     parts = 2
 
 
 class AllReduceParallel(TensorParallelLayer):
-    """Sum the module's output, or the first of several, over the ranks (all-reduce; backward: identity)."""
+    """Sum the module's output, or the first of several outputs, over the ranks (all-reduce; backward: identity)."""
 
     signature = Signature(inside=(REPLICATED, PARTIAL))
 
@@ -104,5 +105,5 @@ class GatherParallel(AllReduceParallel):
     signature = Signature(REPLICATED, REPLICATED, inside=(REPLICATED, PARTIAL))
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        first, *others = to_local(inputs)
-        return (copy_to_region(first, mesh.get_group()), *others)
+        first, *rest = to_local(inputs)
+        return (copy_to_region(first, mesh.get_group()), *rest)

@@ -72,7 +72,7 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
     "alibi": AlibiParallel(),
     "replicate": ReplicateParallel(),
     "replicate_once": ReplicateOnceParallel(),
-    # The names that transformers 5 uses in the plans that its classes declare.
+    # Names in the plans that classes of transformers 5 declare.
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "replicated_with_grad_allreduce": ReplicateSumGradParallel(),
@@ -86,7 +86,7 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
 
 
 class ParallelInterface(UserDict[str, TensorParallelLayer]):
-    """Names to strategies: the built-in ones, and those that `register_strategy` adds, in every instance."""
+    """Mapping of names to strategies: built-in ones and those of `register_strategy`; all instances share it."""
 
     _names: ClassVar[dict[str, TensorParallelLayer]] = dict(BUILT_IN)
 
@@ -95,17 +95,17 @@ class ParallelInterface(UserDict[str, TensorParallelLayer]):
 
     @classmethod
     def register_strategy(cls, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
-        """Make `strategy` (a class or an instance) available to plans as `name`; replaces one of that name."""
+        """Make `strategy` (a class or an instance) available to plans as `name`; replaces an earlier one."""
         cls()[name] = strategy  # type: ignore[assignment]
 
     register = register_strategy
 
     def valid_keys(self) -> list[str]:
-        """All names, as transformers' interface lists them."""
+        """All names, as in transformers' interface."""
         return list(self)
 
     def find(self, name: str) -> TensorParallelLayer | None:
-        """The strategy `name`, else that which a user registered with transformers' interface; None for neither."""
+        """The strategy `name`, from here or from transformers' interface; None if it is in neither."""
         return self[name] if name in self else registered_by_user(name, self)
 
     def __setitem__(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that every rank holds whole."""
+"""Replicated parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .signature import LOCAL, PARTIAL, Signature
 
 
 class ReplicateParallel(TensorParallelLayer):
-    """Every rank holds the whole parameter and computes the whole output from the whole input; no communication.
+    """Every rank holds the full parameter and computes the full output from the full input; no communication.
 
     x ── A ── xA
     """
@@ -22,8 +22,8 @@ class ReplicateParallel(TensorParallelLayer):
 
 
 class ReplicateSumGradParallel(ReplicateParallel):
-    """Every rank holds the whole parameter, but applies it to its own shard of the activations, such as a norm within
-    attention heads; so each rank has a part of the gradient (backward: all-reduce).
+    """Every rank holds the full parameter, but applies it to its own shard of the activations, such as a norm within
+    attention heads; so the gradients are partial sums (backward: all-reduce).
 
         xA ── n(xA)
         xB ── n(xB)
@@ -37,7 +37,7 @@ class ReplicateSumGradParallel(ReplicateParallel):
 
 
 class ReplicateOnceParallel(ReplicateParallel):
-    """Every rank holds the whole parameter, but only rank 0 adds it to outputs that are summed over the ranks, such as
+    """Every rank holds the full parameter, but only rank 0 adds it to outputs that are summed over the ranks, such as
     the bias of a layer of experts (backward: all-reduce).
 
         xA + b
@@ -45,7 +45,7 @@ class ReplicateOnceParallel(ReplicateParallel):
     """
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: none."""
+        """See `TensorParallelLayer.adapter`: not supported."""
         raise NotImplementedError
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:

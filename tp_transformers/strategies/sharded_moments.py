@@ -1,4 +1,4 @@
-"""Blocks that compare features, which are cut over the ranks, with each other, such as Gemma 3n's MLP."""
+"""Blocks that compare sharded features with each other, such as Gemma 3n's MLP."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .signature import LOCAL, Signature
 
 
 class ShardedMomentsParallel(TensorParallelLayer):
-    """Around a block with a threshold that depends on all features, such as an MLP that keeps those that stand out:
-    inside, means and standard deviations of features that are cut are those of the whole width, which is the rule's
-    `widths` (one all-reduce of two numbers a token and rank; backward: all-reduce).
+    """Statistics over sharded features, for a block with a threshold that depends on all features, such as an MLP with
+    sparse activations: in the block, torch.mean and torch.std over the last dim are those of the full width, which is
+    the rule's `widths` (one all-reduce of two numbers per token and rank; backward: all-reduce).
 
         [x | y] ── mean, std of xy ── [x' | y']
     """
@@ -32,12 +32,12 @@ class ShardedMomentsParallel(TensorParallelLayer):
     signature = Signature(inside=(LOCAL, LOCAL))
 
     def check(self, module: nn.Module) -> None:
-        """A block with a known width."""
+        """The rule must declare exactly one width."""
         if len(self.widths) != 1:
-            raise ValueError("sharded_moments needs the one width that is cut: {widths: intermediate_size}")
+            raise ValueError("sharded_moments needs exactly one sharded width: {widths: intermediate_size}")
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Let the forward see the moments of all ranks."""
+        """Compute moments over all ranks in the forward."""
         (width,) = self.widths.values()
         counts, group = even_widths(width, self.size), mesh.get_group()
 
@@ -52,17 +52,17 @@ class ShardedMomentsParallel(TensorParallelLayer):
 
 
 class _Moments(TorchFunctionMode):
-    """Gives the moments over the ranks' features to code that asks for torch.mean or torch.std over the last dim.
+    """Computes torch.mean and torch.std over the last dim over the features of all ranks.
 
     Args:
-        counts: number of features of every rank, those of `even_widths`.
+        counts: number of features of every rank, from `even_widths`.
     """
 
     def __init__(self, counts: Sequence[int], rank: int, group: Group) -> None:
         super().__init__()
         self.counts, self.rank, self.group = counts, rank, group
         self.last: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
-        """Features, and their mean and the sum of their squared distances from it, over all ranks."""
+        """A tensor, the mean of its features and the sum of their squared distances from the mean, over all ranks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,7 +78,7 @@ class _Moments(TorchFunctionMode):
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         size, length = len(self.counts), sum(self.counts)
-        # Made on the device, which a tensor of numbers of the host would have to wait for.
+        # Computed on the device: a copy from the host would synchronize.
         counts = (torch.arange(size, device=x.device) < length % size).to(wide.dtype) + length // size
         own = wide.mean(LAST, keepdim=True)
         both = torch.stack((own, (wide - own).square().sum(LAST, keepdim=True)))

@@ -1,4 +1,4 @@
-"""Norms over features that are cut over the ranks."""
+"""Norms over sharded features."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .signature import LOCAL, Signature
 
 
 class ShardedNormParallel(TensorParallelLayer):
-    """An RMS norm over features that are cut over the ranks, such as OLMo 2's over all query heads, or a LayerNorm.
+    """An RMS norm over sharded features, such as OLMo 2's over all query heads, or a LayerNorm.
 
-    `weight: (features/size)`. The mean square is that of the whole width (one all-reduce of a number a token; backward:
+    `weight: (features/size)`. The mean square is over the full width (one all-reduce of a number per token; backward:
     all-reduce), and so is a LayerNorm's mean before it; features that several ranks hold (replicated KV heads) count
-    once. An RMS norm is given fp32 at least, computes with the mean square of its own features, and its output is then
-    put right. A LayerNorm's output is computed here.
+    once. An RMS norm gets fp32 at least and computes with the mean square of its own features; its output is then
+    rescaled. A LayerNorm's output is computed here.
 
         [x | y] ── norm by mean(x² + y²) ── [x' | y']
     """
@@ -32,7 +32,7 @@ class ShardedNormParallel(TensorParallelLayer):
     signature = Signature(LOCAL, LOCAL)
 
     def check(self, module: nn.Module) -> None:
-        """A LayerNorm with a weight, or an RMS norm: with an epsilon, and without a bias or a mean."""
+        """Accept a LayerNorm with a weight, or an RMS norm: with an epsilon, and without a bias or a mean."""
         if not (is_rms_norm(module, self.shape) or (isinstance(module, nn.LayerNorm) and len(self.shape) == 1)):
             raise ValueError(f"a {type(module).__name__} is no norm whose mean square could be summed")
 
@@ -41,14 +41,14 @@ class ShardedNormParallel(TensorParallelLayer):
         return -1
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """The shape that torch's norms norm over."""
+        """The `normalized_shape` of torch's norms."""
         layout = self.layout("weight", self.shape, self.size)
         if not isinstance(module, nn.RMSNorm | nn.LayerNorm) or layout is None:
             return {}
         return {"normalized_shape": layout.local_shape(self.shape, rank)}
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Keep the arguments of a LayerNorm's output."""
+        """Keep the shards of weight and bias for a LayerNorm's output."""
         self.shards = shards
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -56,10 +56,10 @@ class ShardedNormParallel(TensorParallelLayer):
         layout = self.layout("weight", self.shape, self.size)
         assert layout is not None
         shared = layout.split.shared(self.rank)
-        held = layout.split.length * (len(shared[0].ranks) if shared else 1)
+        count = layout.split.length * (len(shared[0].ranks) if shared else 1)
 
-        def mean(values: Tensor) -> Tensor:  # over the whole width
-            return copy_to_region(reduce_from_region(values.sum(LAST, keepdim=True) / held, group), group)
+        def mean(values: Tensor) -> Tensor:  # over the full width
+            return copy_to_region(reduce_from_region(values.sum(LAST, keepdim=True) / count, group), group)
 
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if isinstance(module, nn.LayerNorm):
@@ -84,4 +84,4 @@ class ShardedNormParallel(TensorParallelLayer):
         return bound
 
     shape: tuple[int, ...] = ()
-    """Shape of the whole weight; () where there is none."""
+    """Shape of the unsharded weight; () without one."""

@@ -1,4 +1,4 @@
-"""Attention that multiplies with parameters of its own, by torch.einsum, instead of calling projections, as XLNet's."""
+"""Attention that multiplies with its own parameters by torch.einsum instead of calling projections, as XLNet's."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .signature import LOCAL, Signature
 
 
 class ShardedProductsParallel(TensorParallelLayer):
-    """Around a module with parameters of its own that are factors of products and cut by rules of their own.
+    """Communication around torch.einsum with the module's own parameters, which are sharded by rules of their own.
 
-    The equation of a product says the rest: a factor without the dim that is cut is copied (backward: all-reduce), and
-    a product without it is summed over the ranks (all-reduce; backward: identity).
+    The equation determines it: a factor without the index of the sharded dim is copied (backward: all-reduce), and a
+    result without that index is summed over the ranks (all-reduce; backward: identity).
 
         ibh,hnd->ibnd    x ──f── [A | B] ── [xA | xB]
-        ibnd,hnd->ibh    [x | y] ── [A / B] ── xA + yB ──g── whole
+        ibnd,hnd->ibh    [x | y] ── [A / B] ── xA + yB ──g── replicated
     """
 
     signature = Signature(inside=(LOCAL, LOCAL))
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Let the forward multiply with this rank's parts."""
+        """Communicate around the products of the forward."""
         dims = {name: shard.layout.dim for name, shard in shards.items() if shard.layout is not None}
         group = mesh.get_group()
         block_of(module)
@@ -47,9 +47,9 @@ class ShardedProductsParallel(TensorParallelLayer):
 
 
 class _Products(TorchFunctionMode):
-    """Communicates around torch.einsum with parameters of `module` that are cut along `dims`.
+    """Communicates around torch.einsum with parameters of `module` that are sharded along `dims`.
 
-    From a product with a cut result to one with a full result, a rank draws random numbers of its own.
+    From a product with a sharded result to one with a replicated result, each rank draws its own random numbers.
     """
 
     def __init__(self, module: nn.Module, dims: Mapping[str, int], group: Group) -> None:
@@ -58,19 +58,19 @@ class _Products(TorchFunctionMode):
         self.guards = block_of(module).guards
         self.group = group
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the id of a factor, it and its copy: queries, keys and values are made of the same states."""
+        """Each factor and its copy, by the factor's id: queries, keys and values are computed from the same states."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cut = [at for at, factor in enumerate(args[1:]) if id(factor) in self.dims] if func is torch.einsum else []
-        if not cut:
+        sharded = [i for i, factor in enumerate(args[1:]) if id(factor) in self.dims] if func is torch.einsum else []
+        if not sharded:
             return func(*args, **(kwargs or {}))
         factors, result = args[0].replace(" ", "").split("->")
-        terms, (at,) = factors.split(","), cut
-        index = terms[at][self.dims[id(args[1 + at])]]
-        given = [
+        terms, (position,) = factors.split(","), sharded
+        index = terms[position][self.dims[id(args[1 + position])]]
+        operands = [
             factor if index in term else self._copied(factor) for term, factor in zip(terms, args[1:], strict=True)
         ]
-        product = func(args[0], *given)
+        product = func(args[0], *operands)
         for guard in self.guards:
             guard.enter() if index in result else guard.leave()
         return product if index in result else reduce_from_region(product, self.group)

@@ -1,4 +1,4 @@
-"""Attachment of a strategy to a module, which then computes with this rank's shards."""
+"""Attach a strategy to a module, so that it computes with this rank's shards."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def attach(
     """Make `module` compute with this rank's shards: its forward sees local tensors, `strategy` communicates around it.
 
     Args:
-        strategy: bound to the module; stays reachable as `module.tp_strategy`.
+        strategy: bound to the module; set as `module.tp_strategy`.
         shards: this rank's shards, by parameter name within the module.
-        takes_dtensors: True if the module may be given DTensors; if False, and nothing else is to be done, its
-            forward is left alone.
+        takes_dtensors: True if the module may get DTensors; if False, and the strategy needs neither views nor
+            communication, the forward is not wrapped.
     """
     untyped(module).tp_strategy = strategy
     untyped(module).tp_forwards = []
@@ -53,33 +53,33 @@ def attach(
         return strategy.traced(_communicating(call, shards, views, mesh))
 
     wrap_forward(module, around)
-    whole = untyped(module).forward.__func__
+    wrapped = untyped(module).forward.__func__
     steps = strategy.short_steps() if is_plain else None
     if steps is not None and type(module) is nn.Linear:
-        untyped(module).forward = MethodType(forward_of_linear(whole, steps, strategy, views, mesh), module)
+        untyped(module).forward = MethodType(forward_of_linear(wrapped, steps, strategy, views, mesh), module)
         strategy.asks_block = True
     elif steps is not None and steps.left == "summed" and type(module) is nn.Embedding:
-        untyped(module).forward = MethodType(forward_of_embedding(whole, mesh), module)
+        untyped(module).forward = MethodType(forward_of_embedding(wrapped, mesh), module)
 
 
 def _communicating(
     call: Forwarder, shards: Mapping[str, ParamShard], views: Mapping[str, ParamShard], mesh: DeviceMesh
 ) -> Forwarder:
-    """`call`, the forward of a module, on this rank's tensors, between `before` and `after` of its strategy."""
+    """Wrap `call`, the forward of a module: local tensors inside, `before` and `after` of its strategy around it."""
 
     def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and any(name not in mod._parameters for name in views):
-            return untraced(mod, *args, **kwargs)  # the compiler does not see that computed values are replaced
-        # Read directly: torch.compile loses what is restored where a mark reads the module.
+            return untraced(mod, *args, **kwargs)  # torch.compile misses the replacement of computed values
+        # Read directly, not by a `Mark`: torch.compile then loses the restored parameters.
         strategy: Communication = mod.tp_strategy
         state = Forward(strategy.arguments, args, kwargs)
         forwards: list[Forward] = mod.tp_forwards
-        is_local = any(other.replaced is not None for other in forwards)
+        is_local = any(outer.replaced is not None for outer in forwards)
         forwards.append(state)
         try:
             names = _input_names(strategy.arguments, args, kwargs)
             inputs = (*args, *(kwargs[name] for name in names))
-            given = len(inputs)
+            input_count = len(inputs)
             inputs = strategy.before(mod, inputs, mesh)
             if not is_local:
                 is_dtensor = any(isinstance(value, DTensor) for value in inputs)
@@ -87,7 +87,7 @@ def _communicating(
                     state.replaced = _enter_dtensor_view(mod, shards, mesh)
                 else:
                     state.replaced = _enter_local_view(mod, strategy, views)
-            count = len(args) if len(inputs) == given else len(inputs)
+            count = len(args) if len(inputs) == input_count else len(inputs)
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
             kwargs.update(zip(names, inputs[count:]))  # noqa: B905, see Forward
             args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
@@ -109,10 +109,10 @@ def _communicating(
 
 
 def wrap_forward(module: nn.Module, around: Callable[[Forwarder], Forwarder]) -> None:
-    """Let `around(call)` be the module's forward, in place of `call`; both take the module first.
+    """Replace the module's forward `call` by `around(call)`; both take the module as first argument.
 
-    It is a method of the module, and so that of a deep copy is called for the copy: it has to take all that is the
-    module's own from there. Hooks of users run outside of it.
+    The new forward is a bound method, and a deep copy binds it to the copy: it has to read the module's state from that
+    argument. Hooks of users run outside of it.
     """
     own = module.__dict__.get("forward")
     if own is None:
@@ -125,10 +125,10 @@ def wrap_forward(module: nn.Module, around: Callable[[Forwarder], Forwarder]) ->
 
 
 def block_of(module: nn.Module) -> Block:
-    """The block that `module` is, from now on."""
-    found: Block | None = vars(module).get("tp_block")
-    if found is not None:
-        return found
+    """The `Block` of `module`; the first call creates it and wraps the module's forward."""
+    existing: Block | None = vars(module).get("tp_block")
+    if existing is not None:
+        return existing
     untyped(module).tp_block = block = Block()
 
     def around(call: Forwarder) -> Forwarder:
@@ -145,43 +145,43 @@ def block_of(module: nn.Module) -> Block:
 
 
 def join_layers(module: nn.Module) -> None:
-    """Let the layers right inside of `module` share inputs and local views of parameters; see `Block`."""
+    """Let the child layers of `module` share inputs and local views of parameters; see `Block`."""
     strategies = [vars(child)["tp_strategy"] for child in module.children() if "tp_strategy" in vars(child)]
     for strategy in strategies if len(strategies) > 1 else ():
         strategy.block = block_of(module)
 
 
 class _Computed(dict[str, Any]):
-    """By name, tensors that `torch.nn.utils.parametrize` has computed for a module; it sees local ones."""
+    """By name, tensors that `torch.nn.utils.parametrize` computed, while the module sees local ones instead."""
 
 
 class Forward:
-    """The state of one forward of one module, which a deep copy of the module begins without."""
+    """The state of one forward of one module; a deep copy is empty."""
 
     def __init__(
         self, names: Sequence[str] = (), args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        # Without strict=False, which the compiler of torch before 2.12 takes for True.
+        # Without strict=False: torch.compile before torch 2.12 reads it as True.
         self.given = {**dict(zip(names, args)), **(kwargs or {})}  # noqa: B905
         """The arguments by name, until the module's own forward begins."""
         self.replaced: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """The module's own parameters and attributes, while it sees local ones."""
+        """The module's own parameters and attributes, while local ones replace them."""
         self.notes: dict[str, Any] = {}
-        """Values that the strategy keeps from the input to the output."""
+        """Values that the strategy stores in `before` for `after`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         return Forward()
 
 
 def forward_of(module: Any) -> Forward:
-    """The forward of `module` that is under way; of several, which are nested, the innermost."""
+    """The current forward of `module`; the innermost of nested ones."""
     forwards: list[Forward] = module.tp_forwards
     return forwards[-1]
 
 
 @contextmanager
 def begun_forward(module: Any) -> Iterator[None]:
-    """Let a strategy's input and output functions be called for `module` without its forward."""
+    """Allow calls of a strategy's `before` and `after` for `module` without its forward."""
     forwards: list[Forward] = module.tp_forwards
     forwards.append(Forward())
     try:
@@ -191,27 +191,27 @@ def begun_forward(module: Any) -> Iterator[None]:
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the arguments of the module's forward that can be given by position, in order."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    """Names of the positional arguments of the module's forward, in order."""
+    arguments = inspect.signature(module.forward).parameters.values()
+    return tuple(arg.name for arg in arguments if arg.kind in (arg.POSITIONAL_ONLY, arg.POSITIONAL_OR_KEYWORD))
 
 
 def _input_names(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keywords that go on where the positional arguments end, as though they were positional too.
+    """Names of keyword arguments that continue the positional ones in the order of the signature.
 
     Without positional arguments, they begin at the first that is given.
     """
-    found: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
     for name in names[len(args) :]:
         if name in kwargs:
-            found += (name,)
-        elif args or found:
+            keywords += (name,)
+        elif args or keywords:
             break
-    return found if found or args else tuple(kwargs)[:1]
+    return keywords if keywords or args else tuple(kwargs)[:1]
 
 
 def _leave_view(module: nn.Module, forward: Forward) -> None:
-    """Give the module its own parameters and attributes back."""
+    """Restore the module's own parameters and attributes."""
     if forward.replaced is not None:
         module._parameters.update(forward.replaced[0])
         if not forward.replaced[1]:
@@ -227,9 +227,9 @@ def _leave_view(module: nn.Module, forward: Forward) -> None:
 def _enter_dtensor_view(
     module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Let the module see DTensors in place of full parameters; returns its own.
+    """Replace replicated parameters of the module by DTensors; return the replaced ones.
 
-    The gradient of one is summed over the ranks where DTensors say that each has a part of it.
+    DTensor sums the gradient of such a parameter over the ranks if it is `Partial`.
     """
     parameters = module._parameters
     saved: dict[str, Any] = {
@@ -245,7 +245,7 @@ def _enter_dtensor_view(
 def _enter_local_view(
     module: nn.Module, strategy: Communication, views: Mapping[str, ParamShard]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Let the module see local tensors in place of its parameters; returns its own."""
+    """Replace the module's parameters and attributes by local ones; return the replaced ones."""
     parameters = module._parameters
     computed = _view_computed(module, views) if any(name not in parameters for name in views) else {}
     saved: dict[str, Any] = {
@@ -266,10 +266,10 @@ def _enter_local_view(
 
 
 def _view_computed(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Any]:
-    """Let the module see local tensors in place of those that it computes from parameters; returns its own.
+    """Replace tensors that the module computes from parameters by local ones; return the replaced ones.
 
-    `torch.nn.utils.parametrize` computes them in a module of `parametrizations`, which returns the local tensor
-    meanwhile; `prune` and `weight_norm` leave them in an attribute.
+    `torch.nn.utils.parametrize` computes them in a module of `parametrizations`, which is replaced by a function that
+    returns the local tensor; `prune` and `weight_norm` store them in an attribute.
     """
     saved: dict[str, Any] = {}
     for name in views.keys() - module._parameters.keys():
@@ -288,13 +288,13 @@ def _view_computed(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[s
 
 
 def _cache(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Let `parametrize.cached` have these values of the module, if it is in use."""
+    """Put these values of the module into the cache of `parametrize.cached`, if it is active."""
     if parametrize._cache_enabled:
         parametrize._cache.update({(id(module), name): value for name, value in values.items()})
 
 
 class LocalConfig:
-    """A module's view of a config that it shares with the whole model, with other values for some attributes."""
+    """A module's view of the model's config, with other values for some attributes."""
 
     def __init__(self, config: Any, **local: Any) -> None:
         self.__dict__.update(local, _shared=config)

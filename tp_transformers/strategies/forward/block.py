@@ -1,4 +1,4 @@
-"""Inputs and parameters of a block's layers, which enter autograd's graph once a block, and not once a layer."""
+"""Inputs and parameters of a block's layers, which share one autograd node per block instead of one per layer."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .views import enter, local_view
 
 
 class Guard(Protocol):
-    """Something else that begins and ends with a forward, of a module in training or that was in the last one."""
+    """Callbacks around a module's forwards with gradients or in training mode, and the first one after that."""
 
     def begin(self, module: nn.Module) -> None:
         """Called before the forward."""
 
     def enter(self) -> None:
-        """Called in it by a strategy, where a rank goes on with features of its own."""
+        """Called by a strategy during the forward, where sharded features begin."""
 
     def leave(self) -> None:
-        """Called where it goes on with whole ones, and after the forward, however it ended."""
+        """Called where replicated features begin again, and after the forward, also if it raised."""
 
 
 class Block:
-    """Tensors that the layers right inside of a module share, while a forward of the module is under way.
+    """Tensors that the layers of a module share during its forward.
 
-    Layers that are given one tensor, such as query, key and value projections, get one copy of it. Autograd adds up
-    their gradients there, on each rank, and the backward has one all-reduce in place of one a layer.
+    Layers with the same input, such as query, key and value projections, share one copy of it. Autograd adds up their
+    gradients there, on each rank, and the backward has one all-reduce instead of one per layer.
 
-    With the first of them, the local views of all parameters are made: one node of autograd's graph sums the gradient
-    of the input, and makes DTensors of those of parameters.
+    The first layer makes the local views of all parameters: one autograd node sums the gradient of the input, and turns
+    the gradients of parameters into DTensors.
     """
 
     def __init__(self, guards: Sequence[Guard] = ()) -> None:
@@ -44,18 +44,18 @@ class Block:
         self.was_training = False
         self.children: tuple[nn.Module | None, ...] = ()
         self.layers: list[Any] = []
-        """The layers in `children` that ask for their parameters; an adapter may be around one."""
+        """The layers in `children` that take their parameters from the block; an adapter may be around one."""
         self.is_open = False
         self.last: tuple[Tensor, int, Tensor] | None = None
         """An input, its version, and its copy."""
         self.views: dict[int, tuple[Tensor, Tensor]] = {}
-        """Parameters that are cut and their local views, by the parameters' `id`."""
+        """Sharded parameters and their local views, by the parameters' `id`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Block:
         return Block(copy.deepcopy(self.guards, memo))
 
     def copy(self, x: Tensor, strategy: Any, mesh: DeviceMesh) -> Tensor:
-        """A copy of `x` for the region where ranks compute on their own features; see `copy_to_region`."""
+        """A copy of `x` for the region where ranks compute on sharded features; see `copy_to_region`."""
         last, compiles = self.last, torch.compiler.is_dynamo_compiling()
         version = 0 if compiles else x._version  # torch.compile cannot compare versions
         if last is not None and last[0] is x and last[1] == version:
@@ -70,8 +70,8 @@ class Block:
 
     def local(self, param: Tensor) -> Tensor:
         """The local view of a parameter of one of the layers."""
-        found = self.views.get(id(param))
-        return self._first(param) if found is None else found[1]
+        entry = self.views.get(id(param))
+        return self._first(param) if entry is None else entry[1]
 
     def _first(self, param: Tensor) -> Tensor:
         if not self.is_open or torch.compiler.is_dynamo_compiling():
@@ -83,9 +83,9 @@ class Block:
         return self.views[id(param)][1]
 
     def _enter(self, x: Tensor | None, group: Group | None) -> Any:
-        """A copy of `x`, and local views of the parameters.
+        """Copy `x` and make local views of the parameters, in one autograd node.
 
-        One that has a hook gets its own later: the hook would be told of its gradient, also where there is none.
+        A parameter with hooks gets its own node later: in the shared node its hook would run without a gradient.
         """
         with as_torch():
             params = [
@@ -100,7 +100,7 @@ class Block:
         return copied
 
     def around(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The forward of the module; it is left out in inference, once the guards know."""
+        """Run `call`, the module's forward, between the guards; in inference it is used only right after training."""
         opens = not self.is_open and torch.is_grad_enabled()
         if opens:
             self.is_open = True
@@ -119,7 +119,7 @@ class Block:
     def _find_layers(self, module: nn.Module) -> None:
         children = tuple(module._modules.values())
         if children != self.children:
-            inside = (each for child in children if child is not None for each in child.modules())
-            found = [(each, each.__dict__["tp_strategy"]) for each in inside if "tp_strategy" in each.__dict__]
-            self.layers = [each for each, strategy in found if strategy.block is self and strategy.asks_block]
+            inside = (layer for child in children if child is not None for layer in child.modules())
+            layers = [(layer, layer.__dict__["tp_strategy"]) for layer in inside if "tp_strategy" in layer.__dict__]
+            self.layers = [layer for layer, strategy in layers if strategy.block is self and strategy.asks_block]
             self.children = children

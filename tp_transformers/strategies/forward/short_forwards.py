@@ -1,4 +1,4 @@
-"""The forward of a linear or an embedding with a simple strategy, in as few steps as there are."""
+"""The forward of a linear or an embedding with a simple strategy, in as few steps as possible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .block import Block
 from .communication import Communication, Steps
 
 Forwarder = Callable[..., Any]
-"""The forward of a module, which it takes first."""
+"""The forward of a module, with the module as first argument."""
 
 
 def forward_of_linear(
@@ -28,8 +28,8 @@ def forward_of_linear(
 ) -> Forwarder:
     """The forward of an `nn.Linear`, which equals `after(linear(before(input)))`; `otherwise` is for DTensors.
 
-    In inference it is `linear` on local tensors and, for a row-parallel one, an all-reduce of its output in place. All
-    else (gradients, a sum of gradients over ranks, a gather) takes the `longer` way.
+    In inference it is `linear` on local tensors and, for a row-parallel one, an in-place all-reduce of its output. All
+    other cases (gradients, a sum of gradients over ranks, a gather) call `longer`.
     """
     of_bias, hides_bias = views.get("bias"), "bias" in strategy.hidden
     of_weight, joins = views.get("weight"), {name for name, shard in views.items() if not shard.routes_gradient}
@@ -58,7 +58,7 @@ def forward_of_linear(
         try:
             output = linear(x, weight, bias)
         except RuntimeError:
-            strategy.before(module, (input,), mesh)  # says so, where the input is not as wide as it should be
+            strategy.before(module, (input,), mesh)  # raises PlanError if the input has another width
             raise
         return output if keeps_output else strategy.after(module, output, mesh)
 
@@ -78,13 +78,13 @@ def forward_of_linear(
         if isinstance(weight, HAS_LOCAL):
             weight = weight._local_tensor
         elif of_weight is not None:
-            return longer(module, input)  # it may be a full one
+            return longer(module, input)  # it may be an unsharded tensor
         if isinstance(bias, HAS_LOCAL):
             bias = bias._local_tensor
         try:
             output = linear(input, weight, None if sums else bias)
         except RuntimeError:
-            return longer(module, input)  # it says so, where the input is not as wide as it should be
+            return longer(module, input)  # raises PlanError if the input has another width
         if sums:
             direct.all_reduce(output, module.tp_strategy.group_of(mesh))
             return output if bias is None else output + bias
@@ -94,14 +94,14 @@ def forward_of_linear(
 
 
 def _view(param: Tensor, shard: ParamShard | None, block: Block | None) -> Tensor:
-    """The local tensor of a parameter, from the node of autograd's graph that a `block` makes for its layers."""
+    """The local tensor of a parameter, from the autograd node of its `block` if there is one."""
     if shard is None:
         return param
     return shard.view(param) if block is None or not isinstance(param, HAS_LOCAL) else block.local(param)
 
 
 def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
-    """The forward of an `nn.Embedding` with rows that are cut, in inference; `otherwise` is for gradients."""
+    """The forward of an `nn.Embedding` sharded by rows, in inference; `otherwise` is for gradients."""
 
     @wraps(nn.Embedding.forward)
     def forward(module: Any, input: Tensor) -> Any:
@@ -109,7 +109,7 @@ def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
         if torch.is_grad_enabled() or type(input) is not Tensor or module.max_norm is not None:
             return otherwise(module, input)
         if not isinstance(weight, HAS_LOCAL):
-            return otherwise(module, input)  # it may be a full one
+            return otherwise(module, input)  # it may be an unsharded tensor
         strategy: Any = module.tp_strategy
         rows, outside = own_rows(input, strategy.input_split, strategy.rank)
         output = embedding(rows, weight._local_tensor)
@@ -121,9 +121,9 @@ def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
 
 
 def own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
-    """Rows of this rank's part of an embedding, and the places of ids of other ranks' rows, with an output of zero.
+    """Local row indices of `ids`, and a mask of ids of other ranks' rows: these get row 0, and their output is zeroed.
 
-    Ids that are nobody's stay out of range, so that the look-up fails as it does in one process.
+    Ids outside of the vocabulary stay out of range, so that the look-up fails as it does in one process.
     """
     start, stop = split.ranges[rank][0]
     sides = [(ids >= low) & (ids < high) for low, high in ((0, start), (stop, split.length)) if low < high]

@@ -1,4 +1,4 @@
-"""Local tensors of parameters in a forward, and the way of their gradients back to the parameters."""
+"""Local tensors of parameters in a forward, and the conversion of their gradients in the backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _IS_NAN = torch.ops.aten.isnan.default
 
 
 def local_view(param: Tensor) -> Tensor:
-    """The local tensor of a parameter; backward makes a DTensor of the gradient of one that is a DTensor."""
+    """The local tensor of a parameter; the backward turns the gradient of a DTensor into a DTensor."""
     if not isinstance(param, HAS_LOCAL):
         return param
     if torch.compiler.is_compiling():
@@ -33,14 +33,14 @@ def local_view(param: Tensor) -> Tensor:
 
 
 def still_sharded(module: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those parameters of `module` that nothing around it has put a local tensor in place of."""
+    """Names of parameters of `module` that no enclosing forward has replaced by local tensors."""
     return [name for name in names if isinstance(module._parameters[name], ShardTensor)]
 
 
 def enter(x: Tensor | None, group: dist.ProcessGroup | None, *params: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-    """A copy of `x`, and the `local_view` of cut parameters that have gradients, in one node of the graph.
+    """Copy `x` and make the `local_view` of sharded parameters that require gradients, in one autograd node.
 
-    Its backward sums the gradient of `x` over the ranks of `group`, as that of `copy_to_region` does.
+    Its backward sums the gradient of `x` over the ranks of `group`, like that of `copy_to_region`.
     """
     copied, *views = apply_directly(_Enter)(x, group, *params)
     return copied, views
@@ -51,54 +51,54 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor | None, group: dist.ProcessGroup | None, *params: Any) -> tuple[Any, ...]:
         ctx.group, ctx.kinds = (
             group,
-            [(getattr(each, "_spec", None), getattr(each, "tp_shard", None)) for each in params],
+            [(getattr(param, "_spec", None), getattr(param, "tp_shard", None)) for param in params],
         )
         ctx.set_materialize_grads(False)  # some may not be used
         return x if x is None else x.view_as(x), *[param._local_tensor.detach() for param in params]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *others = grads
+        x, *of_params = grads
         wrap = _wrap_recorded if torch.is_grad_enabled() else _wrap_arriving
-        wrapped = [None if grad is None else wrap(grad, *kind) for grad, kind in zip(others, ctx.kinds, strict=True)]
+        wrapped = [None if grad is None else wrap(grad, *kind) for grad, kind in zip(of_params, ctx.kinds, strict=True)]
         return None if x is None else reduce_from_region(x, ctx.group), None, *wrapped
 
 
 class _Arriving(DTensor):
-    """A gradient on its way to a DTensor parameter; its `.grad` becomes a DTensor.
+    """A gradient on its way to a DTensor parameter; the parameter's `.grad` becomes a DTensor.
 
-    Autograd's last node detaches it or adds it to the one that is there. As operations of DTensors, they would take
-    most of the time that a backward has beside arithmetic; both are operations on this rank's values.
+    Autograd's last node detaches it or adds it to the existing gradient, here as operations on this rank's values. As
+    DTensor operations, they would take most of the time that a backward spends outside of arithmetic.
     """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """See `torch.Tensor`; all other operations are those of a DTensor."""
-        first, *others = args
+        """See `torch.Tensor`; all other operations are DTensor's."""
+        first, *rest = args
         if func is _DETACH:
             return _wrap(first._local_tensor, first._spec)
-        if func is _ADD and not kwargs and isinstance(first, DTensor) and first.placements == others[0].placements:
-            first._local_tensor.add_(others[0]._local_tensor)
+        if func is _ADD and not kwargs and isinstance(first, DTensor) and first.placements == rest[0].placements:
+            first._local_tensor.add_(rest[0]._local_tensor)
             return first
         if func is is_any_true:
             return func(first._local_tensor)
         args, kwargs = tree_map_only(_Arriving, _arrived, (args, kwargs))
         result = func(*args, **(kwargs or {}))
-        # `torch.autograd.detect_anomaly` goes on to ask whether any is true, which DTensor does not know.
+        # `torch.autograd.detect_anomaly` then calls an operator for "is any true" that DTensor does not support.
         return _wrap(result._local_tensor, result._spec, _Arriving) if func is _IS_NAN else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(_arrived(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As a DTensor: users get gradients of this class from `torch.autograd.grad`, and in hooks of parameters."""
+        """Pickle as a DTensor: users get gradients of this class from `torch.autograd.grad` and in parameter hooks."""
         return _arrived(self).__reduce_ex__(protocol)
 
 
 class _ArrivingShard(_Arriving, ShardDTensor):
-    """Such a gradient of a parameter that knows it is a shard; hooks compute on it as on the full one."""
+    """Such a gradient of a `ShardDTensor`; hooks compute on it as on the full gradient."""
 
 
 def _arrived(grad: DTensor) -> Tensor:
@@ -106,11 +106,11 @@ def _arrived(grad: DTensor) -> Tensor:
 
 
 def _wrap(grad: Tensor, spec: Any, cls: type[DTensor] = DTensor) -> Tensor:
-    return DTensor.__new__(cls, grad, spec, requires_grad=False)  # its __init__ does nothing, and takes long
+    return DTensor.__new__(cls, grad, spec, requires_grad=False)  # not __init__, which is slow and does nothing
 
 
 def _wrap_arriving(grad: Tensor, spec: Any, shard: Any) -> Tensor:
-    """A gradient as hooks of the parameter, and `torch.autograd.grad`, get it."""
+    """The gradient as hooks of the parameter and `torch.autograd.grad` get it."""
     if spec is None:
         return as_shard(grad.detach(), ShardTensor, shard)  # type: ignore[no-any-return]
     if shard is None:

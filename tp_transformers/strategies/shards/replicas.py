@@ -1,7 +1,7 @@
-"""Values that several ranks hold, and samples of them that show whether the ranks have drifted apart.
+"""Values that several ranks hold, and samples of them to detect drift between ranks.
 
-Norms and replicated KV heads stay the same on all ranks as long as all change them alike. Random numbers that ranks
-draw with other seeds, or a change on one rank, let them drift apart, without an error.
+Norms and replicated KV heads stay equal on all ranks as long as all ranks change them identically. Random numbers from
+different seeds, or a change on one rank alone, let them drift apart without an error.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from .shard import local_tensor, shard_of
 logger = get_logger(__name__)
 
 SAMPLES = 16
-"""Values of each tensor that are compared, at even distances."""
+"""Number of evenly spaced values of each tensor that are compared."""
 TOLERANCE = 1e-3
-"""Relative difference above which values have drifted; kernels that add in another order stay below."""
+"""Relative difference above which values have drifted; another order of summation in a kernel stays below."""
 
 
 class Part(NamedTuple):
-    """Values that all of `ranks` hold, as every rank describes them."""
+    """The description of values that all of `ranks` hold; identical on every rank."""
 
     name: str
     ranks: tuple[int, ...]
-    """Ranks of the `tp` axis; the first one counts."""
+    """Ranks of the `tp` axis; the values of the first one are the reference."""
     number: int
-    """Position among the parts of the same name and ranks."""
+    """Index among the entries with the same name and ranks."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
 
     @staticmethod
     def of(name: str, ranks: tuple[int, ...], number: int, value: Tensor) -> Part:
-        """The part that has this `value`."""
+        """The description of `value`."""
         return Part(name, ranks, number, tuple(value.shape), value.dtype, value.device.type)
 
 
 def parts(
     name: str, param: Tensor, value: Tensor, size: int, joined: dict[str, Tensor]
 ) -> Iterator[tuple[Part, Tensor]]:
-    """Yield the parts of `value`, laid out like `param`, that other ranks hold too; FSDP's rows go into `joined`."""
+    """Yield the slices of `value`, laid out like `param`, that other ranks hold too.
+
+    A shard that is gathered from FSDP's shards is stored in `joined`, by name.
+    """
     shard, local = shard_of(param), local_tensor(value)
     if shard is None:
         if not isinstance(param, DTensor):
@@ -58,10 +61,10 @@ def parts(
         if shard.data_parallel is not None:
             local = joined[name] = shard.joined(local)
         numbers: dict[tuple[int, ...], int] = {}
-        for part in shared:
-            number = numbers[part.ranks] = numbers.get(part.ranks, -1) + 1
-            held = local.narrow(shard.layout.dim, part.local, part.length)
-            yield Part.of(name, part.ranks, number, held), held
+        for indices in shared:
+            number = numbers[indices.ranks] = numbers.get(indices.ranks, -1) + 1
+            values = local.narrow(shard.layout.dim, indices.local, indices.length)
+            yield Part.of(name, indices.ranks, number, values), values
 
 
 Sample = dict[tuple[str, tuple[int, ...], int], list[float]]
@@ -69,35 +72,35 @@ Sample = dict[tuple[str, tuple[int, ...], int], list[float]]
 
 @torch.no_grad()
 def sample(model: nn.Module, group: TensorParallelGroup) -> Sample:
-    """A few of the values of each parameter of `model` that other ranks hold too; nothing is communicated."""
-    found: dict[tuple[str, tuple[int, ...], int], Tensor] = {}
+    """Take a few values of each parameter of `model` that other ranks hold too, without communication."""
+    sampled: dict[tuple[str, tuple[int, ...], int], Tensor] = {}
     for name, param in model.named_parameters():
         shard = shard_of(param)
         if param.is_meta or not param.is_floating_point() or (shard is not None and shard.data_parallel is not None):
             continue
         for part, value in parts(name, param, param, group.size, {}):
             flat = value.reshape(-1) if value.is_contiguous() else value[:1].reshape(-1)
-            found[part.name, part.ranks, part.number] = flat[:: max(len(flat) // SAMPLES, 1)][:SAMPLES].float()
-    if not found:
+            sampled[part.name, part.ranks, part.number] = flat[:: max(len(flat) // SAMPLES, 1)][:SAMPLES].float()
+    if not sampled:
         return {}
-    values = iter(torch.cat(list(found.values())).tolist())
-    return {key: [next(values) for _ in range(len(tensor))] for key, tensor in found.items()}
+    values = iter(torch.cat(list(sampled.values())).tolist())
+    return {key: [next(values) for _ in range(len(tensor))] for key, tensor in sampled.items()}
 
 
-def warn_of_drift(ranks: list[Sample], rank: int) -> None:
-    """Log on the first rank which of the samples of all ranks differ."""
-    if rank != 0 or any(holder >= len(ranks) for found in ranks for _, holders, _ in found for holder in holders):
-        return  # a rank without a sample is in another call
+def warn_of_drift(samples: list[Sample], rank: int) -> None:
+    """Log on rank 0 the parameters with samples that differ between ranks."""
+    if rank != 0 or any(holder >= len(samples) for keys in samples for _, holders, _ in keys for holder in holders):
+        return  # a rank without a sample is in another collective
     drifted: dict[str, float] = {}
-    for name, holders, number in dict.fromkeys(key for found in ranks for key in found):
-        values = [ranks[each].get((name, holders, number)) for each in holders]
+    for name, holders, number in dict.fromkeys(key for keys in samples for key in keys):
+        values = [samples[holder].get((name, holders, number)) for holder in holders]
         first = values[0]
         if first is None:
             continue
         scale = max((abs(value) for value in first), default=0.0) or 1.0
-        for other in values[1:]:
-            pairs = zip(first, other or first, strict=True)
-            difference = max((abs(one - two) for one, two in pairs), default=0.0) / scale
+        for replica in values[1:]:
+            pairs = zip(first, replica or first, strict=True)
+            difference = max((abs(a - b) for a, b in pairs), default=0.0) / scale
             if difference > TOLERANCE:
                 drifted[name] = max(drifted.get(name, 0.0), difference)
     if drifted:

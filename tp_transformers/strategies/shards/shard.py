@@ -1,4 +1,4 @@
-"""One rank's shard of one parameter: its layout, its DTensor form, and the gather of the unsharded tensor."""
+"""This rank's shard of one parameter: its layout, its DTensor form, and the gather of the unsharded tensor."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from .slicing import take
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """The shard that this rank holds of a parameter of `shape`; `layout=None` where every rank holds it whole."""
+    """This rank's shard of a parameter of `shape`; `layout=None` if it is replicated."""
 
     shape: torch.Size
     layout: Layout | None
     group: TensorParallelGroup
     use_dtensor: bool = True
     sums_gradients: bool = False
-    """True if a replicated parameter gets only a part of its gradient on each rank."""
+    """True if the gradient of a replicated parameter is a partial sum on each rank."""
     added_once: bool = False
-    """True if only rank 0 computes with it, since outputs are summed over the ranks; the others see zeros."""
+    """True if only rank 0 computes with it, since outputs are summed over the ranks; other ranks see zeros."""
     data_parallel: dist.ProcessGroup | None = None
     """Process group over which FSDP shards dim 0 of this rank's shard again, in torch.chunk's sizes; None without FSDP.
-    It may be the group that shares the model, where each rank has a batch of its own; the parameter is replicated."""
+    It may be the tensor-parallel group, if each rank has its own batch; the parameter is then replicated in it."""
     _shared: tuple[Shared, ...] = field(init=False)
-    """Indices that this rank holds together with others."""
+    """Indices that this rank and other ranks hold."""
     _shared_length: int = field(init=False)
     """Number of indices that several ranks hold; the same on all ranks."""
 
@@ -55,7 +55,7 @@ class ParamShard:
 
     @property
     def is_cut_over_copies(self) -> bool:
-        """True if FSDP cuts it over copies of the model, and not over the ranks that share one."""
+        """True if FSDP shards it over copies of the model, not over the tensor-parallel ranks of one copy."""
         return self.data_parallel is not None and self.data_parallel != self.group.process_group
 
     @property
@@ -65,7 +65,7 @@ class ParamShard:
 
     @cached_property
     def placement(self) -> Shard | Replicate | None:
-        """The DTensor placement that describes the layout exactly; None where there is none."""
+        """The DTensor placement that describes the layout exactly; None if there is none."""
         if self.group.device_mesh is None or not self.use_dtensor:
             return None
         if self.layout is None:
@@ -73,9 +73,9 @@ class ParamShard:
         return Shard(self.layout.dim) if self.layout.split.is_chunked else None
 
     def wrap(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Make the parameter out of this rank's values: a DTensor where a placement describes it, else plain.
+        """Make the parameter from this rank's values: a DTensor if a placement describes it, else plain.
 
-        One that is cut knows that it is; see `tensors`.
+        A sharded one gets a class that computes as the full parameter; see `tensors`.
         """
         if self.placement is None and (self.layout is None or type(local) not in (Tensor, nn.Parameter)):
             param: Any = nn.Parameter(local, requires_grad=requires_grad)
@@ -91,7 +91,7 @@ class ParamShard:
                 shape=self.shape,
                 stride=stride,
             ).requires_grad_(requires_grad)
-            # As nn.Parameter marks it, which detaches it first: 5 ms for every new shape in DTensor's dispatch.
+            # nn.Parameter sets this, too, but detaches first: 5 ms for every new shape in DTensor's dispatch.
             param._is_param = True
             if self.layout is not None:
                 param.__class__ = ShardDTensor
@@ -105,14 +105,14 @@ class ParamShard:
 
     @property
     def routes_gradient(self) -> bool:
-        """True if other ranks have a part of the gradient of this rank's shard, or see something else."""
+        """True if the backward sums the gradient of this rank's shard over ranks, or only rank 0 computes with it."""
         return self.sums_gradients or self.added_once or self._shared_length > 0
 
     def view(self, param: Tensor) -> Tensor:
-        """The local tensor that the local forward computes with, its gradients routed back as the layout needs.
+        """The local tensor of the local forward; its backward sums gradients as the layout needs.
 
-        The gradient of indices that several ranks hold is summed over those ranks (all-reduce in backward), so that
-        each of them has the whole of it. All ranks of the axis take part in that, also those that share nothing.
+        The gradient of indices that several ranks hold is summed over those ranks (all-reduce in the backward), so that
+        each has the full gradient. All ranks of the axis take part, also those that share no indices.
         """
         if self.is_full(param):
             param = own_values(param, self)
@@ -131,7 +131,7 @@ class ParamShard:
         return copy_shared(local, self._shared, self._shared_length, process_group, dtype, dim=self.layout.dim)
 
     def is_full(self, tensor: Tensor) -> bool:
-        """True if `tensor` is an ordinary one of the full shape, in place of a shard: a user's own."""
+        """True if `tensor` is an ordinary tensor of the full shape, which a user set in place of the shard."""
         return (
             self.layout is not None
             and not isinstance(tensor, HAS_LOCAL)
@@ -139,32 +139,31 @@ class ParamShard:
         )
 
     def full(self, local: Tensor) -> Tensor:
-        """Gather the whole tensor on every rank (all-gathers) from each rank's `local` values."""
-        process_group, given = self.group.process_group, local
-        local = self.joined(local)
+        """Gather the full tensor on every rank (all-gathers) from each rank's `local` values."""
+        process_group, joined = self.group.process_group, self.joined(local)
         if self.layout is None or process_group is None:
-            return local.clone() if local is given else local
+            return local.clone() if joined is local else joined
         with watched_ranks(self.group):
-            return on_all(local, self.shape, self.layout, process_group, self.group.device)
+            return on_all(joined, self.shape, self.layout, process_group, self.group.device)
 
-    def own(self, whole: Tensor) -> Tensor:
-        """This rank's shard of `whole`, a tensor of the unsharded shape: a view, or a copy of several slices."""
-        part: Tensor = take(whole, self.layout, self.group.rank)  # type: ignore[assignment]
-        return part if self.data_parallel is None else part[slice(*self.rows)]
+    def own(self, full: Tensor) -> Tensor:
+        """This rank's shard of `full`, a tensor of the unsharded shape: a view, or a copy of several slices."""
+        shard: Tensor = take(full, self.layout, self.group.rank)  # type: ignore[assignment]
+        return shard if self.data_parallel is None else shard[slice(*self.rows)]
 
     def gather(self, local: Tensor) -> Tensor | None:
-        """Gather the whole tensor on the CPU of rank 0 alone, of the first copy under FSDP; None on the others."""
+        """Gather the full tensor on the CPU of rank 0 alone, under FSDP of the first copy; None on other ranks."""
         return on_first(local, self.shape, self.layout, self.group, self.data_parallel)
 
     def any_rank(self, value: bool) -> bool:
-        """True if `value` is True on any rank that holds a part of the parameter; all of them have to call it."""
+        """True if `value` is True on any rank that holds a shard of the parameter. Collective over these ranks."""
         has = torch.tensor([float(value)], device=self.group.device)
         for process_group in (self.group.process_group if self.layout is not None else None, self.data_parallel):
             direct.all_reduce(has, process_group, direct.MAX)
         return bool(has)
 
     def joined(self, local: Tensor) -> Tensor:
-        """This rank's shard, from the part of it that FSDP leaves on this rank (all-gather over the copies)."""
+        """This rank's shard, gathered from FSDP's shards of it (all-gather over `data_parallel`)."""
         if self.data_parallel is None or 0 in self.local_shape:
             return local
         rows = Layout(0, chunked(self.local_shape[0], self.data_parallel.size()))
@@ -172,7 +171,7 @@ class ParamShard:
 
     @property
     def rows(self) -> Range:
-        """Indices of dim 0 of this rank's shard that FSDP leaves on this rank; all of them without FSDP."""
+        """Range of indices of dim 0 of this rank's shard that FSDP leaves on this rank; all without FSDP."""
         if self.data_parallel is None:
             return 0, self.local_shape[0]
         length, copies = self.local_shape[0], self.data_parallel
@@ -184,10 +183,10 @@ SHARD: Mark[ParamShard] = Mark("tp_shard")
 
 
 def shard_of(tensor: Tensor | None) -> ParamShard | None:
-    """This rank's shard of a parameter; None where nothing says that the ranks of a `tp` axis share it.
+    """This rank's shard of a parameter; None if it is not known to be distributed over a `tp` axis.
 
-    A parameter that was loaded with a plan knows it. A DTensor over that axis alone says it by its placement: the
-    result of torch's parallelize_module on a part of a model, or `model.to(dtype)` of ours.
+    A parameter that was loaded with a plan has it as an attribute. For a DTensor over that axis alone, its placement
+    defines the shard: the result of torch's parallelize_module on some modules, or of `model.to(dtype)`.
     """
     shard: ParamShard | None = getattr(tensor, "tp_shard", None)
     if shard is not None or not isinstance(tensor, DTensor) or tensor.device_mesh.ndim > 1:
@@ -202,16 +201,17 @@ def shard_of(tensor: Tensor | None) -> ParamShard | None:
 
 
 def settle_gradient(param: Tensor) -> Tensor | None:
-    """The gradient of a parameter, cut as that is; None where there is none. All ranks have to call it.
+    """Redistribute a parameter's gradient to the parameter's placements, and return it; None if there is none.
 
-    DTensors may leave a gradient as it comes out of an operation: partial sums, or full values of cut dims.
+    Collective over the `tp` axis. DTensors may leave a gradient as an operation returned it: partial sums, or full
+    values of sharded dims.
     """
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         shard: ParamShard | None = getattr(param, "tp_shard", None)
         dtype = (shard.group.reduce_dtype if shard is not None else None) or grad.dtype
-        parts: DTensor = grad.to(dtype)  # type: ignore[assignment]
-        param.grad = grad = parts.redistribute(placements=param.placements).to(grad.dtype)  # type: ignore[assignment]
+        unreduced: DTensor = grad.to(dtype)  # type: ignore[assignment]
+        param.grad = grad = unreduced.redistribute(placements=param.placements).to(grad.dtype)  # type: ignore[assignment]
     return grad
 
 
@@ -226,17 +226,16 @@ def full_tensor(param: Tensor, value: Tensor) -> Tensor: ...
 @overload
 def full_tensor(param: Tensor, value: Tensor | None) -> Tensor | None: ...
 def full_tensor(param: Tensor, value: Tensor | None = _ITSELF) -> Tensor | None:
-    """Return the whole of a tensor-parallel parameter, on every rank; all ranks have to call it.
+    """Gather a tensor-parallel parameter on every rank. Collective over the `tp` axis.
 
     Args:
-        param: a parameter of a model loaded with `tp_plan` (DTensor or plain); any other tensor is returned as it is.
-        value: a tensor that is laid out like `param` and is gathered in its place, such as `param.grad` or an
-            optimizer state. A rank that passes None where others pass a tensor counts as zeros: its experts got no
-            token.
+        param: a parameter of a model loaded with `tp_plan` (DTensor or plain); any other tensor is copied.
+        value: a tensor with the layout of `param` to gather instead, such as `param.grad` or an optimizer state. None
+            on one rank counts as zeros if other ranks pass a tensor: its experts got no token.
 
     Returns:
-        A new plain tensor of the unsharded shape, on the parameter's device, without autograd history. None where
-        every rank passes None as `value`, as `param.grad` is before a backward.
+        A new plain tensor of the unsharded shape, on the parameter's device, without autograd history. None if every
+        rank passes None as `value`, as `param.grad` is before a backward.
     """
     shard = shard_of(param)
     tensor = param if value is _ITSELF else value
@@ -246,10 +245,10 @@ def full_tensor(param: Tensor, value: Tensor | None = _ITSELF) -> Tensor | None:
         if shard is None:
             return None
         tensor = torch.zeros_like(param)
-    is_alike = (
+    has_layout = (
         not isinstance(tensor, DTensor) or not isinstance(param, DTensor) or tensor.placements == param.placements
     )
-    if shard is not None and is_alike:
+    if shard is not None and has_layout:
         return shard.full(local_tensor(tensor))
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -260,13 +259,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def whole_like(tensor: Tensor) -> Tensor:
-    """A meta tensor of the unsharded shape that a parameter or buffer stands for."""
+    """A meta tensor of the unsharded shape of a parameter or buffer."""
     shard = shard_of(tensor)
     shape = shard.shape if shard is not None else tensor.shape
     return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """The layout of a parameter or buffer; None where every rank holds it whole."""
+    """The layout of a parameter or buffer; None if it is replicated."""
     shard = shard_of(tensor)
     return shard.layout if shard is not None else None

@@ -1,4 +1,4 @@
-"""Slices of a parameter: one rank's shard out of it."""
+"""Slices of a parameter: the shard of one rank."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ def take(param: T, layout: Layout | None, rank: int) -> T:
 
 
 def get_tensor_shard(param: T, empty_param: Tensor, device_mesh: Any, rank: int, dim: int) -> T:
-    """The slice of `rank` of a parameter that is cut along `dim` as DTensor's `Shard(dim)` cuts it: by `torch.chunk`.
+    """The slice of `rank` of a parameter that is sharded along `dim` like DTensor's `Shard(dim)`: by `torch.chunk`.
 
     Args:
-        param: the whole parameter; a slice of a lazy tensor is lazy.
+        param: the unsharded parameter; a slice of a lazy tensor is lazy.
         empty_param: a tensor of its shape.
         device_mesh: the 1-D mesh of the `tp` axis.
         rank: this process on the axis.
-        dim: the dim to cut; the last ranks hold less, or nothing, where it does not divide.
+        dim: the dim to shard; the last ranks hold less, or nothing, if it does not divide by the ranks.
     """
     dim %= empty_param.ndim
     return take(param, Layout(dim, chunked(empty_param.shape[dim], device_mesh.size())), rank)
 
 
 def get_packed_weights(param: T, empty_param: Tensor, device_mesh: Any, rank: int, dim: int, *, parts: int = 2) -> T:
-    """The slice of `rank` of a fused parameter with equal `parts` that are each cut along `dim`: `AABB -> [AB, AB]`.
+    """The slice of `rank` of a fused parameter; each of its equal `parts` is sharded along `dim`: `AABB -> [AB, AB]`.
 
-    The other arguments are those of `get_tensor_shard`. Raises ValueError where the length is not `parts` equal parts.
+    The other arguments are those of `get_tensor_shard`. Raises ValueError if the length is not `parts` equal parts.
     """
     dim %= empty_param.ndim
     return take(param, Layout(dim, split_of(empty_param.shape[dim], device_mesh.size(), 1, None, parts)), rank)
 
 
 def split_of(length: int, size: int, unit: int, split: Split | None, parts: int | Sequence[int | str] | None) -> Split:
-    """`length` cut over `size` ranks by the heads of `split`, else each of `parts` evenly in blocks of `unit`.
+    """Split `length` over `size` ranks by the heads of `split`, else each of `parts` evenly in blocks of `unit`.
 
-    Raises ValueError where it is not made up of complete heads or of the parts.
+    Raises ValueError if it is not a number of complete heads or the sum of the parts.
     """
     if split is not None:
         if not split.length or length % split.length:

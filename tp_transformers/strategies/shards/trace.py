@@ -1,4 +1,4 @@
-"""The layout of a strategy's own `partition_tensor`, found by a call without data."""
+"""The layout of a custom `partition_tensor`, traced by a call without data."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ from ...torch_api import make_wrapper_subclass, to_copy, tree_map_only
 
 
 def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequence[int], size: int) -> Layout | None:
-    """The indices that a `partition_tensor` takes on every rank, found by giving it a tensor without data.
+    """Trace the indices that a `partition_tensor` takes on every rank, with a tensor without data.
 
-    Raises ValueError where it returns anything but a slice along one dim, or where the ranks' slices are not a cut of
-    the whole: every index held, and any two ranks' ranges disjoint or equal.
+    Raises ValueError if it returns anything but a slice along one dim, or if the ranks' slices are not a valid `Split`:
+    every index held, and any two ranges disjoint or equal.
     """
     empty = torch.empty(tuple(shape), device="meta")
-    cuts: list[tuple[int | None, tuple[Range, ...]]] = []
+    slices: list[tuple[int | None, tuple[Range, ...]]] = []
     for rank in range(size):
-        outline = _Outline(Stored(None, offset=0, shape=shape, dtype=empty.dtype))  # type: ignore[arg-type]
+        param = _Traced(Stored(None, offset=0, shape=shape, dtype=empty.dtype))  # type: ignore[arg-type]
         try:
-            part = partition(outline, empty, param_type, empty.dtype, True, rank, outline_mesh(rank, size))
+            shard = partition(param, empty, param_type, empty.dtype, True, rank, outline_mesh(rank, size))
         except Exception as error:
             raise ValueError(f"its partition_tensor fails without data: {error_text(error)}") from error
-        part = part._local_tensor if isinstance(part, DTensor) else part
-        if not isinstance(part, _Outline):
+        shard = shard._local_tensor if isinstance(shard, DTensor) else shard
+        if not isinstance(shard, _Traced):
             raise ValueError(
                 "its partition_tensor has to return a slice of `param` (param[a:b], param[..., a:b], get_tensor_shard, "
                 "get_packed_weights), plain or in a DTensor or a parameter, not values computed from it"
             )
-        selection = part.stored.selection
-        dims = [dim for dim, held in enumerate(selection) if held != ((0, shape[dim]),)]
+        selection = shard.stored.selection
+        dims = [dim for dim, ranges in enumerate(selection) if ranges != ((0, shape[dim]),)]
         if len(dims) > 1:
             raise ValueError(f"its partition_tensor cuts dims {dims}; a shard is cut along one")
-        cuts.append((dims[0], selection[dims[0]]) if dims else (None, ()))
-    cut_dims = {dim for dim, _ in cuts if dim is not None}
-    if not cut_dims:
+        slices.append((dims[0], selection[dims[0]]) if dims else (None, ()))
+    shard_dims = {dim for dim, _ in slices if dim is not None}
+    if not shard_dims:
         return None
-    if len(cut_dims) > 1:
-        raise ValueError(f"its partition_tensor cuts dim {min(cut_dims)} on one rank, dim {max(cut_dims)} on another")
-    dim = cut_dims.pop()
-    whole: tuple[Range, ...] = ((0, shape[dim]),)
-    split = Split(shape[dim], tuple(whole if cut is None else held for cut, held in cuts))
+    if len(shard_dims) > 1:
+        first, last = min(shard_dims), max(shard_dims)
+        raise ValueError(f"its partition_tensor cuts dim {first} on one rank, dim {last} on another")
+    (dim,) = shard_dims
+    full: tuple[Range, ...] = ((0, shape[dim]),)
+    split = Split(shape[dim], tuple(full if sliced is None else ranges for sliced, ranges in slices))
     if not split.is_cut:
         raise ValueError(
             f"its partition_tensor leaves out indices of dim {dim}, or cuts it into ranges that overlap: {split.ranges}"
@@ -61,24 +62,24 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
 
 @cache
 def outline_mesh(rank: int, size: int) -> Any:
-    """The mesh of `rank`, without process groups; of older torch, as much of one as there is before there are ranks."""
+    """The mesh of `rank`, without process groups; under older torch an object with `size` alone."""
     try:
         return DeviceMesh("meta", torch.arange(size), mesh_dim_names=(TP_AXIS,), _init_backend=False, _rank=rank)
     except TypeError:
         return SimpleNamespace(size=lambda dim=None: size)
 
 
-class _Outline(Tensor):
-    """A tensor without data, which remembers selections of it."""
+class _Traced(Tensor):
+    """A tensor without data that records slices of itself."""
 
     stored: Stored
 
     @staticmethod
-    def __new__(cls, stored: Stored) -> _Outline:
+    def __new__(cls, stored: Stored) -> _Traced:
         meta = torch.device("meta")
-        outline: _Outline = make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype, device=meta)
-        outline.stored = stored
-        return outline
+        traced: _Traced = make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype, device=meta)
+        traced.stored = stored
+        return traced
 
     def __init__(self, stored: Stored) -> None:
         pass
@@ -89,54 +90,54 @@ class _Outline(Tensor):
         if select is not None:
             return select(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(
-            cls, lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"), (args, kwargs or {})
+            cls, lambda traced: torch.empty(traced.shape, dtype=traced.dtype, device="meta"), (args, kwargs or {})
         )
         return func(*args, **kwargs)
 
 
-def _slice(given: _Outline, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+def _slice(x: _Traced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
     if step != 1:
-        return torch.empty(given.shape, device="meta")[(slice(None),) * (dim % given.ndim) + (slice(start, end, step),)]
-    first, last, _ = slice(start, end).indices(given.shape[dim])
-    return _Outline(given.stored.select(dim % given.ndim, [(first, max(first, last))]))
+        return torch.empty(x.shape, device="meta")[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)]
+    first, last, _ = slice(start, end).indices(x.shape[dim])
+    return _Traced(x.stored.select(dim % x.ndim, [(first, max(first, last))]))
 
 
-def _pieces(given: _Outline, lengths: int | Sequence[int], dim: int = 0) -> list[Tensor]:
-    whole = given.shape[dim]
+def _split(x: _Traced, lengths: int | Sequence[int], dim: int = 0) -> list[Tensor]:
+    length = x.shape[dim]
     if isinstance(lengths, int):
-        lengths = [min(lengths, whole - start) for start in range(0, whole, lengths)] if whole else [0]
+        lengths = [min(lengths, length - start) for start in range(0, length, lengths)] if length else [0]
     ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
-    return [_slice(given, dim, end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    return [_slice(x, dim, end - width, end) for width, end in zip(lengths, ends, strict=True)]
 
 
-def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Selections of one tensor, one after the other; a plain tensor for anything else."""
-    joined = parts[0].stored if isinstance(parts[0], _Outline) else None
-    for part in parts[1:]:
-        other = part.stored if isinstance(part, _Outline) else None
-        joined = joined.extended(other, dim % part.ndim) if joined is not None and other is not None else None
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate selections of one tensor; a plain tensor for anything else."""
+    joined = tensors[0].stored if isinstance(tensors[0], _Traced) else None
+    for tensor in tensors[1:]:
+        stored = tensor.stored if isinstance(tensor, _Traced) else None
+        joined = joined.extended(stored, dim % tensor.ndim) if joined is not None and stored is not None else None
     if joined is not None:
-        return _Outline(joined)
-    return torch.cat([torch.empty(part.shape, dtype=part.dtype, device="meta") for part in parts], dim)
+        return _Traced(joined)
+    return torch.cat([torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors], dim)
 
 
-def _same(given: _Outline, *args: Any, **kwargs: Any) -> _Outline:
-    """The same indices; the dtype, the device and the strides are the load's to choose."""
-    return _Outline(given.stored)
+def _same(x: _Traced, *args: Any, **kwargs: Any) -> _Traced:
+    """The same indices; the load determines dtype, device and strides."""
+    return _Traced(x.stored)
 
 
-def _view(given: _Outline, shape: Sequence[int]) -> Tensor:
-    """DTensor makes a view of the same shape; another shape may have other dims."""
-    return _same(given) if tuple(shape) == given.shape else torch.empty(given.shape, device="meta").view(shape)
+def _view(x: _Traced, shape: Sequence[int]) -> Tensor:
+    """A view of the same shape, which DTensor makes; a plain tensor for another shape, where dims may differ."""
+    return _same(x) if tuple(shape) == x.shape else torch.empty(x.shape, device="meta").view(shape)
 
 
 _ATEN = torch.ops.aten
 _SELECTIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.slice: _slice,
-    _ATEN.split: _pieces,
-    _ATEN.split_with_sizes: _pieces,
-    _ATEN.cat: _join,
+    _ATEN.split: _split,
+    _ATEN.split_with_sizes: _split,
+    _ATEN.cat: _cat,
     _ATEN.view: _view,
     **dict.fromkeys((_ATEN.detach, _ATEN.alias, _ATEN.clone, to_copy), _same),
 }
-"""Operations that return a selection, or several."""
+"""Operations that return one or several selections."""
