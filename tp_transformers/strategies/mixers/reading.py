@@ -1,4 +1,4 @@
-"""Mixers with forwards that read the parameters and buffers of the modules in them, without calling these."""
+"""Mixers with forwards that read parameters and buffers of their children without calling them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from ..shards.slicing import take
 def mix_locally(
     module: nn.Module, shards: Mapping[str, ParamShard], splits: Mapping[str, Split], states: Sequence[str], rank: int
 ) -> None:
-    """Let the forward of a mixer see this rank's part of the parameters and buffers that it reads of itself.
+    """Wrap the forward of a mixer so that the parameters and buffers it reads are this rank's shards.
 
-    It is not in training then: in training, kernels put a whole mixer in one call, its norm and its output projection
-    included, which communicate.
+    The forward runs with `training=False`: in training, fused kernels compute the complete mixer in one call, including
+    its norm and output projection, which have to communicate.
 
     Args:
-        shards: this rank's shards of parameters that it reads, by their names in it.
-        splits: how heads cut the features of what is in it; those of buffers and states are looked up.
-        states: states that it is given, `argument.index`. Models make them for all heads; a rank keeps its own in the
-            same tensors.
+        module: the mixer.
+        shards: this rank's shards of the parameters that the forward reads, by their names in `module`.
+        splits: splits of the features by heads, by name; used for buffers and states.
+        states: states among the arguments, as `argument.index`. Models make them for all heads; this rank's heads
+            replace them in place.
+        rank: this rank.
     """
     arguments = argument_names(module)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
@@ -65,9 +67,9 @@ def mix_locally(
 
 
 def _keep_own(states: Any, index: int, split: Split, rank: int) -> None:
-    """Let a state of all heads, (batch, heads or features, ...), be that of this rank's.
+    """Replace a state of all heads, (batch, heads or features, ...), by the slice of this rank's heads.
 
-    In a list, it is replaced; in a tuple, the tensor gets other data, which breaks a graph of torch.compile.
+    In a list, the entry is replaced. In a tuple, `.data` of the tensor is set, which breaks a graph of torch.compile.
     """
     state: Tensor = states[index]
     if state.shape[1] != split.length:

@@ -1,4 +1,4 @@
-"""Functions of torch on shards: computed from the values of this rank where they can be, else from full tensors."""
+"""torch functions on shards: computed on local values where possible, else on gathered full tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .sharded import (
 
 
 def compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func(*args, **kwargs)` with shards among its arguments, as one process computes it of full tensors."""
+    """Compute `func(*args, **kwargs)` on arguments with shards, with the result that full tensors give."""
     name = name_of(func)
     first: Any = args[0] if args else kwargs.get("tensor")
     if name in ATTRIBUTES and is_sharded(first):
@@ -66,7 +66,7 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def is_for_dtensor(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a DTensor is to compute: it is asked for its kind, or meets other DTensors, such as activations."""
+    """True if DTensor has to compute `func`: it reads metadata, or other DTensors such as activations are arguments."""
     name = name_of(func)
     if name in ATTRIBUTES and name not in SHAPES:
         return False
@@ -82,7 +82,7 @@ def _shards_in(*values: Any) -> list[Any]:
 
 
 def _is_by_value(name: str, shards: Sequence[Any], args: Any, kwargs: Any) -> bool:
-    """True if each rank can compute its own values: shards are cut alike, and all else has parts for them."""
+    """True if `name` is elementwise, all shards have one layout, and all other tensors broadcast to them."""
     is_search = name == "where" and len(args) + len(kwargs) < 3
     if not is_by_value(name) or is_search or kwargs.get("out") is not None:
         return False
@@ -96,7 +96,7 @@ def _is_by_value(name: str, shards: Sequence[Any], args: Any, kwargs: Any) -> bo
 
 
 def _by_value(func: Any, like: Any, target: Any, args: Any, kwargs: Any) -> Any:
-    """Compute the values of this rank; `target` is the tensor that the function changes."""
+    """Compute on local values; `target` is the tensor that the function changes in place, or None."""
     shard = like.tp_shard
     full, local = tuple(shard.shape), shard.local_shape
 
@@ -121,7 +121,7 @@ def _by_value(func: Any, like: Any, target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
-    """A function of lists, one tensor at a time, since they may be of several kinds."""
+    """Apply a function of lists tensor by tensor, since a list may mix shards and ordinary tensors."""
     count, base = len(args[0]), func.__name__.removeprefix("_foreach_")
     is_update = not func.__name__.startswith("_foreach_")
 
@@ -149,11 +149,11 @@ def _each(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
 
 
 def _fill(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
-    """Fill the full tensor, as one process does, and keep this rank's part."""
+    """Fill a full tensor, as one process does, and keep this rank's shard."""
     of_init = getattr(func, "__module__", None) == "torch.nn.init"
     if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled() and not of_init:
         with as_torch():
-            return func(tensor, *args, **kwargs)  # which says that a parameter is not to be changed
+            return func(tensor, *args, **kwargs)  # raises: a leaf that requires grad is changed in place
     full = torch.empty_like(empty_full(tensor))
     func(full, *args, **kwargs)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def _fill(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute on full tensors, which all ranks gather; of those that the function changes, each rank keeps its part."""
+    """Gather full tensors on all ranks and compute; write tensors that the function changed back to their shards."""
     sources: dict[int, tuple[Source, int]] = {}
 
     def gather(leaf: Any) -> Any:
@@ -197,7 +197,7 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gathered(shard: Any) -> Source:
-    """The full tensor of a shard: the one that views of it share, else a new one, through which gradients go back."""
+    """Return the full tensor that views of `shard` share, or gather a new one that passes gradients back."""
     if not (shard.requires_grad and torch.is_grad_enabled()):
         for source in WATCHERS:
             if source.memory == memory_of(shard):
@@ -209,14 +209,14 @@ def _gathered(shard: Any) -> Source:
 class Gathered(Tensor):
     """A view of a full tensor that was gathered from shards.
 
-    A change of it reaches them, and it has their values of now: it is gathered again where they have changed since.
+    An in-place change is written to the shards. If the shards have changed, the view is gathered again before its use.
     """
 
     tp_source: Source
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as torch does; after a change in place, each rank keeps its own part."""
+        """Compute as torch does; after an in-place change, write each rank's shard."""
         kwargs, name = kwargs or {}, name_of(func)
         if _shards_in(args, kwargs):
             return compute(func, args, kwargs)
@@ -248,28 +248,28 @@ def _replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class Source:
-    """A full tensor that was gathered, and the shard that it was gathered from."""
+    """A gathered full tensor and its shard on this rank."""
 
     def __init__(self, shard: Any, full: Tensor) -> None:
         self.shard, self.full, self.is_stale = shard, full, False
         self.memory = memory_of(shard)
 
     def refresh(self) -> None:
-        """Gather the values again, into the same memory, where they have changed; then all ranks have to."""
+        """If the shards have changed, gather them again into the same memory (on all ranks)."""
         if self.is_stale:
             with torch.no_grad(), as_torch():
                 self.full.copy_(full_values(self.shard))
             self.is_stale = False
 
     def write(self) -> None:
-        """Let each rank keep its part of the full tensor."""
+        """Copy this rank's slice of the full tensor to the shard."""
         with torch.no_grad():
             write(self.shard, self.full)
         self.is_stale = False
 
 
 def _views(result: Any, sources: Sequence[Source]) -> Any:
-    """`result`; views of full tensors in it know their sources; arrays of NumPy cannot be written to."""
+    """Return `result` with views of full tensors as `Gathered`, and NumPy arrays read-only."""
     with as_torch():
         held = {source.full.untyped_storage().data_ptr(): source for source in sources}
 
@@ -288,16 +288,16 @@ def _views(result: Any, sources: Sequence[Source]) -> Any:
 
 
 def _keeps_shape(tensor: Any, args: Any) -> bool:
-    """True if a shard is viewed in the shape that it has."""
+    """True if `args` of a reshape are the shape that the full tensor already has."""
     given: Any = args[0] if len(args) == 1 else args
     given = given.shape if isinstance(given, Tensor) else given
     return isinstance(given, list | tuple) and tuple(given) == tuple(tensor.tp_shard.shape)
 
 
 _UNSEEN = frozenset(("apply_", "map2_", "map_"))
-"""Functions that change a tensor, and not its version."""
+"""In-place functions that do not increment the version counter."""
 _RESHAPES = frozenset(("expand", "expand_as", "reshape", "reshape_as", "view", "view_as"))
 _LIKE_ANOTHER = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
-"""Methods that ask another tensor for its shape, dtype or device alone."""
+"""Methods that read only the shape, dtype or device of their other argument."""
 _VIEWS = frozenset(("H", "T", "imag", "mH", "mT", "real"))
 """Attributes that are views."""
