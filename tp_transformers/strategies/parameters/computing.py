@@ -78,7 +78,7 @@ def _shards_in(*values: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(values) if is_sharded(leaf)]
 
 
-# -- by value
+# -- elementwise
 
 
 def _is_by_value(name: str, shards: Sequence[Any], args: Any, kwargs: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Hooks of users between the blocks of a sequence-parallel model: they see complete sequences.
+"""User hooks between the blocks of a sequence-parallel model: they see full sequences.
 
-    part ── all-gather ── whole ── hook ── own slice ── part      backward: own slice, all-gather
+    shard ── all-gather ── full ── hook ── own slice ── shard      backward: own slice, all-gather
 
-A module keeps its hooks as torch does. Its methods that put them, `register_forward_hook` and the like, wrap each hook;
-a model without hooks computes as ever.
+`register_forward_hook` and the other register methods of these modules wrap each hook; torch stores and calls it. A
+model without hooks runs no extra code.
 """
 
 from __future__ import annotations
@@ -33,30 +33,33 @@ logger = get_logger(__name__)
 
 Hook = Callable[..., Any]
 Values = tuple[Any, ...]
-"""Arguments, outputs or gradients of a module: the first may be this rank's part of a sequence."""
+"""Arguments, outputs or gradients of a module: the first may be this rank's shard of a sequence."""
 
 _ON_PARTS = (f"{__name__.partition('.')[0]}.", "torch.", "transformers.utils.output_capturing")
-"""Hooks of these packages take parts: ours of dropouts, FSDP's, and those of hidden states, which the base joins."""
+"""Hooks of these packages take shards: ours on dropouts, FSDP's, and those that record hidden states, which the base
+model gathers."""
 
 
 WidthsOf = Callable[[str, Tensor, DeviceMesh], Widths | None]
 
 
 def gather_around_hooks(base: nn.Module, name: str, widths_of: WidthsOf, mesh: DeviceMesh) -> None:
-    """Let hooks of users see complete sequences on the modules of `base` that are given parts.
+    """Wrap the register methods of modules in `base` that compute on shards, so that user hooks see full sequences.
 
-    `name` is that of `base`. `widths_of` returns the lengths of the parts, one for each rank; None for a whole.
+    `name` is the name of `base`. `widths_of` returns each rank's length; None for a full sequence.
     """
     for path, module, in_mixture in _between_blocks(base, name):
         sides = _Sides(module, path, widths_of, mesh)
         sides.in_mixture, sides.leaves_whole = in_mixture, module in base.children()
         for register, wrapper in _WRAPPERS.items():
-            method = MethodType(_registering(register, wrapper, sides), module)  # a deep copy gets its own
+            method = MethodType(
+                _registering(register, wrapper, sides), module
+            )  # deepcopy rebinds a MethodType to the copy
             setattr(untyped(module), register, method)
 
 
 def _between_blocks(base: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Each module with inputs or outputs that are parts: (name, module, True beside experts that exchange tokens)."""
+    """Yield modules with sharded inputs or outputs: (name, module, True beside experts that exchange tokens)."""
     for child, module in base.named_children():
         path = f"{name}.{child}".lstrip(".")
         if _signature(module).takes is SEQUENCE:  # the norm after the layers
@@ -80,7 +83,7 @@ def _signature(module: nn.Module) -> Signature:
 
 
 class _Sides:
-    """The inputs and outputs of a module: parts, unless they are whole."""
+    """The inputs and outputs of a module, and whether each is sharded along the sequence."""
 
     in_mixture = False
     """True beside experts that exchange tokens."""
@@ -93,15 +96,15 @@ class _Sides:
         self.takes_whole = _signature(module).cuts_sequence
 
     def inputs(self, values: Values) -> _Joined:
-        """The positional arguments, or gradients of them."""
+        """Gather the positional arguments, or their gradients."""
         return _Joined(values, self, is_whole=self.takes_whole)
 
     def outputs(self, values: Values) -> _Joined:
-        """The outputs, or gradients of them."""
+        """Gather the outputs, or their gradients."""
         return _Joined(values, self, is_whole=self.leaves_whole)
 
     def given(self, args: Values, keywords: Sequence[dict[str, Any]]) -> tuple[_Joined, Values]:
-        """The arguments as a hook takes them: the positional ones, and a dict of the others if it asks for it."""
+        """Gather the arguments, and return them as a hook takes them: positional, and keywords if it asks for them."""
         if args or not keywords or self.first not in keywords[0]:
             joined = self.inputs(args)
             return joined, (joined.values, *keywords)
@@ -110,7 +113,7 @@ class _Sides:
 
 
 class _Joined:
-    """Values of a module with the whole in place of the part, for one call of a hook."""
+    """Values of a module for one call of a hook, the first one gathered along the sequence."""
 
     def __init__(self, values: Values, sides: _Sides, *, is_whole: bool) -> None:
         self.values, self.sides, self.widths = values, sides, None
@@ -124,7 +127,7 @@ class _Joined:
             self.values = (self.whole, *values[1:])
 
     def cut(self, values: Values) -> Values:
-        """Values that a hook returns in place of these, with this rank's part of the first."""
+        """Slice the first of the values that a hook returned to this rank's shard."""
         if self.widths is None or not values or not isinstance(values[0], Tensor):
             return values
         shape, length = tuple(values[0].shape), sum(self.widths)
@@ -140,10 +143,10 @@ class _Joined:
         return (self._own(values[0]), *values[1:])
 
     def settle(self) -> bool:
-        """Change this rank's part in place as the hook has changed the whole.
+        """If the hook changed the full tensor in place, copy this rank's slice to the shard.
 
-        Returns True if the module has to go on with a slice of the whole all the same: gradients flow through it,
-        which the hook may have asked for.
+        Returns True if the module has to use a slice of the full tensor instead of the shard, so that gradients flow
+        through the full tensor, on which the hook may have registered tensor hooks.
         """
         if self.widths is None:
             return False
@@ -158,7 +161,7 @@ class _Joined:
 
 
 def _version(x: Tensor) -> int | None:
-    """How often a tensor has been changed in place; None where nothing counts it, or a compiler asks."""
+    """Return the version counter of a tensor; None in inference mode and under torch.compile."""
     return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
@@ -182,7 +185,7 @@ def _pre_hook(hook: Hook, sides: _Sides) -> Hook:
 def _forward_hook(hook: Hook, sides: _Sides) -> Hook:
     def hooked(module: nn.Module, args: Values, *others: Any) -> Any:
         *keywords, output = others
-        if output is None:  # the forward has raised
+        if output is None:  # the forward raised
             return hook(module, args, *others)
         inputs, given = sides.given(args, keywords)
         outputs = sides.outputs(_as_tuple(output))
@@ -231,7 +234,7 @@ _WRAPPERS: dict[str, Callable[[Hook, _Sides], Hook]] = {
     "register_full_backward_hook": _backward_hook,
     "register_backward_hook": _refuse,
 }
-"""Method of a module -> the hook as the module calls it."""
+"""{register method: wrapper of a hook}."""
 
 
 def _registering(name: str, wrapper: Callable[[Hook, _Sides], Hook], sides: _Sides) -> Callable[..., RemovableHandle]:
@@ -253,7 +256,7 @@ def _registering(name: str, wrapper: Callable[[Hook, _Sides], Hook], sides: _Sid
 
 
 def tell_of_global_hooks() -> None:
-    """Log once of each hook of a user on all modules at once: nothing is gathered around it."""
+    """Warn once about each global module hook of the user: its inputs are not gathered."""
     for number, hook in (each for hooks in GLOBAL_HOOKS for each in hooks.items()):
         if number not in _told and not _takes_parts(hook):
             _told.add(number)
@@ -266,7 +269,7 @@ def tell_of_global_hooks() -> None:
 
 
 _told: set[int] = set()
-"""Numbers of hooks, which torch gives to each once."""
+"""Ids of hooks that were logged; torch never reuses an id."""
 
 
 def _takes_parts(hook: Hook) -> bool:
