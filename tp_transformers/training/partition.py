@@ -1,4 +1,4 @@
-"""The modules that each rank holds, or its part of them, and the ranks of every group."""
+"""Report of a model's partition: sharded and replicated modules of each rank, and the ranks of each group."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .data_parallel import ranks_of
 
 @dataclass(frozen=True)
 class Partition:
-    """A model's modules over the ranks; as text, a line for every group and every rank.
+    """A model's modules over the ranks; `str` has a line for each group and each rank.
 
-    Modules that every rank of a `tp` axis holds whole stand there by their names, the others with `:r`: their part
-    number r. Layers that are alike are one, `*` or their numbers.
+    Replicated modules are listed by name, sharded ones as `name:r` for shard r. Equal layers are folded into one entry
+    with `*`, or with their numbers.
     """
 
     tp_groups: tuple[tuple[int, ...], ...]
-    """The ranks that share each copy of the model."""
+    """The ranks of each copy of the model."""
     dp_groups: tuple[tuple[int, ...], ...]
-    """The ranks that have batches of their own, and the same gradients of parameters that they all hold in full."""
+    """The ranks that have different batches and average gradients of replicated parameters."""
     part_groups: tuple[tuple[int, ...], ...]
-    """The ranks that hold the same parts."""
+    """The ranks that hold the same shards."""
     modules: tuple[tuple[str, bool], ...]
-    """(folded name, whether it is partitioned), in the model's order."""
+    """(folded name, True if it is sharded), in the model's order."""
 
     def held(self, tp_rank: int) -> list[str]:
-        """The part that a rank of the `tp` axis holds."""
+        """Return the entries of a rank of the `tp` axis."""
         return [f"{name}:{tp_rank}" if is_cut else name for name, is_cut in self.modules]
 
     def __str__(self) -> str:
@@ -51,12 +51,11 @@ class Partition:
 
 
 def partition(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, axis: str = "dp") -> Partition:
-    """How `model` is partitioned over the ranks; any rank may ask, by itself.
+    """Return the partition of `model` over the ranks. Not collective.
 
     Args:
         model: a model that was loaded with `tp_plan`.
-        mesh: a mesh with the axes `axis` and `tp`; None for the one that `data_parallel` was given, or else for one
-            copy of the model.
+        mesh: a mesh with the axes `axis` and `tp`; None: the mesh of `data_parallel`, or one copy of the model.
         axis: name of the data-parallel axis.
 
     Raises:
@@ -70,7 +69,7 @@ def partition(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, axis: s
 
 
 def partition_of(model: nn.Module, resolution: Resolution, copies: tuple[tuple[int, ...], ...]) -> Partition:
-    """The same of a model on the meta device with a bound plan; `copies` are the ranks of each copy of it."""
+    """`partition` for a model on the meta device with a bound plan; `copies` are the ranks of each copy."""
     split = {name for name, strategy in resolution.module_strategies.items() if strategy.signature.takes is BATCH}
     units = []
     for name, module in _units(model, split):
@@ -82,7 +81,7 @@ def partition_of(model: nn.Module, resolution: Resolution, copies: tuple[tuple[i
 
 
 def _units(module: nn.Module, split: set[str], name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Entries of a partition: the parts of layers, and modules with parameters outside layers."""
+    """Yield the entries of a partition: children of layers, and modules with parameters outside layers."""
     for step, child in module.named_children():
         path = f"{name}.{step}".lstrip(".")
         if not _has_parameters(child):
@@ -101,7 +100,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _folded(units: list[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """Names with `*` for the numbers of layers that are alike, or with their numbers where some are not."""
+    """Fold names of layers to `*`, or to lists of layer numbers if some are sharded and others not."""
     for pattern, found in folded(units).items():
         for is_cut, names in found.items():
             if len(found) == 1:

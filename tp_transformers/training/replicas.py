@@ -1,8 +1,8 @@
-"""Values that several ranks of a model hold, compared between them and brought together.
+"""Comparison and synchronisation of replicated tensors between the ranks of a model.
 
-Norms, replicated attention and vision towers, shared KV heads: each rank updates them by gradients that it computes
-alike. A backward that is not deterministic, as of scatters and of some attention kernels on a GPU, gives ranks
-gradients that differ in their last bits, and nothing brings the values together again.
+Each rank updates norms, replicated attention, vision towers and shared KV heads with gradients of its own, which should
+be equal. A nondeterministic backward (scatters and some attention kernels on a GPU) makes gradients differ in their
+last bits, and the values drift apart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..strategies import SHARD, local_tensor
 from ..strategies.shards.replicas import Part, parts
 
 CHUNK = 1 << 20
-"""Elements of a fingerprint that are computed at a time."""
+"""Elements per step of a fingerprint."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,21 +29,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_replicas(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None = None, *, synchronize: bool = False
 ) -> dict[str, float]:
-    """Compare tensors that ranks of the `tp` axis share; all ranks have to call it, the ranks of one copy at
-    least.
+    """Compare tensors that several ranks of the `tp` axis hold. Collective over the `tp` axis.
 
-    It takes a pass over these values and an all-gather of two numbers a tensor, so call it now and then, such as before
-    a checkpoint. Only values that differ travel. Copies of a data-parallel model are not compared with each other:
-    they are given the same gradients.
+    Costs a pass over these tensors and an all-gather of two numbers a tensor, so call it occasionally, such as before a
+    checkpoint. Only tensors that differ are sent. Copies of a data-parallel model are not compared with each other:
+    they get the same gradients.
 
     Args:
-        model: a model loaded with `tp_plan`; its parameters and persistent buffers are compared, bit by bit.
-        optimizer: an optimizer with states that are compared too, where they have the shape of their parameter.
-        synchronize: whether ranks take the values of the lowest rank that holds them, in place.
+        model: a model loaded with `tp_plan`; its parameters and persistent buffers are compared bitwise.
+        optimizer: its states with the shape of their parameter are compared too.
+        synchronize: if True, ranks take the values of the lowest rank that holds the tensor, in place.
 
     Returns:
-        By name, the largest absolute difference that was found; the state of an optimizer is `NAME.exp_avg` and such.
-        The same on all ranks of the axis, and empty where nothing has drifted apart.
+        {name: largest absolute difference}, with optimizer states as `NAME.exp_avg`. The same on all ranks of the axis;
+        empty if no tensors differ.
 
     Raises:
         UnsupportedError: for a model without a plan.
@@ -56,7 +55,7 @@ def check_replicas(
     values = _values(model, optimizer)
     joined: dict[str, Tensor] = {}
     shared = {part: value for name in values for part, value in parts(name, *values[name], group.size, joined)}
-    # 1. Fingerprints, which tell what differs.
+    # 1. Fingerprints of all shared tensors, to find those that differ.
     prints = torch.stack([_fingerprint(value) for value in shared.values()]).tolist() if shared else []
     everyone = group.gather(dict(zip(shared, prints, strict=True)))
     different = [
@@ -64,7 +63,7 @@ def check_replicas(
     ]
     if not different:
         return {}
-    # 2. By how much, and the first one's values in place of the others'.
+    # 2. Differences to the first rank's values, which replace the others.
     own: dict[str, float] = {}
     for part in different:
         first = _first(part, shared.get(part), group)
@@ -85,7 +84,7 @@ def check_replicas(
 
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """By name: a parameter or buffer, and a tensor that is laid out like it (itself, or an optimizer's state of it)."""
+    """Return {name: (parameter or buffer, tensor with its layout: itself or an optimizer's state)}."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
@@ -101,7 +100,7 @@ def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
 
 
 def _fingerprint(value: Tensor) -> Tensor:
-    """Two sums modulo 2**64 of the bits of a tensor, the second weighted by position: (2,), int64."""
+    """Return two sums modulo 2**64 of the bits of a tensor, the second weighted by position: (2,), int64."""
     flat = value.contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     bits = flat.view(_BITS[flat.element_size()])
@@ -114,31 +113,31 @@ def _fingerprint(value: Tensor) -> Tensor:
 
 
 def _differs(part: Part, everyone: list[Mapping[Part, list[int]]]) -> bool:
-    """True if the ranks that hold `part`, and all have it by now, have other values than the first of them."""
+    """True if all ranks that should hold `part` have it, and their fingerprints differ."""
     found = [everyone[rank].get(part) for rank in part.ranks]
     return all(each is not None for each in found) and any(each != found[0] for each in found)
 
 
 def _first(part: Part, value: Tensor | None, group: TensorParallelGroup) -> Tensor:
-    """The `value` of the first rank that holds `part`, on all ranks of the axis, also those that hold none of it.
+    """Broadcast the `value` of the first rank that holds `part` to all ranks of the axis.
 
-    A broadcast over the axis needs no process group of the holders alone.
+    All ranks of the axis join the broadcast, so no process group of the holders is needed.
     """
     if value is not None:
         first = value.contiguous().clone()
     else:
         first = torch.empty(part.shape, dtype=part.dtype, device=part.device_type)
-    is_short = first.ndim and first.element_size() == 1  # float8 and bool, which not every backend sends
+    is_short = first.ndim and first.element_size() == 1  # float8 and bool, which some backends cannot send
     direct.broadcast(first.view(torch.uint8) if is_short else first, group.process_group, part.ranks[0])
     return first
 
 
 def _difference(value: Tensor, other: Tensor) -> float:
-    """The largest absolute difference of two tensors."""
+    """Return the largest absolute difference of two tensors."""
     wide = torch.complex128 if value.is_complex() else torch.float64
     return (value.to(wide) - other.to(wide)).abs().max().item() if value.numel() else 0.0
 
 
 def _badness(difference: float) -> float:
-    """A difference that is not a number is the largest of all."""
+    """Sort key: NaN is the largest difference."""
     return float("inf") if difference != difference else difference

@@ -84,7 +84,7 @@ class TransformersStyleParallel(StyleParallel):
         return replace(super().shard(param_type, shape, group), use_dtensor=param_type in self.placements)
 
     def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
-        """See `Communication.views_of`; the style's transforms replace the other parameters."""
+        """See `Communication.views_of`; transformers' `context_around_forward` replaces DTensors."""
         return still_sharded(module, views)
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
