@@ -91,7 +91,7 @@ class Average:
                 value.register_hook(begun)
 
     def _before(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Before a gradient is accumulated: if its bucket was sent, receive the mean first, so that it adds to the mean."""
+        """Before a gradient is accumulated: if its bucket was sent, receive the mean first."""
         if self.is_queued and param in self._left:
             self._late.add(param)
             while self._travelling:
