@@ -54,16 +54,16 @@ class Average:
         self._buckets: list[list[nn.Parameter]] = []
         self._next = 0
         """Number of buckets sent in this backward."""
-        self._left: set[nn.Parameter] = set()
+        self._sent: set[nn.Parameter] = set()
         """The parameters of the buckets that were sent."""
-        self._travelling: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
+        self._in_flight: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
         """Buckets in flight with their concatenated gradients; zeros for parameters without one."""
-        self._came: set[nn.Parameter] = set()
+        self._arrived: set[nn.Parameter] = set()
         self._late: set[nn.Parameter] = set()
         """Parameters with a gradient that arrived after their bucket was sent."""
         self._means: dict[nn.Parameter, Tensor] = {}
         """Mean gradients of parameters without a gradient on this copy."""
-        self._heard = WeakTensorKeyDictionary()
+        self._hooked = WeakTensorKeyDictionary()
         """Parameters with gradient hooks: all that were in a bucket."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Average:
@@ -79,22 +79,22 @@ class Average:
         if not torch.is_grad_enabled():
             return
 
-        def begun(grad: Tensor) -> None:
+        def on_backward(grad: Tensor) -> None:
             if self.enabled and not self.is_queued:
                 self.is_queued, self._next = True, 0
-                for kept in (self._left, self._travelling, self._came, self._late, self._means):
-                    kept.clear()
+                for container in (self._sent, self._in_flight, self._arrived, self._late, self._means):
+                    container.clear()
                 engine.queue_callback(partial(self._finish, module))
 
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(begun)
+                value.register_hook(on_backward)
 
     def _before(self, param: nn.Parameter, grad: Tensor) -> None:
         """Before a gradient is accumulated: if its bucket was sent, receive the mean first."""
-        if self.is_queued and param in self._left:
+        if self.is_queued and param in self._sent:
             self._late.add(param)
-            while self._travelling:
+            while self._in_flight:
                 self._receive()
 
     def _after(self, param: Tensor) -> None:
@@ -103,14 +103,14 @@ class Average:
             return
         assert isinstance(param, nn.Parameter)
         settle_gradient(param)
-        self._came.add(param)
-        while self._next < len(self._buckets) and self._came.issuperset(self._buckets[self._next]):
+        self._arrived.add(param)
+        while self._next < len(self._buckets) and self._arrived.issuperset(self._buckets[self._next]):
             self._send()
 
     @torch.no_grad()
     def _send(self) -> None:
         """Start the all-reduce of the next bucket; wait for the oldest if too many are in flight."""
-        if len(self._travelling) == TRAVELLING:
+        if len(self._in_flight) == TRAVELLING:
             self._receive()
         bucket = self._buckets[self._next]
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in bucket]
@@ -118,14 +118,14 @@ class Average:
         # Not through shared memory: a rank would wait there for copies that are in a collective of their tp ranks.
         work = dist.all_reduce(flat, group=self.process_group, async_op=True)
         assert work is not None
-        self._travelling.append((bucket, flat, work))
-        self._left.update(bucket)
+        self._in_flight.append((bucket, flat, work))
+        self._sent.update(bucket)
         self._next += 1
 
     @torch.no_grad()
     def _receive(self) -> None:
         """Wait for the oldest bucket, and write its means to `.grad`, or to `_means` for parameters without one."""
-        bucket, flat, work = self._travelling.pop(0)
+        bucket, flat, work = self._in_flight.pop(0)
         work.wait()
         flat /= self.process_group.size()
         for param, mean in zip(bucket, flat.split([local_tensor(param).numel() for param in bucket]), strict=True):
@@ -140,18 +140,18 @@ class Average:
         self.is_queued = False
         while self._next < len(self._buckets):
             self._send()
-        while self._travelling:
+        while self._in_flight:
             self._receive()
         params = [param for param in module.parameters() if param.requires_grad]
-        left = self._left - self._late
-        state = [0 if param.grad is None else 1 if param in left else 2 for param in params]
+        sent = self._sent - self._late
+        state = [0 if param.grad is None else 1 if param in sent else 2 for param in params]
         agreed = torch.tensor(state, dtype=torch.float, device=params[0].device)
         for process_group in filter(None, (self.process_group, self.sharing)):
             direct.all_reduce(agreed, process_group, direct.MAX)
         states = dict(zip(params, agreed.tolist(), strict=True))
-        found = [param for param in params if states[param]]
-        rest = [param for param in found if states[param] == 2]
-        for param in found:
+        with_grad = [param for param in params if states[param]]
+        rest = [param for param in with_grad if states[param] == 2]
+        for param in with_grad:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
                 if param in self._means:
@@ -159,16 +159,16 @@ class Average:
             settle_gradient(param)
         self._means.clear()
         alone = set(outside(module)) if self.sharing is not None else set()
-        for process_groups, some in (
+        for process_groups, group_params in (
             ((self.sharing, self.process_group), [param for param in rest if param in alone]),
             ((self.process_group,), [param for param in rest if param not in alone]),
         ):
-            _average(some, process_groups, self.reduce_dtype)
-        together = [param for param in reversed(found) if param not in alone]
-        self._buckets = list(_buckets(together))
-        for param in together:
-            if param not in self._heard:
-                self._heard[param] = True
+            _average(group_params, process_groups, self.reduce_dtype)
+        bucketed = [param for param in reversed(with_grad) if param not in alone]
+        self._buckets = list(_buckets(bucketed))
+        for param in bucketed:
+            if param not in self._hooked:
+                self._hooked[param] = True
                 param.register_hook(partial(self._before, param))
                 param.register_post_accumulate_grad_hook(self._after)
 
@@ -190,14 +190,14 @@ def _average(
 
 def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
     """Yield lists of tensors of one dtype, about BUCKET bytes each."""
-    kinds: dict[torch.dtype, list[T]] = {}
+    by_dtype: dict[torch.dtype, list[T]] = {}
     for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    for alike in kinds.values():
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same_dtype in by_dtype.values():
         bucket: list[T] = []
-        for tensor in alike:
+        for tensor in same_dtype:
             bucket.append(tensor)
-            if sum(local_tensor(held).nbytes for held in bucket) >= BUCKET:
+            if sum(local_tensor(entry).nbytes for entry in bucket) >= BUCKET:
                 yield bucket
                 bucket = []
         if bucket:

@@ -79,8 +79,8 @@ def data_parallel(
     copies = _join_copies(model, group, mesh, axis, mode, options)
     process_group = mesh[axis].get_group()
     if any(batch_sharded(model)):
-        _start_alike((*outside(model), *model.buffers()), group.process_group)
-    _start_alike((*model.parameters(), *model.buffers()), process_group)
+        _broadcast((*outside(model), *model.buffers()), group.process_group)
+    _broadcast((*model.parameters(), *model.buffers()), process_group)
     copy = dataclasses.replace(group, copies=ranks_of(mesh, axis), mesh=both_axes(mesh, axis))
     for module in model.modules():
         if "tp_group" in module.__dict__:
@@ -114,7 +114,7 @@ def _join_copies(
 
 
 @torch.no_grad()
-def _start_alike(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None) -> None:
+def _broadcast(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None) -> None:
     """Broadcast `tensors` from the group's first rank."""
     for tensor in tensors:
         local = local_tensor(tensor)

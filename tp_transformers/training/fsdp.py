@@ -53,13 +53,13 @@ def shard_copies(
 def _tied(modules: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
     """Group the modules; those that share a parameter are in one group."""
     first: dict[nn.Parameter, nn.Module] = {}
-    together: dict[nn.Module, list[nn.Module]] = {}
+    groups: dict[nn.Module, list[nn.Module]] = {}
     for module in modules:
         params = list(module.parameters())
-        other = next((first[param] for param in params if param in first), module)
-        first.update(dict.fromkeys(params, other))
-        together.setdefault(other, []).append(module)
-    return together.values()
+        representative = next((first[param] for param in params if param in first), module)
+        first.update(dict.fromkeys(params, representative))
+        groups.setdefault(representative, []).append(module)
+    return groups.values()
 
 
 def _unwrap(model: nn.Module, params: Collection[nn.Parameter]) -> None:

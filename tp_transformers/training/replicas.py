@@ -53,50 +53,52 @@ def check_replicas(
     if group.size == 1:
         return {}
     values = _values(model, optimizer)
-    joined: dict[str, Tensor] = {}
-    shared = {part: value for name in values for part, value in parts(name, *values[name], group.size, joined)}
+    gathered: dict[str, Tensor] = {}
+    shared = {part: value for name in values for part, value in parts(name, *values[name], group.size, gathered)}
     # 1. Fingerprints of all shared tensors, to find those that differ.
-    prints = torch.stack([_fingerprint(value) for value in shared.values()]).tolist() if shared else []
-    everyone = group.gather(dict(zip(shared, prints, strict=True)))
+    fingerprints = torch.stack([_fingerprint(value) for value in shared.values()]).tolist() if shared else []
+    per_rank = group.gather(dict(zip(shared, fingerprints, strict=True)))
     different = [
-        part for part in dict.fromkeys(part for found in everyone for part in found) if _differs(part, everyone)
+        part
+        for part in dict.fromkeys(part for shared_parts in per_rank for part in shared_parts)
+        if _differs(part, per_rank)
     ]
     if not different:
         return {}
     # 2. Differences to the first rank's values, which replace the others.
-    own: dict[str, float] = {}
+    local_differences: dict[str, float] = {}
     for part in different:
         first = _first(part, shared.get(part), group)
         if group.rank in part.ranks:
             difference = _difference(shared[part], first)
-            own[part.name] = max(own.get(part.name, 0.0), difference, key=_badness)
+            local_differences[part.name] = max(local_differences.get(part.name, 0.0), difference, key=_badness)
             if synchronize:
                 shared[part].copy_(first)
     if synchronize:
-        for name, whole in joined.items():
+        for name, full in gathered.items():
             param, value = values[name]
-            local_tensor(value).copy_(whole[slice(*SHARD.of(param).rows)])
-    found: dict[str, float] = {}
-    for differences in group.gather(own):
+            local_tensor(value).copy_(full[slice(*SHARD.of(param).rows)])
+    largest: dict[str, float] = {}
+    for differences in group.gather(local_differences):
         for name, difference in differences.items():
-            found[name] = max(found.get(name, 0.0), difference, key=_badness)
-    return found
+            largest[name] = max(largest.get(name, 0.0), difference, key=_badness)
+    return largest
 
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[Tensor, Tensor]]:
     """Return {name: (parameter or buffer, tensor with its layout: itself or an optimizer's state)}."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    values: dict[str, tuple[Tensor, Tensor]] = {}
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name in persistent:
-            found[name] = (buffer, buffer)
+            values[name] = (buffer, buffer)
     for name, param in model.named_parameters():
-        found[name] = (param, param)
+        values[name] = (param, param)
         state = optimizer.state.get(param, {}) if optimizer is not None else {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == param.shape:
-                found[f"{name}.{key}"] = (param, value)
-    return found
+                values[f"{name}.{key}"] = (param, value)
+    return values
 
 
 def _fingerprint(value: Tensor) -> Tensor:
@@ -112,10 +114,12 @@ def _fingerprint(value: Tensor) -> Tensor:
     return sums
 
 
-def _differs(part: Part, everyone: list[Mapping[Part, list[int]]]) -> bool:
+def _differs(part: Part, per_rank: list[Mapping[Part, list[int]]]) -> bool:
     """True if all ranks that should hold `part` have it, and their fingerprints differ."""
-    found = [everyone[rank].get(part) for rank in part.ranks]
-    return all(each is not None for each in found) and any(each != found[0] for each in found)
+    fingerprints = [per_rank[rank].get(part) for rank in part.ranks]
+    return all(fingerprint is not None for fingerprint in fingerprints) and any(
+        fingerprint != fingerprints[0] for fingerprint in fingerprints
+    )
 
 
 def _first(part: Part, value: Tensor | None, group: TensorParallelGroup) -> Tensor:
@@ -132,10 +136,10 @@ def _first(part: Part, value: Tensor | None, group: TensorParallelGroup) -> Tens
     return first
 
 
-def _difference(value: Tensor, other: Tensor) -> float:
+def _difference(value: Tensor, reference: Tensor) -> float:
     """Return the largest absolute difference of two tensors."""
     wide = torch.complex128 if value.is_complex() else torch.float64
-    return (value.to(wide) - other.to(wide)).abs().max().item() if value.numel() else 0.0
+    return (value.to(wide) - reference.to(wide)).abs().max().item() if value.numel() else 0.0
 
 
 def _badness(difference: float) -> float:

@@ -26,12 +26,12 @@ OPTIMIZER_FOLDER = "optimizer"
 def _save_checkpoint(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """Synchronise replicated values to those of the first rank, which are saved."""
     if is_tensor_parallel(self.model):
-        found = check_replicas(self.model, _plain(self.optimizer), synchronize=True)
-        if found and self.model.tp_group.rank == 0:
-            worst = max(found, key=lambda name: found[name])
+        differences = check_replicas(self.model, _plain(self.optimizer), synchronize=True)
+        if differences and self.model.tp_group.rank == 0:
+            worst = max(differences, key=lambda name: differences[name])
             logger.warning(
                 "%d tensors that several ranks hold had drifted apart, %s by %.1e; all ranks take the first one's",
-                *(len(found), worst, found[worst]),
+                *(len(differences), worst, differences[worst]),
             )
     original(self, model, *args, **kwargs)
 
@@ -79,12 +79,12 @@ def _load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | No
     load_optimizer_state_dict(self.model, optimizer, state)
     schedule = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
     # The number of groups differs with the mesh: per-group lists come from the current optimizer and scheduler.
-    groups, own = optimizer.param_groups, self.lr_scheduler.state_dict()
-    own |= {
+    groups, current = optimizer.param_groups, self.lr_scheduler.state_dict()
+    current |= {
         "base_lrs": [group.get("initial_lr") for group in groups],
         "_last_lr": [group["lr"] for group in groups],
     }
-    lists = {name: own.get(name, value) for name, value in schedule.items() if isinstance(value, list)}
+    lists = {name: current.get(name, value) for name, value in schedule.items() if isinstance(value, list)}
     self.lr_scheduler.load_state_dict({**schedule, **lists})
 
 

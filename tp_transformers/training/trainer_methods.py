@@ -23,7 +23,7 @@ from ..model.optimizers.scopes import check_in_backward
 from ..model.parallelize import is_tensor_parallel
 from ..patches import Undo, replace, replace_all
 from ..strategies import batch_sharded, shard_of
-from ..strategies.loss.head import whole_logits
+from ..strategies.loss.head import gather_logits
 from . import trainer_checkpoints
 
 
@@ -73,7 +73,7 @@ def prediction_step(
     """See `transformers.Trainer`; logits are unsharded."""
     if prediction_loss_only or not is_tensor_parallel(self.model):
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
-    handle = self.model.register_forward_hook(_with_whole_logits)
+    handle = self.model.register_forward_hook(_with_full_logits)
     try:
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
     finally:
@@ -178,12 +178,12 @@ def _gather_for_metrics(accelerator: Any, tp_size: int, data: Any, use_gather_ob
     return data[:count] if use_gather_object else recursively_apply(lambda tensor: tensor[:count], data)
 
 
-def _with_whole_logits(model: nn.Module, args: Any, output: Any) -> Any:
+def _with_full_logits(model: nn.Module, args: Any, output: Any) -> Any:
     """Gather the logits of an output; in a tuple they follow the loss."""
     if isinstance(output, tuple):
-        return (output[0], whole_logits(model, output[1]), *output[2:])
+        return (output[0], gather_logits(model, output[1]), *output[2:])
     if output.get("logits") is not None:
-        output["logits"] = whole_logits(model, output["logits"])
+        output["logits"] = gather_logits(model, output["logits"])
     return output
 
 

@@ -56,19 +56,19 @@ def vocab_parallel_cross_entropy(
     elif isinstance(group, DeviceMesh):
         group = group.get_group()
     if widths is None:
-        own = logits.shape[-1]
-        widths = (own,) if group is None else all_gather_number(own, group, logits.device)
-    counts = target != ignore_index
-    known = (target >= 0) & (target < sum(widths)) | ~counts
+        width = logits.shape[-1]
+        widths = (width,) if group is None else all_gather_number(width, group, logits.device)
+    is_counted = target != ignore_index
+    is_valid = (target >= 0) & (target < sum(widths)) | ~is_counted
     if target.device.type != "cpu" or torch.compiler.is_compiling():
-        assert_async(known.all())
-    elif not known.all():
-        raise IndexError(f"Target {target[~known][0].item()} is out of bounds.")
+        assert_async(is_valid.all())
+    elif not is_valid.all():
+        raise IndexError(f"Target {target[~is_valid][0].item()} is out of bounds.")
     start = sum(widths[: dist.get_rank(group)]) if group is not None else 0
-    losses: Tensor = _CrossEntropy.apply(logits, target.masked_fill(~counts, -1), start, group)
+    losses: Tensor = _CrossEntropy.apply(logits, target.masked_fill(~is_counted, -1), start, group)
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / is_counted.sum()
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class CausalLMLoss:
                 expected=f"the {sum(self.widths)} that the output embedding has",
                 fix="Load the model without tp_loss_parallel.",
             )
-        own, rank = logits.shape[-1], self.device_mesh.get_local_rank()
-        if own == vocab_size:  # unsharded, from a call without labels
+        width, rank = logits.shape[-1], self.device_mesh.get_local_rank()
+        if width == vocab_size:  # unsharded, from a call without labels
             logits = logits.narrow(-1, sum(self.widths[:rank]), self.widths[rank])
         if shift_labels is None:
             assert labels is not None
@@ -126,42 +126,44 @@ class _CrossEntropy(torch.autograd.Function):
         # A rank's shard is empty if the vocabulary is smaller than the number of ranks.
         largest = wide.amax(-1) if wide.shape[-1] else wide.new_full(target.shape, -torch.inf)
         direct.all_reduce(largest, group, direct.MAX)
-        own, here = _local(target, start, wide.shape[-1])
-        taken = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1) if wide.shape[-1] else wide.new_zeros(target.shape)
-        total = torch.stack([(wide - largest.unsqueeze(-1)).exp_().sum(-1), taken.masked_fill(~here, 0)])
-        direct.all_reduce(total, group)
-        exponential = total[0].log() + largest  # logsumexp
+        local_ids, is_local = _local(target, start, wide.shape[-1])
+        target_logits = (
+            wide.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1) if wide.shape[-1] else wide.new_zeros(target.shape)
+        )
+        sums = torch.stack([(wide - largest.unsqueeze(-1)).exp_().sum(-1), target_logits.masked_fill(~is_local, 0)])
+        direct.all_reduce(sums, group)
+        logsumexp = sums[0].log() + largest
         ctx.start, ctx.group = start, group
-        ctx.save_for_backward(logits, target, exponential)
-        return (exponential - total[1]).masked_fill(target < 0, 0)
+        ctx.save_for_backward(logits, target, logsumexp)
+        return (logsumexp - sums[1]).masked_fill(target < 0, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, target, exponential = ctx.saved_tensors
+        logits, target, logsumexp = ctx.saved_tensors
         is_recorded = torch.is_grad_enabled()  # for double backward
         grad = grads[0].masked_fill(target < 0, 0)
         if is_recorded:
             grad = copy_to_region(grad, ctx.group) if ctx.group is not None else grad
-            exponential = _recorded_sum(logits, exponential, ctx.group)
-        wide = logits.to(exponential.dtype)
-        own, here = _local(target, ctx.start, wide.shape[-1])
-        slope = (wide - exponential.unsqueeze(-1)).exp_()
-        slope = slope * grad.unsqueeze(-1) if is_recorded else slope.mul_(grad.unsqueeze(-1))
+            logsumexp = _recorded_logsumexp(logits, logsumexp, ctx.group)
+        wide = logits.to(logsumexp.dtype)
+        local_ids, is_local = _local(target, ctx.start, wide.shape[-1])
+        grad_logits = (wide - logsumexp.unsqueeze(-1)).exp_()
+        grad_logits = grad_logits * grad.unsqueeze(-1) if is_recorded else grad_logits.mul_(grad.unsqueeze(-1))
         if wide.shape[-1]:
-            slope.scatter_add_(-1, own.unsqueeze(-1), -grad.masked_fill(~here, 0).unsqueeze(-1))
-        return slope.to(logits.dtype), None, None, None
+            grad_logits.scatter_add_(-1, local_ids.unsqueeze(-1), -grad.masked_fill(~is_local, 0).unsqueeze(-1))
+        return grad_logits.to(logits.dtype), None, None, None
 
 
-def _recorded_sum(logits: Tensor, known: Tensor, group: Group | None) -> Tensor:
-    """Attach a gradient with respect to this rank's logits to `known`, the logsumexp over all ranks."""
-    share = (logits.to(known.dtype) - known.unsqueeze(-1)).exp().sum(-1)  # sums to 1 over all ranks
+def _recorded_logsumexp(logits: Tensor, logsumexp: Tensor, group: Group | None) -> Tensor:
+    """Attach a gradient with respect to this rank's logits to `logsumexp`, taken over all ranks."""
+    total = (logits.to(logsumexp.dtype) - logsumexp.unsqueeze(-1)).exp().sum(-1)  # sums to 1 over all ranks
     if group is not None:
-        share = copy_to_region(reduce_from_region(share, group), group)
-    logarithm = share.log()
-    return known + (logarithm - logarithm.detach())
+        total = copy_to_region(reduce_from_region(total, group), group)
+    logarithm = total.log()
+    return logsumexp + (logarithm - logarithm.detach())
 
 
 def _local(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     """Return (ids relative to this rank's first, 0 for ids of other ranks; mask of this rank's ids)."""
-    here = (target >= start) & (target < start + width)
-    return (target - start).masked_fill(~here, 0), here
+    is_local = (target >= start) & (target < start + width)
+    return (target - start).masked_fill(~is_local, 0), is_local

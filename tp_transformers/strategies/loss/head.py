@@ -23,7 +23,7 @@ class LossColwiseParallel(ColwiseParallel):
     x ──f── [A | B] ── xAB, or [xA | xB]
     """
 
-    keeps_part = False
+    keeps_shard = False
     """True while the current forward leaves its output sharded."""
 
     def __init__(self, *, use_dtensor: bool = True) -> None:
@@ -35,7 +35,7 @@ class LossColwiseParallel(ColwiseParallel):
         return ReplicateParallel(), LossColwiseParallel()
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        if self.keeps_part:
+        if self.keeps_shard:
             return outputs
         return super().after(module, outputs, mesh)
 
@@ -52,7 +52,7 @@ class LossParallel(TensorParallelLayer):
             # Rebuilt in every forward, since embeddings may have been resized.
             module.loss_function = CausalLMLoss(mesh, heads[0].output_split.widths)  # type: ignore[assignment]
             for head in heads:
-                head.keeps_part = True
+                head.keeps_shard = True
         return inputs
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
@@ -62,10 +62,10 @@ class LossParallel(TensorParallelLayer):
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """See `TensorParallelLayer.interrupted`; a head that is called by itself returns unsharded logits."""
         for head in _heads(module):
-            head.keeps_part = False
+            head.keeps_shard = False
 
 
-def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
+def gather_logits(model: nn.Module, logits: Tensor) -> Tensor:
     """Gather the logits (backward: own slice) after loss parallelism computed the loss from shards."""
     for head in _heads(model)[:1]:
         group = model.tp_group

@@ -33,24 +33,26 @@ def mix_locally(
     """
     arguments = argument_names(module)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
-    cut = {name: split for name, split in splits.items() if name in module._buffers}
+    buffer_splits = {name: split for name, split in splits.items() if name in module._buffers}
 
-    def own(buffer: Tensor, split: Split) -> Tensor:
+    def local_buffer(buffer: Tensor, split: Split) -> Tensor:
         return take(buffer, Layout(first_long_dim(buffer.shape), split), rank)
 
     def around(call: Forwarder) -> Forwarder:
         def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
             params = {name: mod.get_parameter(name) for name in views}
-            buffers, training = {name: mod.get_buffer(name) for name in cut}, mod.training
-            given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+            buffers, training = {name: mod.get_buffer(name) for name in buffer_splits}, mod.training
+            values = {**dict(zip(arguments, args, strict=False)), **kwargs}
             for name in states:
                 argument, _, index = name.rpartition(".")
-                if given.get(argument) is not None:
-                    _keep_own(given[argument], int(index), splits[name], rank)
+                if values.get(argument) is not None:
+                    _slice_state(values[argument], int(index), splits[name], rank)
             try:
                 for name, param in params.items():
                     _put(mod, name, views[name].view(param))
-                mod._buffers.update({name: own(buffer, cut[name]) for name, buffer in buffers.items()})
+                mod._buffers.update(
+                    {name: local_buffer(buffer, buffer_splits[name]) for name, buffer in buffers.items()}
+                )
                 if training:
                     mod.training = False
                 return call(mod, *args, **kwargs)
@@ -66,7 +68,7 @@ def mix_locally(
     wrap_forward(module, around)
 
 
-def _keep_own(states: Any, index: int, split: Split, rank: int) -> None:
+def _slice_state(states: Any, index: int, split: Split, rank: int) -> None:
     """Replace a state of all heads, (batch, heads or features, ...), by the slice of this rank's heads.
 
     In a list, the entry is replaced. In a tuple, `.data` of the tensor is set, which breaks a graph of torch.compile.
@@ -74,11 +76,11 @@ def _keep_own(states: Any, index: int, split: Split, rank: int) -> None:
     state: Tensor = states[index]
     if state.shape[1] != split.length:
         return
-    own = take(state, Layout(1, split), rank).clone()
+    local = take(state, Layout(1, split), rank).clone()
     if isinstance(states, list):
-        states[index] = own
+        states[index] = local
     else:
-        state.data = own
+        state.data = local
 
 
 def _put(module: nn.Module, name: str, param: Tensor) -> None:

@@ -69,7 +69,7 @@ _OTHER_NAMES = {
     "or": "bitwise_or",
 }
 _OTHER_NAMES |= {"truediv": "div", "xor": "bitwise_xor", "divide": "div", "multiply": "mul", "subtract": "sub"}
-_NOT_BY_VALUE = frozenset(("equal", "frexp", "max", "min", "rrelu"))
+_NOT_ELEMENTWISE = frozenset(("equal", "frexp", "max", "min", "rrelu"))
 """Operators with both pointwise and other overloads."""
 
 
@@ -83,7 +83,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 @cache
-def is_by_value(name: str) -> bool:
+def is_elementwise(name: str) -> bool:
     """True if a function is elementwise: each output value depends only on input values at the same index."""
     base = name
     if name.startswith("__") and name.endswith("__"):
@@ -95,7 +95,7 @@ def is_by_value(name: str) -> bool:
 
 def _is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None or name.rstrip("_") in _NOT_BY_VALUE or name.startswith("_"):
+    if packet is None or name.rstrip("_") in _NOT_ELEMENTWISE or name.startswith("_"):
         return False
     return any(torch.Tag.pointwise in getattr(packet, form).tags for form in packet.overloads())
 
@@ -110,5 +110,5 @@ def is_in_place(name: str) -> bool:
 def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
     """True if a tensor of `shape` broadcasts to the shape `full`."""
     return len(shape) <= len(full) and all(
-        own in (1, length) for own, length in zip(reversed(shape), reversed(full), strict=False)
+        size in (1, full_size) for size, full_size in zip(reversed(shape), reversed(full), strict=False)
     )

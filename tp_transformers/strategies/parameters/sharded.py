@@ -71,10 +71,10 @@ def know(result: Any, like: Any) -> Any:
             layout: Any = {"shape": like.shape, "stride": like.stride(), "run_check": False}
             result = DTensor.from_local(result, like.device_mesh, like.placements, **layout)
     if is_dtensor:
-        is_alike = type(result) is DTensor and result.placements == like.placements and result.shape == shard.shape
+        has_layout = type(result) is DTensor and result.placements == like.placements and result.shape == shard.shape
     else:
-        is_alike = type(result) is Tensor and tuple(result.shape) == shard.local_shape
-    return as_shard(result, type(like), shard) if is_alike else result
+        has_layout = type(result) is Tensor and tuple(result.shape) == shard.local_shape
+    return as_shard(result, type(like), shard) if has_layout else result
 
 
 def as_shard(local: Tensor, kind: type, shard: Shard) -> Any:
@@ -112,8 +112,8 @@ def full_values(tensor: Any) -> Tensor:
 
 def own_values(full: Tensor, shard: Shard) -> Tensor:
     """Return this rank's slice of a replicated tensor; gradients flow back to `full`."""
-    own: Tensor = _Own.apply(full, shard) if full.requires_grad and torch.is_grad_enabled() else shard.own(full)
-    return own
+    local: Tensor = _Own.apply(full, shard) if full.requires_grad and torch.is_grad_enabled() else shard.own(full)
+    return local
 
 
 class _Full(torch.autograd.Function):
@@ -163,20 +163,20 @@ def has_changed(tensor: Any) -> None:
     """Mark views of the full tensor as stale. All ranks do so at the same point of the program."""
     if WATCHERS:
         memory = memory_of(tensor)
-        for each in WATCHERS:
-            each.is_stale |= each.memory == memory
+        for gathered in WATCHERS:
+            gathered.is_stale |= gathered.memory == memory
 
 
 def write(tensor: Any, full: Tensor) -> None:
     """Copy this rank's slice of `full` into `tensor`."""
-    own = tensor.tp_shard.own(full)
+    local = tensor.tp_shard.own(full)
     has_changed(tensor)
     with as_torch():
         if isinstance(tensor, DTensor):
-            tensor._local_tensor.copy_(own.detach())
+            tensor._local_tensor.copy_(local.detach())
             torch.autograd.graph.increment_version(tensor)
         else:
-            tensor.copy_(own)
+            tensor.copy_(local)
 
 
 def assign(tensor: Any, value: Tensor) -> None:

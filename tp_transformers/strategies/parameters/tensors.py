@@ -96,9 +96,9 @@ class ShardDTensor(Sharded, DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> Any:
-        found = DTensor.__tensor_unflatten__(inner, spec, size, stride)
-        found.__class__ = ShardDTensor
-        return found
+        result = DTensor.__tensor_unflatten__(inner, spec, size, stride)
+        result.__class__ = ShardDTensor
+        return result
 
 
 HAS_LOCAL = (ShardTensor, DTensor)

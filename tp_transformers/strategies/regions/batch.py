@@ -78,8 +78,8 @@ class Batch:
             MeshError: on all ranks, if the ranks' sequence lengths differ, or their kinds or dtypes of masks.
             UnsupportedError: on all ranks, if any rank has an argument that cannot be gathered.
         """
-        own = torch.tensor([shape[0], *(list(shape[1:2]) or [1]), given, extra], device=device)
-        ranks = all_gather_uneven(own[None], [1] * group.size(), group, dim=0).tolist()
+        facts = torch.tensor([shape[0], *(list(shape[1:2]) or [1]), given, extra], device=device)
+        ranks = all_gather_uneven(facts[None], [1] * group.size(), group, dim=0).tolist()
         lengths = [rank[1] for rank in ranks]
         if len(set(lengths)) > 1:
             rank = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
@@ -113,7 +113,7 @@ def _refuse(kind: type[TensorParallelError], got: str, expected: str, fix: str) 
 _current: WeakKeyDictionary[Group, Batch] = WeakKeyDictionary()
 """{group: batch of the base model's current forward}."""
 
-_alike: WeakKeyDictionary[Group, Batch | None] = WeakKeyDictionary()
+_common: WeakKeyDictionary[Group, Batch | None] = WeakKeyDictionary()
 """{group: batch that all training forwards so far had in common; None if they differed}."""
 
 _same_inputs: ContextVar[bool] = ContextVar("tp_transformers_same_inputs", default=False)
@@ -139,9 +139,9 @@ def batch_of(x: Tensor, mesh: DeviceMesh, *, in_layers: bool = False) -> Batch |
     if _same_inputs.get():
         return None
     group = mesh.get_group()
-    batch, alike = _current.get(group), _alike.get(group)
-    if batch is None and in_layers and alike is not None and in_backward() >= 0:
-        batch = replace(alike, joined={})
+    batch, common = _current.get(group), _common.get(group)
+    if batch is None and in_layers and common is not None and in_backward() >= 0:
+        batch = replace(common, joined={})
     return batch if batch is not None else Batch.agree(tuple(x.shape), _POSITIONS, 0, x.device, group)
 
 
@@ -174,8 +174,8 @@ class BatchStates(TensorParallelLayer):
         ids = given["inputs_embeds"] if ids is None else ids
         group, (kind, extra) = mesh.get_group(), _kind(module, given)
         batch = _current[group] = Batch.agree(tuple(ids.shape), kind, extra, ids.device, group)
-        if torch.is_grad_enabled() and _alike.setdefault(group, replace(batch, joined={})) != batch:
-            _alike[group] = None
+        if torch.is_grad_enabled() and _common.setdefault(group, replace(batch, joined={})) != batch:
+            _common[group] = None
         return args, {**keywords, "use_cache": False} if "use_cache" in names[len(args) :] else keywords
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
@@ -184,24 +184,24 @@ class BatchStates(TensorParallelLayer):
             return outputs
         tokens = sum(batch.widths) * batch.length
 
-        def own(value: Any) -> Any:
+        def slice_samples(value: Any) -> Any:
             """Slice router outputs for all tokens to this rank's samples; return other values as they are."""
             if (
                 not isinstance(value, tuple)
                 or len(value) == batch.exchanges
-                or not all(isinstance(each, Tensor) and each.ndim == 2 and each.shape[0] == tokens for each in value)
+                or not all(isinstance(rows, Tensor) and rows.ndim == 2 and rows.shape[0] == tokens for rows in value)
             ):
                 return value
-            rows = (each.unflatten(0, (sum(batch.widths), -1)) for each in value)
-            parts = (scatter_to_region(each, batch.widths, group, dim=BATCH_DIM) for each in rows)
-            return tuple(scale_gradient(part, 1 / group.size()).flatten(0, 1) for part in parts)
+            samples = (rows.unflatten(0, (sum(batch.widths), -1)) for rows in value)
+            shards = (scatter_to_region(sample, batch.widths, group, dim=BATCH_DIM) for sample in samples)
+            return tuple(scale_gradient(shard, 1 / group.size()).flatten(0, 1) for shard in shards)
 
         if isinstance(outputs, ModelOutput):
             for name in list(outputs):
                 if outputs[name] is not None:
-                    outputs[name] = own(outputs[name])
+                    outputs[name] = slice_samples(outputs[name])
             return outputs
-        return tuple(map(own, outputs)) if isinstance(outputs, tuple) else outputs
+        return tuple(map(slice_samples, outputs)) if isinstance(outputs, tuple) else outputs
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         _current.pop(mesh.get_group(), None)
@@ -217,8 +217,8 @@ def _kind(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:
         return _CACHE, 0
     if given.get("cu_seq_lens_q") is not None:
         return _PACKED, 0
-    asked = given.get("output_attentions")
-    if getattr(config, "output_attentions", False) if asked is None else asked:
+    attentions = given.get("output_attentions")
+    if getattr(config, "output_attentions", False) if attentions is None else attentions:
         return _ATTENTIONS, 0
     if isinstance(mask, Tensor) and mask.ndim > 2:
         return _MASK, _DTYPES.index(mask.dtype)

@@ -41,7 +41,7 @@ class BatchBlock(RegionBlock):
         """See `TensorParallelLayer.around_whole`: the batch stays sharded."""
         return BatchWhole()
 
-    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
+    def input_widths(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
         forward.notes["batch"] = batch = batch_of(x, mesh, in_layers=True)
         return None if batch is None else batch.widths
 
@@ -65,32 +65,39 @@ class BatchBlock(RegionBlock):
         if batch is None:
             return args, keywords
 
-        def join(name: str, value: Any) -> Any:
+        def gather(name: str, value: Any) -> Any:
             """Gather the argument `name` over all ranks; return values without a batch dim as they are."""
             if value is x or not (isinstance(value, Tensor | tuple) or name == "attention_mask"):
                 return value
-            known = batch.joined.setdefault(name, [])
-            which = next((at for at, (mine, _) in enumerate(known) if mine is value and value is not None), len(known))
+            entries = batch.joined.setdefault(name, [])
+            index = next(
+                (number for number, (local, _) in enumerate(entries) if local is value and value is not None),
+                len(entries),
+            )
             if name == "attention_mask" and not batch.differs and value is None:
                 return None
-            if (
-                name == "attention_mask" and batch.differs
-            ):  # transformers passes None for a mask without effect, decided on each rank by itself
-                vote = torch.tensor([-1 if value is None else which], device=x.device)
-                direct.all_reduce(vote, mesh.get_group(), direct.MAX)
-                which = int(vote.item())
-                if which < 0:
+            if name == "attention_mask" and batch.differs:
+                # transformers replaces a mask without effect by None, on each rank by itself.
+                latest = torch.tensor([-1 if value is None else index], device=x.device)
+                direct.all_reduce(latest, mesh.get_group(), direct.MAX)
+                index = int(latest.item())
+                if index < 0:
                     return None
-            if which == len(known):
-                whole = _full_mask(module, x) if value is None else value
-                known.append((value, _each(whole, lambda tensor: self._join_argument(name, tensor, batch, mesh))))
-            return known[which][1]
+            if index == len(entries):
+                mask_or_value = _full_mask(module, x) if value is None else value
+                entries.append(
+                    (
+                        value,
+                        _map_tensors(mask_or_value, lambda tensor: self._gather_argument(name, tensor, batch, mesh)),
+                    )
+                )
+            return entries[index][1]
 
         names = [*self.arguments, *[""] * len(args)]
-        args = tuple(join(name, value) for name, value in zip(names, args, strict=False))
-        return args, {name: join(name, value) for name, value in keywords.items()}
+        args = tuple(gather(name, value) for name, value in zip(names, args, strict=False))
+        return args, {name: gather(name, value) for name, value in keywords.items()}
 
-    def _join_argument(self, name: str, tensor: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
+    def _gather_argument(self, name: str, tensor: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
         if tensor.ndim < 2:
             return tensor
         self.check_fit(name, tensor.shape[0], batch.widths, mesh, broadcasts=True)
@@ -112,10 +119,10 @@ def _full_mask(module: nn.Module, x: Tensor) -> Tensor:
     return mask.tril() if getattr(module, "is_causal", True) else mask
 
 
-def _each(value: Any, function: Any) -> Any:
+def _map_tensors(value: Any, function: Any) -> Any:
     """Apply `function` to a tensor, or to each tensor of nested tuples; return other values as they are."""
     if isinstance(value, tuple):
-        return tuple(_each(each, function) for each in value)
+        return tuple(_map_tensors(entry, function) for entry in value)
     return function(value) if isinstance(value, Tensor) else value
 
 
@@ -159,14 +166,14 @@ class BatchColwise(ColwiseParallel):
             self.check_width(x, self.in_features)
         if batch is None:
             return super().before(module, inputs, mesh)
-        return (_joined(x, batch, mesh), *inputs[1:])
+        return (_gather(x, batch, mesh), *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         batch = forward_of(module).notes["batch"]
         if batch is None:
             return super().after(module, outputs, mesh)
-        own = exchange_regions(outputs, self.output_split.widths, batch.widths, mesh.get_group())
-        return scale_gradient(own, 1 / mesh.size())
+        local = exchange_regions(outputs, self.output_split.widths, batch.widths, mesh.get_group())
+        return scale_gradient(local, 1 / mesh.size())
 
     def __repr__(self) -> str:
         return f"{self.plain}, input: batch-sharded"
@@ -183,7 +190,7 @@ class BatchVocabulary(RowwiseParallel):
         ids = to_local(inputs)[0]
         batch = forward_of(module).notes["batch"] = batch_of(ids, mesh)
         if batch is not None:
-            ids = _joined(ids, batch, mesh)
+            ids = _gather(ids, batch, mesh)
         return super().before(module, (ids, *inputs[1:]), mesh)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
@@ -191,14 +198,14 @@ class BatchVocabulary(RowwiseParallel):
         if batch is None:
             return super().after(module, outputs, mesh)
         outputs = outputs.masked_fill(forward_of(module).notes["outside"].unsqueeze(LAST), 0)
-        own = reduce_scatter_from_region(outputs, batch.widths, mesh.get_group(), dim=BATCH_DIM)
-        return scale_gradient(own, 1 / mesh.size())
+        local = reduce_scatter_from_region(outputs, batch.widths, mesh.get_group(), dim=BATCH_DIM)
+        return scale_gradient(local, 1 / mesh.size())
 
     def __repr__(self) -> str:
         return "embedding_rowwise, input: batch-sharded"
 
 
-def _joined(x: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
+def _gather(x: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
     if not x.is_floating_point():
         return all_gather_uneven(x, batch.widths, mesh.get_group(), dim=BATCH_DIM)
     x = scale_gradient(x, mesh.size())

@@ -28,7 +28,7 @@ from ..forward.short_forwards import Forwarder
 from ..local import to_local
 from ..signature import BATCH, LOCAL, PARTIAL, SEQUENCE, Signature
 from .batch import exchange_samples
-from .sequence import exchange_parts
+from .sequence import exchange_shards
 
 
 @dataclass(frozen=True)
@@ -105,34 +105,39 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
             receives no token computes one of zeros, so that its backward calls the same collectives.
         """
         assert isinstance(self.experts, Split)
-        group, ranges = mesh.get_group(), [found[0] for found in self.experts.ranges]
+        group, ranges = mesh.get_group(), [rank_ranges[0] for rank_ranges in self.experts.ranges]
         starts, ends = (
             torch.tensor(bounds, dtype=ids.dtype, device=ids.device) for bounds in zip(*ranges, strict=True)
         )
         owners = torch.bucketize(ids.contiguous(), ends, right=True)
-        wanted = (owners.unsqueeze(-1) == torch.arange(len(ranges), device=ids.device)).any(1)  # (tokens, ranks)
-        counts = wanted.sum(0)
+        sends = (owners.unsqueeze(-1) == torch.arange(len(ranges), device=ids.device)).any(1)  # (tokens, ranks)
+        counts = sends.sum(0)
         sent, received = torch.stack([counts, exchange_counts(counts, group)]).tolist()
-        ranks, tokens = wanted.t().nonzero(as_tuple=True)
-        is_there = owners[tokens] == ranks[:, None]
-        numbers = torch.where(is_there, ids[tokens] - starts[ranks, None], -1).int()
-        rows = (states.index_select(0, tokens), weights.index_select(0, tokens), numbers)
-        theirs, their_weights, their_numbers = exchange_rows(rows, sent, received, group)
-        if not len(theirs):
-            theirs, their_weights, their_numbers = (
-                pad(each, (0, 0, 0, 1)) for each in (theirs, their_weights, their_numbers)
+        ranks, tokens = sends.t().nonzero(as_tuple=True)
+        is_owner = owners[tokens] == ranks[:, None]
+        local_ids = torch.where(is_owner, ids[tokens] - starts[ranks, None], -1).int()
+        rows = (states.index_select(0, tokens), weights.index_select(0, tokens), local_ids)
+        received_states, received_weights, received_ids = exchange_rows(rows, sent, received, group)
+        if not len(received_states):
+            received_states, received_weights, received_ids = (
+                pad(tensor, (0, 0, 0, 1)) for tensor in (received_states, received_weights, received_ids)
             )
-        at, slots = (their_numbers >= 0).nonzero(as_tuple=True)
-        route = Route(sent, received, len(states), tokens, at)
-        own = their_numbers[at, slots].long()
-        return route, theirs.index_select(0, at), own[:, None], their_weights[at, slots][:, None]
+        row_index, slots = (received_ids >= 0).nonzero(as_tuple=True)
+        route = Route(sent, received, len(states), tokens, row_index)
+        expert_ids = received_ids[row_index, slots].long()
+        return (
+            route,
+            received_states.index_select(0, row_index),
+            expert_ids[:, None],
+            received_weights[row_index, slots][:, None],
+        )
 
     def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
         """Send back the outputs of this rank's experts, (pairs, hidden); sum those for its tokens: (tokens, hidden)."""
         length = sum(route.received)
         sums = _sum_rows(outputs, route.rows, max(length, 1))[:length]
-        (back,) = exchange_rows((sums,), route.received, route.sent, mesh.get_group())
-        return _sum_rows(back, route.tokens, route.count)
+        (returned,) = exchange_rows((sums,), route.received, route.sent, mesh.get_group())
+        return _sum_rows(returned, route.tokens, route.count)
 
 
 class SequenceExpertsParallel(ExchangeExpertsParallel):
@@ -141,7 +146,7 @@ class SequenceExpertsParallel(ExchangeExpertsParallel):
     signature = Signature(SEQUENCE, SEQUENCE, inside=(LOCAL, PARTIAL))
 
     def has_own_tokens(self, mesh: DeviceMesh) -> bool:
-        return exchange_parts(self.name, mesh.get_group())
+        return exchange_shards(self.name, mesh.get_group())
 
 
 class BatchExpertsParallel(ExchangeExpertsParallel):

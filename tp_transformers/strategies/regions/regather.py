@@ -41,10 +41,10 @@ def remember(output: Tensor, module: nn.Module, x: Tensor) -> None:
         untyped(output)._tp_made = _Made(module, x.detach(), x._version, dict(module._parameters), output._version)
 
 
-def saving_part(
-    part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, *, dim: int
+def saving_shard(
+    shard: Tensor, full: Tensor, widths: tuple[int, ...], group: Group, *, dim: int
 ) -> AbstractContextManager[None] | None:
-    """Return a context in which autograd saves this rank's `part` in place of the gathered `whole` and its views.
+    """Return a context for autograd to save this rank's `shard` in place of the gathered `full` tensor and its views.
 
     None if autograd does not record, or other saved-tensor hooks are active, such as those of gradient checkpointing
     and offloading: torch calls only the innermost hooks.
@@ -53,7 +53,7 @@ def saving_part(
         return None
     if top_saved_tensors_hooks(True) is not None:
         return None
-    regathered = _Regathered(part, whole, widths, group, dim)
+    regathered = _Regathered(shard, full, widths, group, dim)
     return saved_tensors_hooks(regathered.pack, regathered.unpack)
 
 
@@ -64,13 +64,13 @@ class _Regathered:
     gather in the same order, since they run the same operations.
     """
 
-    def __init__(self, part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> None:
+    def __init__(self, shard: Tensor, full: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> None:
         self._widths, self._group, self._dim = widths, group, dim
-        made: _Made | None = getattr(part, "_tp_made", None)
-        self._made = made if made is not None and made.made == part._version else None
-        self._part = part.detach() if self._made is None else None
-        self._address = whole.untyped_storage().data_ptr()
-        self._whole: Tensor | None = None
+        made: _Made | None = getattr(shard, "_tp_made", None)
+        self._made = made if made is not None and made.made == shard._version else None
+        self._part = shard.detach() if self._made is None else None
+        self._address = full.untyped_storage().data_ptr()
+        self._full: Tensor | None = None
         self._uses, self._left = 0, 0
 
     def pack(self, x: Tensor) -> Tensor | View:
@@ -84,13 +84,13 @@ class _Regathered:
         """Return the tensor that `pack` took."""
         if isinstance(packed, Tensor):
             return packed
-        if self._whole is None:
-            self._whole = all_gather_uneven(self._make_part(), self._widths, self._group, dim=self._dim)
+        if self._full is None:
+            self._full = all_gather_uneven(self._make_part(), self._widths, self._group, dim=self._dim)
             self._left = self._uses
-        view = self._whole.as_strided(*packed)
+        view = self._full.as_strided(*packed)
         self._left -= 1
         if not self._left:
-            self._whole = None
+            self._full = None
         return view
 
     def _make_part(self) -> Tensor:
@@ -103,7 +103,7 @@ class _Regathered:
         made.module._parameters.update(made.parameters)
         try:
             with torch.no_grad():
-                part: Tensor = made.module.forward(made.x)  # without hooks: `x` is the input after pre-hooks
+                shard: Tensor = made.module.forward(made.x)  # without hooks: `x` is the input after pre-hooks
         finally:
             made.module._parameters.update(now)
-        return part
+        return shard

@@ -28,7 +28,7 @@ from ...torch_api import current_backward
 from ..base import TensorParallelLayer
 from ..forward.attach import Forward, forward_of
 from ..local import to_local
-from .regather import saving_part
+from .regather import saving_shard
 
 SEQUENCE_DIM = 1
 """The sequence dim of a model's activations: (batch, sequence, hidden)."""
@@ -43,7 +43,7 @@ def all_lengths(length: int, mesh: DeviceMesh) -> Widths:
 
 
 def in_backward() -> int:
-    """Return the id of the running backward, in which checkpointing recomputes activations; -1 outside a backward."""
+    """Return the id of the running backward (checkpointing recomputes activations there); -1 outside a backward."""
     return -1 if torch.compiler.is_compiling() else current_backward()
 
 
@@ -60,11 +60,11 @@ class RegionBlock(TensorParallelLayer):
     agreed: frozenset[Any] = frozenset()
     """{(argument, widths)} that all ranks have checked together."""
 
-    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
+    def input_widths(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
         """Return the lengths of all shards of the input, the same on all ranks; None if `x` is full."""
         raise NotImplementedError
 
-    def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
+    def unflatten_rows(self, x: Tensor, widths: Widths) -> Tensor:
         """Unflatten an output (tokens, features) to (batch, sequence, features)."""
         length = sum(widths)
         return x.unflatten(0, (-1, length) if self.dim else (length, -1)) if x.shape[0] % length == 0 else x
@@ -89,7 +89,7 @@ class RegionBlock(TensorParallelLayer):
             lengths = all_lengths(length, mesh)
         elif length == widths[rank] or (broadcasts and length == 1):
             return
-        fits = (each == width or (broadcasts and each == 1) for each, width in zip(lengths, widths, strict=True))
+        fits = (size == width or (broadcasts and size == 1) for size, width in zip(lengths, widths, strict=True))
         if not all(fits):
             raise agreed(self.misfit(f"{what} of lengths {lengths} on the ranks", f"lengths {widths}"))
         self.agreed |= {(what, widths)}
@@ -107,7 +107,7 @@ class RegionBlock(TensorParallelLayer):
         return x if widths is None else scatter_to_region(x, widths, group, dim=self.dim)
 
     def stop(self, forward: Forward) -> None:
-        """Close what `enter` has opened, after the block or if it raises."""
+        """Undo the setup of `enter`, after the block or if it raises."""
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self.stop(forward_of(module))
@@ -117,7 +117,7 @@ class RegionBlock(TensorParallelLayer):
         forward.notes["in rows"] = x.ndim == 2
         if x.ndim == 2:
             x = x.unsqueeze(1 - self.dim)
-        forward.notes["widths"] = widths = self.parts_of(x, mesh, forward)
+        forward.notes["widths"] = widths = self.input_widths(x, mesh, forward)
         if widths is not None and forward.notes["in rows"]:
             forward.notes["widths"] = widths = all_lengths(x.shape[self.dim], mesh)
         elif widths is not None:
@@ -130,7 +130,7 @@ class RegionBlock(TensorParallelLayer):
         widths = forward.notes["widths"]
         x, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
         if widths is not None and x.ndim == 2:
-            x = self.rows_of(x, widths)
+            x = self.unflatten_rows(x, widths)
         if widths is not None and (
             x.ndim <= 2 or x.shape[self.dim] != sum(widths)
         ):  # the output is replicated, so all ranks raise
@@ -151,12 +151,12 @@ class GatherMixin(RegionBlock):
         """See `RegionBlock.enter`; while the block computes, autograd saves its input as this rank's shard."""
         if widths is None:
             return copy_to_region(x, group)
-        whole = self.join(x, widths, group)
-        saving = saving_part(x, whole, widths, group, dim=self.dim)
+        full = self.join(x, widths, group)
+        saving = saving_shard(x, full, widths, group, dim=self.dim)
         if saving is not None:
             saving.__enter__()
             forward.notes["saving"] = saving
-        return whole
+        return full
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
         if widths is None:

@@ -25,13 +25,13 @@ from ..base import TensorParallelLayer
 from ..forward.attach import Forward, forward_of
 from ..forward.communication import as_sharded
 from ..signature import PARTIAL, REPLICATED, SEQUENCE, Signature
-from .hooks import gather_around_hooks, tell_of_global_hooks
+from .hooks import gather_around_hooks, warn_of_global_hooks
 from .regather import remember
 from .region import SEQUENCE_DIM, GatherMixin, RegionBlock, Widths, all_lengths, in_backward
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Sharding:
     """Sharding of a sequence, for the modules that compute on its shards."""
 
     widths: Widths | None
@@ -40,7 +40,7 @@ class _Cut:
     """Id of the backward that recomputes a layer with this sequence; -1 in a forward."""
     scope: str
     """Name prefix of the modules in that layer, or in the model."""
-    whole: Tensor | None = None
+    full: Tensor | None = None
     """The hidden states before sharding, which a model may return among its outputs."""
     exchanges: list[str] = field(default_factory=list)
     """Names of experts that exchanged tokens; their routers saw only this rank's tokens."""
@@ -50,7 +50,7 @@ class _Cut:
         return self.backward == in_backward() and (self.backward < 0 or name.startswith(self.scope))
 
 
-_current: dict[str, _Cut] = {}
+_current: dict[str, _Sharding] = {}
 """{group name: sequence of the current forward}. Not weak keys by group: torch before 2.12 cannot compile them."""
 
 
@@ -91,11 +91,11 @@ class SequenceParallel(TensorParallelLayer):
             return outputs
         dim = self.sequence_dim % outputs.ndim
         if length is None:
-            parts = all_lengths(outputs.shape[dim], mesh)
-            length = sum(parts)
-            if parts != chunked(length, len(parts)).widths:
+            widths = all_lengths(outputs.shape[dim], mesh)
+            length = sum(widths)
+            if widths != chunked(length, len(widths)).widths:
                 raise ValueError(
-                    f"no DTensor placement describes a sequence cut into {list(parts)}; use use_local_output=True"
+                    f"no DTensor placement describes a sequence sharded into {list(widths)}; use use_local_output=True"
                 )
         return as_sharded(outputs, dim, length, mesh)
 
@@ -131,7 +131,7 @@ class SequenceScatterParallel(TensorParallelLayer):
         # Re-entrant checkpointing runs training forwards without recording gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
         widths = even_widths(length, mesh.size()) if trains or length >= mesh.size() else None
-        _current[mesh.get_group().group_name] = _Cut(widths, in_backward(), f"{self.name}.", x)
+        _current[mesh.get_group().group_name] = _Sharding(widths, in_backward(), f"{self.name}.", x)
         return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE_DIM), *others)
 
 
@@ -146,19 +146,23 @@ class SequenceBlock(RegionBlock):
         """See `TensorParallelLayer.around_whole`: the sequence stays sharded."""
         return SequenceWholeParallel()
 
-    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
-        """See `RegionBlock.parts_of`.
+    def input_widths(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
+        """See `RegionBlock.input_widths`.
 
         Gradient checkpointing recomputes a layer in the backward, possibly after other forwards. Attention then finds
         the sequence length in its position arguments, and the other blocks of the layer use it.
         """
-        length, task, cut = _told_length(forward.given), in_backward(), _current.get(mesh.get_group().group_name)
-        is_under_way = task < 0 and cut is not None and cut.backward < 0
+        length, backward, sharding = (
+            _full_length(forward.given),
+            in_backward(),
+            _current.get(mesh.get_group().group_name),
+        )
+        is_under_way = backward < 0 and sharding is not None and sharding.backward < 0
         if length is None or is_under_way or not torch.is_grad_enabled():
             return widths_of(self.name, x, mesh)
         widths = even_widths(length, mesh.size())
-        if task >= 0:
-            _current[mesh.get_group().group_name] = _Cut(widths, task, f"{self.name.rpartition('.')[0]}.")
+        if backward >= 0:
+            _current[mesh.get_group().group_name] = _Sharding(widths, backward, f"{self.name.rpartition('.')[0]}.")
         else:  # a layer that is trained by itself: its norms all-reduce gradients of shards
             self.agreed = frozenset()
         return widths
@@ -197,40 +201,40 @@ class SequenceStatesParallel(TensorParallelLayer):
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         _current.pop(mesh.get_group().group_name, None)
         if not torch.compiler.is_compiling():
-            tell_of_global_hooks()
+            warn_of_global_hooks()
         return inputs
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         group = mesh.get_group()
-        cut = _current.pop(group.group_name, None)
-        if cut is None or cut.widths is None:
+        sharding = _current.pop(group.group_name, None)
+        if sharding is None or sharding.widths is None:
             return outputs
-        widths = cut.widths
+        widths = sharding.widths
         last = outputs[0]
 
-        def whole(state: Tensor | None) -> Tensor | None:
-            if state is None or state is last or state is cut.whole:
+        def gather_state(state: Tensor | None) -> Tensor | None:
+            if state is None or state is last or state is sharding.full:
                 return state
             return gather_from_region(state, widths, group, dim=SEQUENCE_DIM)
 
-        def joined(value: Any) -> Any:
+        def gather(value: Any) -> Any:
             """Gather hidden states, and router outputs (tokens, experts) of shards; return other values as they are."""
             if _are_states(value, last):
-                return tuple(map(whole, value))
-            is_of_parts = isinstance(value, tuple) and value and len(value) == len(cut.exchanges)
-            if not is_of_parts or not all(isinstance(each, Tensor) and each.ndim == 2 for each in value):
+                return tuple(map(gather_state, value))
+            is_router_output = isinstance(value, tuple) and value and len(value) == len(sharding.exchanges)
+            if not is_router_output or not all(isinstance(rows, Tensor) and rows.ndim == 2 for rows in value):
                 return value
-            part = (last.shape[0], widths[self.rank])
+            local_shape = (last.shape[0], widths[self.rank])
             return tuple(
-                gather_from_region(each.unflatten(0, part), widths, group, dim=SEQUENCE_DIM).flatten(0, 1)
-                for each in value
+                gather_from_region(rows.unflatten(0, local_shape), widths, group, dim=SEQUENCE_DIM).flatten(0, 1)
+                for rows in value
             )
 
         if isinstance(outputs, tuple):  # return_dict=False
-            return tuple(map(joined, outputs))
+            return tuple(map(gather, outputs))
         for name in ("hidden_states", "router_logits"):
             if outputs.get(name) is not None:
-                outputs[name] = joined(outputs[name])
+                outputs[name] = gather(outputs[name])
         return outputs
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -245,7 +249,7 @@ def _are_states(value: Any, last: Tensor) -> bool:
     )
 
 
-def _told_length(given: Mapping[str, Any]) -> int | None:
+def _full_length(given: Mapping[str, Any]) -> int | None:
     """Return the length of the full sequence from position arguments of a module; None without them."""
     positions, rotations = given.get("position_ids"), given.get("position_embeddings")
     if isinstance(positions, Tensor):
@@ -253,14 +257,14 @@ def _told_length(given: Mapping[str, Any]) -> int | None:
     return rotations[0].shape[-2] if isinstance(rotations, tuple) else None
 
 
-def exchange_parts(name: str, group: Group) -> bool:
+def exchange_shards(name: str, group: Group) -> bool:
     """True if the experts `name` exchange tokens, as their input is sharded; records the exchange."""
-    cut = _current.get(group.group_name)
-    if cut is None or not cut.holds(name):
+    sharding = _current.get(group.group_name)
+    if sharding is None or not sharding.holds(name):
         return in_backward() >= 0
-    if cut.widths is not None:
-        cut.exchanges.append(name)
-    return cut.widths is not None
+    if sharding.widths is not None:
+        sharding.exchanges.append(name)
+    return sharding.widths is not None
 
 
 def is_cut(group: Group) -> bool:
@@ -268,16 +272,18 @@ def is_cut(group: Group) -> bool:
 
     In training the sequence is always sharded, also when a backward recomputes it after another forward.
     """
-    cut = _current.get(group.group_name)
-    return torch.is_grad_enabled() or (cut is not None and cut.backward == in_backward() and cut.widths is not None)
+    sharding = _current.get(group.group_name)
+    return torch.is_grad_enabled() or (
+        sharding is not None and sharding.backward == in_backward() and sharding.widths is not None
+    )
 
 
 def widths_of(name: str, x: Tensor, mesh: DeviceMesh) -> Widths | None:
     """Return each rank's length of the sequence in the input `x` of module `name`; None if `x` is full.
 
-    In a recomputation whose sequence is not recorded, the ranks exchange their lengths (one all-gather of a number).
+    In a recomputation without a recorded sequence, the ranks exchange their lengths (one all-gather of a number).
     """
-    cut = _current.get(mesh.get_group().group_name)
-    if cut is not None and cut.holds(name):
-        return cut.widths
+    sharding = _current.get(mesh.get_group().group_name)
+    if sharding is not None and sharding.holds(name):
+        return sharding.widths
     return all_lengths(x.shape[SEQUENCE_DIM], mesh) if in_backward() >= 0 else None

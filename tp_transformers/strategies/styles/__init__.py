@@ -63,7 +63,7 @@ def registered_by_user(name: str, own: Mapping[str, Any]) -> TensorParallelLayer
             style = style()
         except TypeError:  # its constructor needs arguments
             return None
-    if _is_theirs(type(style)) and type(style) not in {type(styles.get(each)) for each in own}:
+    if _is_theirs(type(style)) and type(style) not in {type(styles.get(own_name)) for own_name in own}:
         return None
     strategy = as_strategy(style)
     return strategy if isinstance(strategy, TensorParallelLayer) else None
@@ -73,8 +73,8 @@ def style_hint(name: str) -> str:
     """Return a hint for a name of another library in place of a strategy's; "" for any other name."""
     name = name.removesuffix("()")
     if name in {style.__name__ for style in SUPPORTED}:
-        own = f", and ours is called {OWN_NAMES[name]!r}" if name in OWN_NAMES else ""
-        return f" (torch's style is an object, {name}(...), which a plan in Python can hold{own})"
+        own_name = f", and ours is called {OWN_NAMES[name]!r}" if name in OWN_NAMES else ""
+        return f" (torch's style is an object, {name}(...), which a plan in Python can hold{own_name})"
     style = parallel_styles().get(name)
     if isinstance(style, type):
         return f" (it is registered with transformers as a class; register an object, {style.__name__}(...))"

@@ -99,29 +99,31 @@ class TorchStyleParallel(StyleParallel):
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Let torch apply the style. Parameters are sharded already and stay as they are."""
-        own = dict(module._parameters)
+        parameters = dict(module._parameters)
         if self.signature.takes is SEQUENCE:  # torch would treat them as plain tensors
             module._parameters.clear()
         try:
             copy.copy(self.style)._apply(module, mesh)
         finally:
-            module._parameters.update(own)
+            module._parameters.update(parameters)
 
     def __repr__(self) -> str:
         style = type(self.style)
         if style not in SUPPORTED[:3]:
             return f"torch.{self.style!r}"
-        usual = vars(style())  # type: ignore[call-arg]
-        given = {name: value for name, value in vars(self.style).items() if name in usual and value != usual[name]}
-        shown = (f"{name}={value[0] if isinstance(value, tuple) else value!r}" for name, value in given.items())
+        defaults = vars(style())  # type: ignore[call-arg]
+        changed = {
+            name: value for name, value in vars(self.style).items() if name in defaults and value != defaults[name]
+        }
+        shown = (f"{name}={value[0] if isinstance(value, tuple) else value!r}" for name, value in changed.items())
         return f"torch.{style.__name__}({', '.join(shown)})"
 
 
 def _is_known(style: type[ParallelStyle]) -> bool:
     """True if `style` is a supported class, or a subclass that shards parameters as its base does."""
     base = _known_base(style)
-    cuts = [name for name in vars(base) if name == "_apply" or name.startswith("_partition")]
-    return issubclass(style, SUPPORTED) and all(getattr(style, name) is getattr(base, name) for name in cuts)
+    methods = [name for name in vars(base) if name == "_apply" or name.startswith("_partition")]
+    return issubclass(style, SUPPORTED) and all(getattr(style, name) is getattr(base, name) for name in methods)
 
 
 def _known_base(style: type[ParallelStyle]) -> type[ParallelStyle]:
@@ -131,8 +133,8 @@ def _known_base(style: type[ParallelStyle]) -> type[ParallelStyle]:
 def _signature(style: ParallelStyle) -> Signature:
     if isinstance(style, torch_parallel.SequenceParallel):
         return Signature(SEQUENCE, SEQUENCE, gradient=PARTIAL)
-    cuts_sequence = any(state_of(each) in (SEQUENCE, BATCH) for each in _placements(style))
-    leaves = SEQUENCE if cuts_sequence else ANY  # output_layouts may be redistributed from another placement
+    shards_sequence = any(state_of(placement) in (SEQUENCE, BATCH) for placement in _placements(style))
+    leaves = SEQUENCE if shards_sequence else ANY  # output_layouts may be redistributed from another placement
     if not isinstance(style, _Linears):
         return Signature(ANY, leaves)
     return Signature(

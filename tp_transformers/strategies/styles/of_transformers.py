@@ -52,21 +52,21 @@ class TransformersStyleParallel(StyleParallel):
             inside=(FEATURES, PARTIAL) if is_rowwise else None,
         )
         self.placements: Mapping[str, Placement] = {}
-        self.refusal = ""
+        self.problem = ""
 
-    def bind(self, module: nn.Module, size: int, **given: Any) -> TransformersStyleParallel:
-        bound = super().bind(module, size, **given)
+    def bind(self, module: nn.Module, size: int, **options: Any) -> TransformersStyleParallel:
+        bound = super().bind(module, size, **options)
         assert isinstance(bound, TransformersStyleParallel)
         try:
-            bound.placements, bound.refusal = _placed(self.style, module, size, bound.name), ""
+            bound.placements, bound.problem = _placed(self.style, module, size, bound.name), ""
         except Exception as error:
-            bound.placements, bound.refusal = {}, f"{self.shown} does not fit it: {error_text(error)}"
+            bound.placements, bound.problem = {}, f"{self.shown} does not fit it: {error_text(error)}"
         return bound
 
     def check(self, module: nn.Module) -> None:
         """Raise ValueError if the style raised on meta tensors (see `bind`), or was given parts, a unit or widths."""
-        if self.refusal:
-            raise ValueError(self.refusal)
+        if self.problem:
+            raise ValueError(self.problem)
         if self.unit is not None or self.widths or self.parts is not None:
             raise ValueError(f"{self.shown} takes no parts, no unit and no widths")
 
@@ -115,36 +115,36 @@ def is_transformers_style(value: Any) -> bool:
 def _placed(style: Any, module: nn.Module, size: int, name: str) -> dict[str, Placement]:
     """Run the style on meta tensors; return {parameter: placement}, without parameters that it leaves plain."""
     mesh, outline = outline_mesh(0, size), copy.copy(module)
-    whole = {
+    meta_params = {
         key: nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         for key, param in module._parameters.items()
         if param is not None
     }
-    own = {key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, dict)}  # hooks, ...
-    vars(outline).update(own, _parameters={**module._parameters, **whole})
-    for key in whole:
+    dicts = {key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, dict)}  # hooks, ...
+    vars(outline).update(dicts, _parameters={**module._parameters, **meta_params})
+    for key in meta_params:
         if hasattr(style, "validate_param"):
             style.validate_param(outline, key, mesh, parameter_name=f"{name}.{key}")
         style.shard_param(outline, key, mesh)
     parameters: dict[str, Any] = dict(outline._parameters)
-    found: dict[str, Placement] = {
+    placements: dict[str, Placement] = {
         key: param.placements[0] for key, param in parameters.items() if isinstance(param, DTensor)
     }
     style.install_forward(outline, mesh)
     if any(outline._parameters.get(key) is not param for key, param in parameters.items()):
         raise ValueError("install_forward replaces parameters, which is for shard_param to do")
-    for key, placement in found.items():
+    for key, placement in placements.items():
         if type(placement) not in (Shard, Replicate):
             raise ValueError(f"shard_param places {key} as {placement}, where Shard and Replicate can be loaded")
-    return found
+    return placements
 
 
 def _installed(style: Any, module: Any, call: Forwarder, mesh: DeviceMesh) -> Callable[..., Any]:
     """Return `call` wrapped in the style's transforms; `module.forward` itself is restored."""
-    own = vars(module)["forward"]
+    forward = vars(module)["forward"]
     untyped(module).forward = MethodType(call, module)
     try:
         style.install_forward(module, mesh)
         return vars(module)["forward"]  # type: ignore[no-any-return]
     finally:
-        untyped(module).forward = own
+        untyped(module).forward = forward
