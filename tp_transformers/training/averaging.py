@@ -1,4 +1,4 @@
-"""Gradients of a model's copies, averaged while a backward goes on."""
+"""Averaging of gradients over copies of a model, during the backward."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from ..strategies import batch_sharded, local_tensor, settle_gradient
 from ..torch_api import engine, tree_leaves
 
 BUCKET = 32 << 20
-"""Bytes of gradients that travel together."""
+"""Bytes of gradients in one all-reduce."""
 TRAVELLING = 4
-"""Buckets that travel at a time, which bounds the memory that they take."""
+"""Maximum number of buckets in flight, which bounds their memory."""
 
 T = TypeVar("T", bound=Tensor)
 
 
 def outside(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that no module holds which gathers the batches of all ranks."""
+    """Return the parameters outside the modules that gather the samples of all ranks."""
     inside = {param for module in batch_sharded(model) for param in module.parameters()}
     return [param for param in model.parameters() if param not in inside]
 
 
 class Average:
-    """Averages the gradients of a model over its copies, in every backward from its outputs.
+    """Average the gradients of a model over its copies, in every backward from its outputs.
 
-    Buckets of gradients are sent while the backward goes on, in the reverse order of the model's parameters, which all
-    copies keep: a bucket leaves when all its gradients have come and those before it have left (Li et al. 2020,
-    "PyTorch Distributed", section 3.2.3). It has the parameters that had a gradient on any copy in the backward before.
-    At the end the copies agree on those that have one in this (one all-reduce of a number a parameter), so that
-    experts which got no token on some copies keep the ranks together, and the rest follows.
+    Buckets of gradients are all-reduced during the backward, in the reverse order of the model's parameters, the same
+    on all copies: a bucket is sent when its gradients are complete and all earlier buckets were sent (Li et al. 2020,
+    "PyTorch Distributed", section 3.2.3). Buckets hold the parameters that had a gradient on any copy in the previous
+    backward. At the end the copies agree on the parameters with a gradient in this backward (one all-reduce of a number
+    a parameter), so that experts without tokens on some copies cannot desynchronise them; then the rest is averaged.
 
-    To average an average once more changes nothing, so gradients may add up over several backwards, and may come
-    in parts, as those of a module do that is checkpointed twice.
+    Averaging is idempotent, so gradients may accumulate over several backwards, and may arrive in several steps, as in
+    a module that is checkpointed twice.
     """
 
     def __init__(
@@ -48,84 +48,84 @@ class Average:
         self.process_group = process_group
         self.reduce_dtype = reduce_dtype
         self.sharing = sharing
-        """The ranks that share a copy, where each has a batch of its own; else None."""
+        """The ranks that share a copy, if they have different batches; else None."""
         self.enabled = True
         self.is_queued = False
         self._buckets: list[list[nn.Parameter]] = []
         self._next = 0
-        """Number of buckets that have left in this backward."""
-        self._left: set[nn.Parameter] = set()
-        """The parameters of those."""
-        self._travelling: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
-        """Buckets with the gradients that were sent, one after the other; zeros where there is none."""
-        self._came: set[nn.Parameter] = set()
+        """Number of buckets sent in this backward."""
+        self._sent: set[nn.Parameter] = set()
+        """The parameters of the buckets that were sent."""
+        self._in_flight: list[tuple[list[nn.Parameter], Tensor, dist.Work]] = []
+        """Buckets in flight with their concatenated gradients; zeros for parameters without one."""
+        self._arrived: set[nn.Parameter] = set()
         self._late: set[nn.Parameter] = set()
-        """Parameters with a gradient that came when their bucket had left."""
+        """Parameters with a gradient that arrived after their bucket was sent."""
         self._means: dict[nn.Parameter, Tensor] = {}
-        """The means of gradients that this copy has not."""
-        self._heard = WeakTensorKeyDictionary()
-        """Parameters that tell of their gradients: all that have been in a bucket."""
+        """Mean gradients of parameters without a gradient on this copy."""
+        self._hooked = WeakTensorKeyDictionary()
+        """Parameters with gradient hooks: all that were in a bucket."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Average:
         return Average(self.process_group, self.sharing, self.reduce_dtype)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """True if a backward averages the gradients, those included that added up without."""
+        """Set whether a backward averages gradients, including those accumulated before without averaging."""
         self.enabled = requires_gradient_sync
 
     def watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After a forward: hear of the backward that begins at any of its outputs."""
-        self.is_queued = False  # a backward that failed has not come to its end
+        """Forward hook: register hooks on the outputs that start averaging when a backward begins."""
+        self.is_queued = False  # a failed backward has not reset it
         if not torch.is_grad_enabled():
             return
 
-        def begun(grad: Tensor) -> None:
+        def on_backward(grad: Tensor) -> None:
             if self.enabled and not self.is_queued:
                 self.is_queued, self._next = True, 0
-                for kept in (self._left, self._travelling, self._came, self._late, self._means):
-                    kept.clear()
+                for container in (self._sent, self._in_flight, self._arrived, self._late, self._means):
+                    container.clear()
                 engine.queue_callback(partial(self._finish, module))
 
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(begun)
+                value.register_hook(on_backward)
 
     def _before(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Before a gradient is added: where its bucket has left already, it is added to the mean."""
-        if self.is_queued and param in self._left:
+        """Before a gradient is accumulated: if its bucket was sent, receive the mean first."""
+        if self.is_queued and param in self._sent:
             self._late.add(param)
-            while self._travelling:
+            while self._in_flight:
                 self._receive()
 
     def _after(self, param: Tensor) -> None:
-        """After a gradient was added: send the buckets that are complete."""
+        """After a gradient was accumulated: send complete buckets."""
         if not self.is_queued:
             return
         assert isinstance(param, nn.Parameter)
         settle_gradient(param)
-        self._came.add(param)
-        while self._next < len(self._buckets) and self._came.issuperset(self._buckets[self._next]):
+        self._arrived.add(param)
+        while self._next < len(self._buckets) and self._arrived.issuperset(self._buckets[self._next]):
             self._send()
 
     @torch.no_grad()
     def _send(self) -> None:
-        """Let the next bucket leave, if few are travelling."""
-        if len(self._travelling) == TRAVELLING:
+        """Start the all-reduce of the next bucket; wait for the oldest if too many are in flight."""
+        if len(self._in_flight) == TRAVELLING:
             self._receive()
         bucket = self._buckets[self._next]
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in bucket]
         flat = torch.cat([local_tensor(grad).reshape(-1) for grad in grads]).to(self.reduce_dtype or grads[0].dtype)
-        # Not through shared memory, where a rank would wait for copies that are in a collective of their tp ranks.
+        # Not through shared memory: a rank would wait there for copies that are in a collective of their tp ranks.
         work = dist.all_reduce(flat, group=self.process_group, async_op=True)
         assert work is not None
-        self._travelling.append((bucket, flat, work))
-        self._left.update(bucket)
+        self._in_flight.append((bucket, flat, work))
+        self._sent.update(bucket)
         self._next += 1
 
     @torch.no_grad()
     def _receive(self) -> None:
-        """Wait for the bucket that left first; its means are the gradients of those parameters that have one."""
-        bucket, flat, work = self._travelling.pop(0)
+        """Wait for the oldest bucket, and write its means to `.grad`, or to `_means` for parameters without one."""
+        bucket, flat, work = self._in_flight.pop(0)
         work.wait()
         flat /= self.process_group.size()
         for param, mean in zip(bucket, flat.split([local_tensor(param).numel() for param in bucket]), strict=True):
@@ -136,22 +136,22 @@ class Average:
 
     @torch.no_grad()
     def _finish(self, module: nn.Module) -> None:
-        """At the end of a backward: average gradients that have not left, of parameters with one on any copy."""
+        """At the end of a backward: average all remaining gradients that exist on any copy."""
         self.is_queued = False
         while self._next < len(self._buckets):
             self._send()
-        while self._travelling:
+        while self._in_flight:
             self._receive()
         params = [param for param in module.parameters() if param.requires_grad]
-        left = self._left - self._late
-        state = [0 if param.grad is None else 1 if param in left else 2 for param in params]
+        sent = self._sent - self._late
+        state = [0 if param.grad is None else 1 if param in sent else 2 for param in params]
         agreed = torch.tensor(state, dtype=torch.float, device=params[0].device)
         for process_group in filter(None, (self.process_group, self.sharing)):
             direct.all_reduce(agreed, process_group, direct.MAX)
         states = dict(zip(params, agreed.tolist(), strict=True))
-        found = [param for param in params if states[param]]
-        rest = [param for param in found if states[param] == 2]
-        for param in found:
+        with_grad = [param for param in params if states[param]]
+        rest = [param for param in with_grad if states[param] == 2]
+        for param in with_grad:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
                 if param in self._means:
@@ -159,16 +159,16 @@ class Average:
             settle_gradient(param)
         self._means.clear()
         alone = set(outside(module)) if self.sharing is not None else set()
-        for process_groups, some in (
+        for process_groups, group_params in (
             ((self.sharing, self.process_group), [param for param in rest if param in alone]),
             ((self.process_group,), [param for param in rest if param not in alone]),
         ):
-            _average(some, process_groups, self.reduce_dtype)
-        together = [param for param in reversed(found) if param not in alone]
-        self._buckets = list(_buckets(together))
-        for param in together:
-            if param not in self._heard:
-                self._heard[param] = True
+            _average(group_params, process_groups, self.reduce_dtype)
+        bucketed = [param for param in reversed(with_grad) if param not in alone]
+        self._buckets = list(_buckets(bucketed))
+        for param in bucketed:
+            if param not in self._hooked:
+                self._hooked[param] = True
                 param.register_hook(partial(self._before, param))
                 param.register_post_accumulate_grad_hook(self._after)
 
@@ -189,15 +189,15 @@ def _average(
 
 
 def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
-    """Tensors of one dtype, about BUCKET bytes at a time."""
-    kinds: dict[torch.dtype, list[T]] = {}
+    """Yield lists of tensors of one dtype, about BUCKET bytes each."""
+    by_dtype: dict[torch.dtype, list[T]] = {}
     for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    for alike in kinds.values():
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same_dtype in by_dtype.values():
         bucket: list[T] = []
-        for tensor in alike:
+        for tensor in same_dtype:
             bucket.append(tensor)
-            if sum(local_tensor(held).nbytes for held in bucket) >= BUCKET:
+            if sum(local_tensor(entry).nbytes for entry in bucket) >= BUCKET:
                 yield bucket
                 bucket = []
         if bucket:

@@ -1,6 +1,6 @@
-"""Data parallelism beside tensor parallelism: copies of a tensor-parallel model that train on batches of their own.
+"""Data parallelism over copies of a tensor-parallel model.
 
-Its modes take a rank's tensors as they are, DTensor or plain, so that neither cares how a plan cuts.
+Both modes use this rank's tensors, DTensor or plain, whatever the plan.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ def data_parallel(
     axis: str = "dp",
     **options: Any,
 ) -> PreTrainedModel:
-    """Train `model` on a batch of its own for every rank of the data-parallel axis; all ranks have to call it.
+    """Train copies of `model` on different batches, one for each rank of the data-parallel axis. Collective.
 
     All copies start with the parameters and buffers of the first (one broadcast each). After a backward every gradient
-    is the mean of those of all copies, as the gradient of the mean of their losses is.
+    is the mean over all copies: the gradient of the mean of their losses.
 
-    With `replicate`, gradients are averaged during a backward from the model's outputs, 32 MiB an all-reduce, DTensors
-    and plain tensors alike; a parameter that only some copies used counts as zero on the others.
+    With `replicate`, gradients of DTensors and plain tensors are averaged during a backward from the model's outputs,
+    in all-reduces of 32 MiB. A parameter that only some copies used counts as zero on the others.
 
-    Ranks that share a model which was loaded with `tp_batch_sharded` count as copies of the modules outside those that
-    gather their batches: those have the mean over all ranks then, and with `shard` they are cut over those of the
-    mesh's later axis and copied over the other.
+    In a model that was loaded with `tp_batch_sharded`, the modules that do not gather samples are replicated over all
+    ranks: their gradients are averaged over all ranks, and `shard` shards them over the mesh's last axis and replicates
+    them over the other.
 
     With `shard`, FSDP2's `fully_shard` is applied to every decoder layer, then to the model. A DTensor parameter
     becomes a DTensor over both axes, a plain one a `Shard(0)` DTensor of this rank's values over the data-parallel axis
-    alone. Make optimizers after it, since the parameters are new.
+    alone. Make optimizers afterwards, since the parameters are new.
 
     Gradients are averaged in their own dtype, or in the `tp_reduce_dtype` that the model was loaded with; with `shard`,
-    an `mp_policy` of your own comes first.
+    an explicit `mp_policy` takes precedence.
 
-    `model.set_requires_gradient_sync(False)` lets gradients add up without communication, in either mode, until it is
-    set back to True and the next backward averages what has added up.
+    `model.set_requires_gradient_sync(False)` accumulates gradients without communication, in either mode; after it is
+    set to True, the next backward averages the accumulated gradients.
 
     Args:
         model: a model loaded with `tp_plan` and `device_mesh=mesh`.
         mesh: a mesh with the axes `axis` and `tp`.
         mode: "replicate" or "shard".
         axis: name of the data-parallel axis.
-        **options: of `fully_shard` (`mp_policy`, `offload_policy`, `reshard_after_forward`). By default a layer's
-            parameters are freed after its forward, the root's too.
+        **options: options of `fully_shard` (`mp_policy`, `offload_policy`, `reshard_after_forward`). By default
+            parameters are freed after the forward, those of the root too.
 
     Returns:
         The model itself.
 
     Raises:
-        MeshError: where the mesh has no such axis, or its `tp` axis is not the one that the model is split over.
+        MeshError: if the mesh has no such axis, or its `tp` axis is not the one that the model is sharded over.
         UnsupportedError: for a model without a plan, one that is data-parallel already, or an unknown mode.
     """
     group = GROUP.find(model)
@@ -79,8 +79,8 @@ def data_parallel(
     copies = _join_copies(model, group, mesh, axis, mode, options)
     process_group = mesh[axis].get_group()
     if any(batch_sharded(model)):
-        _start_alike((*outside(model), *model.buffers()), group.process_group)
-    _start_alike((*model.parameters(), *model.buffers()), process_group)
+        _broadcast((*outside(model), *model.buffers()), group.process_group)
+    _broadcast((*model.parameters(), *model.buffers()), process_group)
     copy = dataclasses.replace(group, copies=ranks_of(mesh, axis), mesh=both_axes(mesh, axis))
     for module in model.modules():
         if "tp_group" in module.__dict__:
@@ -99,7 +99,7 @@ def data_parallel(
 def _join_copies(
     model: PreTrainedModel, group: TensorParallelGroup, mesh: DeviceMesh, axis: str, mode: str, options: dict[str, Any]
 ) -> TensorParallelGroup:
-    """This rank and those of the other copies that hold the same shards. Raises on all ranks what one refuses."""
+    """Return the group of ranks with the same shards in all copies. Raises on all ranks if a check fails on any."""
     with group.agree():
         _check_mesh(group, mesh, axis)
         refuse_packed(model, "data_parallel")
@@ -114,22 +114,22 @@ def _join_copies(
 
 
 @torch.no_grad()
-def _start_alike(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None) -> None:
-    """Give `tensors` the values of the group's first rank."""
+def _broadcast(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None) -> None:
+    """Broadcast `tensors` from the group's first rank."""
     for tensor in tensors:
         local = local_tensor(tensor)
         for dim, stride in enumerate(local.stride()):
-            if stride == 0:  # one value, seen several times
+            if stride == 0:  # expanded: one value, read several times
                 local = local.narrow(dim, 0, min(1, local.shape[dim]))
         sent = local.contiguous()
-        is_short = sent.ndim and sent.element_size() == 1  # float8 and bool, which not every backend sends
+        is_short = sent.ndim and sent.element_size() == 1  # float8 and bool, which some backends cannot send
         direct.broadcast(sent.view(torch.uint8) if is_short else sent, process_group, 0)
         if sent is not local:
             local.copy_(sent)
 
 
 def ranks_of(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:
-    """The ranks of every copy of a model: those that share it, in the order of the `tp` axis."""
+    """Return the ranks of each copy of a model, in the order of the `tp` axis."""
     both = both_axes(mesh, axis)
     ranks = both.mesh if (both.mesh_dim_names or ())[0] == axis else both.mesh.T
     return tuple(map(tuple, ranks.tolist()))

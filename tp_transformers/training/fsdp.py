@@ -1,4 +1,4 @@
-"""FSDP2 over copies of a tensor-parallel model: dim 0 of every rank's shards is cut again."""
+"""FSDP2 over copies of a tensor-parallel model: shards each rank's shards again along dim 0."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def shard_copies(
 ) -> None:
     blocks = list(batch_sharded(model))
     alone = set(outside(model)) if blocks else set()
-    # Parameters with copies on all ranks are cut over those of the later axis, and copied over the other.
+    # Parameters that are replicated on all ranks are sharded over the last axis, and replicated over the other.
     both = both_axes(mesh, axis) if blocks else mesh[axis]
     shards = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         shard = shard_of(param)
-        if shard is None and not isinstance(param, DTensor):  # added after the load: each rank has the whole
+        if shard is None and not isinstance(param, DTensor):  # added after the load: replicated
             shard = ParamShard(param.shape, None, group, use_dtensor=False)
         if shard is not None:
             copies = both.get_group(both.ndim - 1) if param in alone else mesh[axis].get_group()
@@ -43,7 +43,7 @@ def shard_copies(
         fully_shard(layer, mesh=both, **options)
     fully_shard(model, mesh=both, **options)
     for module in model.modules():
-        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":  # gloo knows no mean
+        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":  # gloo has no mean reduction
             getattr(module, "set_force_sum_reduction_for_comms", lambda _: None)(True)
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in shards:
@@ -51,19 +51,19 @@ def shard_copies(
 
 
 def _tied(modules: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:
-    """The modules, those together that share a parameter."""
+    """Group the modules; those that share a parameter are in one group."""
     first: dict[nn.Parameter, nn.Module] = {}
-    together: dict[nn.Module, list[nn.Module]] = {}
+    groups: dict[nn.Module, list[nn.Module]] = {}
     for module in modules:
         params = list(module.parameters())
-        other = next((first[param] for param in params if param in first), module)
-        first.update(dict.fromkeys(params, other))
-        together.setdefault(other, []).append(module)
-    return together.values()
+        representative = next((first[param] for param in params if param in first), module)
+        first.update(dict.fromkeys(params, representative))
+        groups.setdefault(representative, []).append(module)
+    return groups.values()
 
 
 def _unwrap(model: nn.Module, params: Collection[nn.Parameter]) -> None:
-    """Put ordinary parameters in place of plain shards, and of those `params` that are DTensors over the `tp` axis."""
+    """Replace plain shards, and those `params` that are DTensors over the `tp` axis, by ordinary parameters."""
     plain: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -74,5 +74,5 @@ def _unwrap(model: nn.Module, params: Collection[nn.Parameter]) -> None:
 
 
 def both_axes(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """The mesh of `axis` and `tp` alone, in the order that they have in `mesh`."""
+    """Return the submesh of `axis` and `tp`, in the order of `mesh`."""
     return mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))]

@@ -1,4 +1,4 @@
-"""An optimizer's state for torch.distributed.checkpoint, to be loaded on any number of ranks."""
+"""Optimizer state for torch.distributed.checkpoint, loadable on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of `optimizer` by the names of `model`'s parameters, for torch.distributed.checkpoint at any size.
+    """Return the state of `optimizer` by parameter name, for torch.distributed.checkpoint on any number of ranks.
 
-    It is `get_optimizer_state_dict` of torch.distributed.checkpoint.state_dict, flattened, since how parameters are
-    grouped differs with the number of ranks. The state of parameters that are plain tensors knows its place too.
-    `load_optimizer_state_dict` gives it back.
+    As torch's `get_optimizer_state_dict`, flattened, since parameter groups differ with the number of ranks. States of
+    plain shards are saved with their position in the full tensor too. `load_optimizer_state_dict` is the inverse.
 
-    Raises UnsupportedError where a state is no tensor and no number (GaLore's projectors, bitsandbytes' states).
+    Raises UnsupportedError for a state that is neither tensor nor number (GaLore's projectors, bitsandbytes' states).
     """
     _check_values(optimizer)
     params = dict(model.named_parameters(remove_duplicate=False))
@@ -38,7 +37,7 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give `optimizer` back the result of `optimizer_state_dict`, as torch.distributed.checkpoint has filled it."""
+    """Load the result of `optimizer_state_dict`, filled in by torch.distributed.checkpoint, into `optimizer`."""
     params = dict(model.named_parameters(remove_duplicate=False))
     values: dict[str, Any] = {
         key: laid_out(value.plain(), params[_name(key)]) if isinstance(value, LocalShard) else value
@@ -60,5 +59,5 @@ def _check_values(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _name(key: str) -> str:
-    """The parameter's NAME in `state.NAME.exp_avg`, a key of a flat optimizer state."""
+    """Return the parameter's NAME in `state.NAME.exp_avg`, a key of a flattened optimizer state."""
     return key.removeprefix("state.").rpartition(".")[0]

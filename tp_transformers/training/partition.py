@@ -1,4 +1,4 @@
-"""The modules that each rank holds, or its part of them, and the ranks of every group."""
+"""Report of a model's partition: sharded and replicated modules of each rank, and the ranks of each group."""
 
 from __future__ import annotations
 
@@ -20,43 +20,44 @@ from .data_parallel import ranks_of
 
 @dataclass(frozen=True)
 class Partition:
-    """A model's modules over the ranks; as text, a line for every group and every rank.
+    """A model's modules over the ranks; `str` has a line for each group and each rank.
 
-    Modules that every rank of a `tp` axis holds whole stand there by their names, the others with `:r`: their part
-    number r. Layers that are alike are one, `*` or their numbers.
+    Replicated modules are listed by name, sharded ones as `name:r` for shard r. Equal layers are folded into one entry
+    with `*`, or with their numbers.
     """
 
     tp_groups: tuple[tuple[int, ...], ...]
-    """The ranks that share each copy of the model."""
+    """The ranks of each copy of the model."""
     dp_groups: tuple[tuple[int, ...], ...]
-    """The ranks that have batches of their own, and the same gradients of parameters that they all hold in full."""
+    """The ranks that have different batches and average gradients of replicated parameters."""
     part_groups: tuple[tuple[int, ...], ...]
-    """The ranks that hold the same parts."""
+    """The ranks that hold the same shards."""
     modules: tuple[tuple[str, bool], ...]
-    """(folded name, whether it is partitioned), in the model's order."""
+    """(folded name, True if it is sharded), in the model's order."""
 
     def held(self, tp_rank: int) -> list[str]:
-        """The part that a rank of the `tp` axis holds."""
+        """Return the entries of a rank of the `tp` axis."""
         return [f"{name}:{tp_rank}" if is_cut else name for name, is_cut in self.modules]
 
     def __str__(self) -> str:
         groups = [("TP_GROUP", self.tp_groups), ("DP_GROUP", self.dp_groups)]
         if self.part_groups != self.dp_groups:
             groups.append(("DP_GROUP of parts", self.part_groups))
-        lines = [f"{title}: {', '.join(str(list(ranks)) for ranks in found)}" for title, found in groups]
-        places = {rank: at for group in self.dp_groups for at, rank in enumerate(group)}
-        for rank, tp_rank in sorted((rank, at) for group in self.tp_groups for at, rank in enumerate(group)):
+        lines = [f"{title}: {', '.join(str(list(ranks)) for ranks in rank_lists)}" for title, rank_lists in groups]
+        places = {rank: position for group in self.dp_groups for position, rank in enumerate(group)}
+        for rank, tp_rank in sorted(
+            (rank, position) for group in self.tp_groups for position, rank in enumerate(group)
+        ):
             lines.append(f"dp_rank {places[rank]} (tp_rank {tp_rank}): {', '.join(self.held(tp_rank))}")
         return "\n".join(lines)
 
 
 def partition(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, axis: str = "dp") -> Partition:
-    """How `model` is partitioned over the ranks; any rank may ask, by itself.
+    """Return the partition of `model` over the ranks. Not collective.
 
     Args:
         model: a model that was loaded with `tp_plan`.
-        mesh: a mesh with the axes `axis` and `tp`; None for the one that `data_parallel` was given, or else for one
-            copy of the model.
+        mesh: a mesh with the axes `axis` and `tp`; None: the mesh of `data_parallel`, or one copy of the model.
         axis: name of the data-parallel axis.
 
     Raises:
@@ -70,19 +71,19 @@ def partition(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, axis: s
 
 
 def partition_of(model: nn.Module, resolution: Resolution, copies: tuple[tuple[int, ...], ...]) -> Partition:
-    """The same of a model on the meta device with a bound plan; `copies` are the ranks of each copy of it."""
+    """`partition` for a model on the meta device with a bound plan; `copies` are the ranks of each copy."""
     split = {name for name, strategy in resolution.module_strategies.items() if strategy.signature.takes is BATCH}
-    units = []
-    for name, module in _units(model, split):
+    entries = []
+    for name, module in _entries(model, split):
         layouts = (resolution.layouts.get(f"{name}.{param}") for param, _ in module.named_parameters())
-        units.append((name, len(copies[0]) > 1 and any(layout is not None for layout in layouts)))
-    parts = tuple(zip(*copies, strict=True))
-    everyone = (tuple(rank for ranks in copies for rank in ranks),)
-    return Partition(copies, everyone if split else parts, parts, tuple(_folded(units)))
+        entries.append((name, len(copies[0]) > 1 and any(layout is not None for layout in layouts)))
+    shard_groups = tuple(zip(*copies, strict=True))
+    all_ranks = (tuple(rank for ranks in copies for rank in ranks),)
+    return Partition(copies, all_ranks if split else shard_groups, shard_groups, tuple(_folded(entries)))
 
 
-def _units(module: nn.Module, split: set[str], name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Entries of a partition: the parts of layers, and modules with parameters outside layers."""
+def _entries(module: nn.Module, split: set[str], name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the entries of a partition: children of layers, and modules with parameters outside layers."""
     for step, child in module.named_children():
         path = f"{name}.{step}".lstrip(".")
         if not _has_parameters(child):
@@ -91,20 +92,24 @@ def _units(module: nn.Module, split: set[str], name: str = "") -> Iterator[tuple
         if path in split or has_own or not any(True for _ in child.children()):
             yield path, child
         elif isinstance(module, nn.ModuleList):
-            yield from ((f"{path}.{part}", each) for part, each in child.named_children() if _has_parameters(each))
+            yield from (
+                (f"{path}.{child_name}", grandchild)
+                for child_name, grandchild in child.named_children()
+                if _has_parameters(grandchild)
+            )
         else:
-            yield from _units(child, split, path)
+            yield from _entries(child, split, path)
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _folded(units: list[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
-    """Names with `*` for the numbers of layers that are alike, or with their numbers where some are not."""
-    for pattern, found in folded(units).items():
-        for is_cut, names in found.items():
-            if len(found) == 1:
+def _folded(entries: list[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """Fold names of layers to `*`, or to lists of layer numbers if some are sharded and others not."""
+    for pattern, by_state in folded(entries).items():
+        for is_cut, names in by_state.items():
+            if len(by_state) == 1:
                 yield pattern, is_cut
                 continue
             numbers = [number for name in names if (number := layer_number(name)) is not None]

@@ -1,8 +1,8 @@
-"""Values that several ranks of a model hold, compared between them and brought together.
+"""Comparison and synchronisation of replicated tensors between the ranks of a model.
 
-Norms, replicated attention and vision towers, shared KV heads: each rank updates them by gradients that it computes
-alike. A backward that is not deterministic, as of scatters and of some attention kernels on a GPU, gives ranks
-gradients that differ in their last bits, and nothing brings the values together again.
+Each rank updates norms, replicated attention, vision towers and shared KV heads with gradients of its own, which should
+be equal. A nondeterministic backward (scatters and some attention kernels on a GPU) makes gradients differ in their
+last bits, and the values drift apart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..strategies import SHARD, local_tensor
 from ..strategies.shards.replicas import Part, parts
 
 CHUNK = 1 << 20
-"""Elements of a fingerprint that are computed at a time."""
+"""Elements per step of a fingerprint."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,21 +29,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_replicas(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None = None, *, synchronize: bool = False
 ) -> dict[str, float]:
-    """Compare tensors that ranks of the `tp` axis share; all ranks have to call it, the ranks of one copy at
-    least.
+    """Compare tensors that several ranks of the `tp` axis hold. Collective over the `tp` axis.
 
-    It takes a pass over these values and an all-gather of two numbers a tensor, so call it now and then, such as before
-    a checkpoint. Only values that differ travel. Copies of a data-parallel model are not compared with each other:
-    they are given the same gradients.
+    Costs a pass over these tensors and an all-gather of two numbers a tensor, so call it occasionally, such as before a
+    checkpoint. Only tensors that differ are sent. Copies of a data-parallel model are not compared with each other:
+    they get the same gradients.
 
     Args:
-        model: a model loaded with `tp_plan`; its parameters and persistent buffers are compared, bit by bit.
-        optimizer: an optimizer with states that are compared too, where they have the shape of their parameter.
-        synchronize: whether ranks take the values of the lowest rank that holds them, in place.
+        model: a model loaded with `tp_plan`; its parameters and persistent buffers are compared bitwise.
+        optimizer: its states with the shape of their parameter are compared too.
+        synchronize: if True, ranks take the values of the lowest rank that holds the tensor, in place.
 
     Returns:
-        By name, the largest absolute difference that was found; the state of an optimizer is `NAME.exp_avg` and such.
-        The same on all ranks of the axis, and empty where nothing has drifted apart.
+        {name: largest absolute difference}, with optimizer states as `NAME.exp_avg`. The same on all ranks of the axis;
+        empty if no tensors differ.
 
     Raises:
         UnsupportedError: for a model without a plan.
@@ -54,54 +53,56 @@ def check_replicas(
     if group.size == 1:
         return {}
     values = _values(model, optimizer)
-    joined: dict[str, Tensor] = {}
-    shared = {part: value for name in values for part, value in parts(name, *values[name], group.size, joined)}
-    # 1. Fingerprints, which tell what differs.
-    prints = torch.stack([_fingerprint(value) for value in shared.values()]).tolist() if shared else []
-    everyone = group.gather(dict(zip(shared, prints, strict=True)))
+    gathered: dict[str, Tensor] = {}
+    shared = {part: value for name in values for part, value in parts(name, *values[name], group.size, gathered)}
+    # 1. Fingerprints of all shared tensors, to find those that differ.
+    fingerprints = torch.stack([_fingerprint(value) for value in shared.values()]).tolist() if shared else []
+    per_rank = group.gather(dict(zip(shared, fingerprints, strict=True)))
     different = [
-        part for part in dict.fromkeys(part for found in everyone for part in found) if _differs(part, everyone)
+        part
+        for part in dict.fromkeys(part for shared_parts in per_rank for part in shared_parts)
+        if _differs(part, per_rank)
     ]
     if not different:
         return {}
-    # 2. By how much, and the first one's values in place of the others'.
-    own: dict[str, float] = {}
+    # 2. Differences to the first rank's values, which replace the others.
+    local_differences: dict[str, float] = {}
     for part in different:
         first = _first(part, shared.get(part), group)
         if group.rank in part.ranks:
             difference = _difference(shared[part], first)
-            own[part.name] = max(own.get(part.name, 0.0), difference, key=_badness)
+            local_differences[part.name] = max(local_differences.get(part.name, 0.0), difference, key=_badness)
             if synchronize:
                 shared[part].copy_(first)
     if synchronize:
-        for name, whole in joined.items():
+        for name, full in gathered.items():
             param, value = values[name]
-            local_tensor(value).copy_(whole[slice(*SHARD.of(param).rows)])
-    found: dict[str, float] = {}
-    for differences in group.gather(own):
+            local_tensor(value).copy_(full[slice(*SHARD.of(param).rows)])
+    largest: dict[str, float] = {}
+    for differences in group.gather(local_differences):
         for name, difference in differences.items():
-            found[name] = max(found.get(name, 0.0), difference, key=_badness)
-    return found
+            largest[name] = max(largest.get(name, 0.0), difference, key=_badness)
+    return largest
 
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """By name: a parameter or buffer, and a tensor that is laid out like it (itself, or an optimizer's state of it)."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    """Return {name: (parameter or buffer, tensor with its layout: itself or an optimizer's state)}."""
+    values: dict[str, tuple[Tensor, Tensor]] = {}
     persistent = model.state_dict(keep_vars=True)
     for name, buffer in model.named_buffers():
         if name in persistent:
-            found[name] = (buffer, buffer)
+            values[name] = (buffer, buffer)
     for name, param in model.named_parameters():
-        found[name] = (param, param)
+        values[name] = (param, param)
         state = optimizer.state.get(param, {}) if optimizer is not None else {}
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == param.shape:
-                found[f"{name}.{key}"] = (param, value)
-    return found
+                values[f"{name}.{key}"] = (param, value)
+    return values
 
 
 def _fingerprint(value: Tensor) -> Tensor:
-    """Two sums modulo 2**64 of the bits of a tensor, the second weighted by position: (2,), int64."""
+    """Return two sums modulo 2**64 of the bits of a tensor, the second weighted by position: (2,), int64."""
     flat = value.contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     bits = flat.view(_BITS[flat.element_size()])
@@ -113,32 +114,34 @@ def _fingerprint(value: Tensor) -> Tensor:
     return sums
 
 
-def _differs(part: Part, everyone: list[Mapping[Part, list[int]]]) -> bool:
-    """True if the ranks that hold `part`, and all have it by now, have other values than the first of them."""
-    found = [everyone[rank].get(part) for rank in part.ranks]
-    return all(each is not None for each in found) and any(each != found[0] for each in found)
+def _differs(part: Part, per_rank: list[Mapping[Part, list[int]]]) -> bool:
+    """True if all ranks that should hold `part` have it, and their fingerprints differ."""
+    fingerprints = [per_rank[rank].get(part) for rank in part.ranks]
+    return all(fingerprint is not None for fingerprint in fingerprints) and any(
+        fingerprint != fingerprints[0] for fingerprint in fingerprints
+    )
 
 
 def _first(part: Part, value: Tensor | None, group: TensorParallelGroup) -> Tensor:
-    """The `value` of the first rank that holds `part`, on all ranks of the axis, also those that hold none of it.
+    """Broadcast the `value` of the first rank that holds `part` to all ranks of the axis.
 
-    A broadcast over the axis needs no process group of the holders alone.
+    All ranks of the axis join the broadcast, so no process group of the holders is needed.
     """
     if value is not None:
         first = value.contiguous().clone()
     else:
         first = torch.empty(part.shape, dtype=part.dtype, device=part.device_type)
-    is_short = first.ndim and first.element_size() == 1  # float8 and bool, which not every backend sends
+    is_short = first.ndim and first.element_size() == 1  # float8 and bool, which some backends cannot send
     direct.broadcast(first.view(torch.uint8) if is_short else first, group.process_group, part.ranks[0])
     return first
 
 
-def _difference(value: Tensor, other: Tensor) -> float:
-    """The largest absolute difference of two tensors."""
+def _difference(value: Tensor, reference: Tensor) -> float:
+    """Return the largest absolute difference of two tensors."""
     wide = torch.complex128 if value.is_complex() else torch.float64
-    return (value.to(wide) - other.to(wide)).abs().max().item() if value.numel() else 0.0
+    return (value.to(wide) - reference.to(wide)).abs().max().item() if value.numel() else 0.0
 
 
 def _badness(difference: float) -> float:
-    """A difference that is not a number is the largest of all."""
+    """Sort key: NaN is the largest difference."""
     return float("inf") if difference != difference else difference

@@ -1,6 +1,6 @@
 """transformers' Trainer, for models that are loaded with `tp_plan`.
 
-Not imported by the package itself: transformers' own takes a second to import.
+Not imported by the package itself: importing transformers' Trainer takes a second.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from .trainer_patch import TRAINER
 
 
 class Trainer(transformers.Trainer):
-    """transformers' Trainer, which trains tensor-parallel models for as long as it lives, also without `enable()`.
+    """transformers' Trainer with the changes for tensor-parallel models, also without `enable()`.
 
-    Gradients are clipped by the norm of the whole model's. Optimizers get groups that do not mix DTensors with plain
-    parameters. Values that ranks share and that have drifted apart are brought together at every checkpoint. All ranks
-    save the model together. accelerate learns how many ranks share a batch, on CPUs too, where it takes no such number.
-    Predictions are gathered from one rank of each copy, with whole logits also under loss parallelism. Everything else
-    is transformers'; a model without a plan is trained by it alone.
+    Gradients are clipped by the norm of the full model. Optimizers get groups that do not mix DTensors with plain
+    parameters. Replicated values are synchronised at every checkpoint. All ranks save the model together. The `tp` size
+    is passed to accelerate, on CPUs too, where accelerate itself rejects it. Predictions are gathered from one rank of
+    each copy, with unsharded logits also under loss parallelism. All else, and models without a plan, is unchanged.
 
-    With more ranks than the `tp` axis has, the model has to have been through `tp_transformers.data_parallel`.
-    Training goes on from a checkpoint on any mesh, and in one process: the optimizer's state, which differs from rank
-    to rank, is a distributed checkpoint in it.
+    With more ranks than the `tp` axis has, call `tp_transformers.data_parallel` on the model first. A checkpoint can be
+    resumed on any mesh and in one process: the optimizer's state is saved in it as a distributed checkpoint.
 
     Raises:
-        MeshError: where ranks beyond the `tp` axis would train copies of the model that do not meet.
-        CheckpointError: where a checkpoint has the state of an optimizer of one process.
-        UnsupportedError: where ranks that share a model have batches of their own.
+        MeshError: if there are several copies of the model without `data_parallel`.
+        CheckpointError: if a checkpoint has the optimizer state of one process.
+        UnsupportedError: for a model loaded with `tp_batch_sharded`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

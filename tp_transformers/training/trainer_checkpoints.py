@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer with a tensor-parallel model: functions in place of its methods."""
+"""Replacements of the checkpoint methods of transformers' Trainer, for tensor-parallel models."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .replicas import check_replicas
 logger = get_logger(__name__)
 
 OPTIMIZER_FOLDER = "optimizer"
-"""Folder in a checkpoint of a tensor-parallel model that has the optimizer's state, as a distributed checkpoint."""
+"""Folder of a checkpoint with the optimizer's state, as a distributed checkpoint."""
 
 
 def _save_checkpoint(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """All ranks go on with what the checkpoint has of values that they share: those of the first rank."""
+    """Synchronise replicated values to those of the first rank, which are saved."""
     if is_tensor_parallel(self.model):
-        found = check_replicas(self.model, _plain(self.optimizer), synchronize=True)
-        if found and self.model.tp_group.rank == 0:
-            worst = max(found, key=lambda name: found[name])
+        differences = check_replicas(self.model, _plain(self.optimizer), synchronize=True)
+        if differences and self.model.tp_group.rank == 0:
+            worst = max(differences, key=lambda name: differences[name])
             logger.warning(
                 "%d tensors that several ranks hold had drifted apart, %s by %.1e; all ranks take the first one's",
-                *(len(found), worst, found[worst]),
+                *(len(differences), worst, differences[worst]),
             )
     original(self, model, *args, **kwargs)
 
 
 def save_model(original: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-    """Save the model from all ranks, and all else from the first; see `transformers.Trainer`."""
+    """Save the model from all ranks, and all else from the first. See `transformers.Trainer`."""
     if not is_tensor_parallel(self.model):
         original(self, output_dir, _internal_call)
         return
@@ -78,25 +78,27 @@ def _load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | No
     load_distributed_checkpoint(state, folder)
     load_optimizer_state_dict(self.model, optimizer, state)
     schedule = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
-    # How many groups there are differs with the mesh: what a scheduler has of each is the optimizer's, or its own.
-    groups, own = optimizer.param_groups, self.lr_scheduler.state_dict()
-    own |= {
+    # The number of groups differs with the mesh: per-group lists come from the current optimizer and scheduler.
+    groups, current = optimizer.param_groups, self.lr_scheduler.state_dict()
+    current |= {
         "base_lrs": [group.get("initial_lr") for group in groups],
         "_last_lr": [group["lr"] for group in groups],
     }
-    lists = {name: own.get(name, value) for name, value in schedule.items() if isinstance(value, list)}
+    lists = {name: current.get(name, value) for name, value in schedule.items() if isinstance(value, list)}
     self.lr_scheduler.load_state_dict({**schedule, **lists})
 
 
 def _load_rng_state(original: Any, self: Any, checkpoint: str | None) -> None:
     original(self, checkpoint)
-    if checkpoint is not None and is_tensor_parallel(self.model):  # another mesh has other files, or none
+    if checkpoint is not None and is_tensor_parallel(
+        self.model
+    ):  # on another mesh, files of random states differ or are missing
         group = self.model.tp_group
         set_random_states(group.device, group.gather(random_states(group.device))[0])
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that accelerate has wrapped."""
+    """Return the optimizer inside accelerate's wrapper."""
     plain: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return plain
 
@@ -108,4 +110,4 @@ CHANGES = (
     _load_optimizer_and_scheduler,
     _load_rng_state,
 )
-"""Functions that run in place of the methods of their names."""
+"""Functions that replace the methods with their names."""

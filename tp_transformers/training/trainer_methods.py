@@ -1,4 +1,4 @@
-"""Functions in place of methods of transformers' Trainer, for models that are loaded with `tp_plan`."""
+"""Replacements of methods of transformers' Trainer, for tensor-parallel models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..model.optimizers.scopes import check_in_backward
 from ..model.parallelize import is_tensor_parallel
 from ..patches import Undo, replace, replace_all
 from ..strategies import batch_sharded, shard_of
-from ..strategies.loss.head import whole_logits
+from ..strategies.loss.head import gather_logits
 from . import trainer_checkpoints
 
 
@@ -70,10 +70,10 @@ def evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 def prediction_step(
     original: Any, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
 ) -> Any:
-    """See `transformers.Trainer`; logits are whole."""
+    """See `transformers.Trainer`; logits are unsharded."""
     if prediction_loss_only or not is_tensor_parallel(self.model):
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
-    handle = self.model.register_forward_hook(_with_whole_logits)
+    handle = self.model.register_forward_hook(_with_full_logits)
     try:
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
     finally:
@@ -83,7 +83,7 @@ def prediction_step(
 def compute_loss(
     original: Any, self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
 ) -> Any:
-    """See `transformers.Trainer`, of which older ones scale a loss by the ranks that share it, too."""
+    """See `transformers.Trainer`. Older releases scale the loss by all ranks; here it is scaled by the copies."""
     if not is_tensor_parallel(self.model):
         return original(self, model, inputs, return_outputs, num_items_in_batch)
     averages = self.args.average_tokens_across_devices
@@ -104,7 +104,7 @@ def create_optimizer(original: Any, self: Any, model: Any = None) -> torch.optim
     _check_forward(self.model)
     check_in_backward(str(getattr(self.args.optim, "value", self.args.optim)))
     trainer = sys.modules[transformers.Trainer.__module__]
-    with ExitStack() as stack:  # groups are those of one process: releases from 5.20 or so on split them by mesh
+    with ExitStack() as stack:  # keep the groups of one process: releases from about 5.20 split them by mesh
         if hasattr(trainer, "has_mixed_dtensor"):
             stack.callback(replace(trainer, "has_mixed_dtensor", lambda original, tensors: False))
         return original(self, model)  # type: ignore[no-any-return]
@@ -134,17 +134,17 @@ _CHANGES = (
     _get_grad_norm,
     *trainer_checkpoints.CHANGES,
 )
-"""Functions that run in place of the methods of their names."""
+"""Functions that replace the methods with their names."""
 
 
 def change_methods() -> Undo:
-    """Put `_CHANGES` in place of the methods of `transformers.Trainer`; returns the undoing."""
+    """Replace methods of `transformers.Trainer` by `_CHANGES`; return a function that restores them."""
     return replace_all((transformers.Trainer, change.__name__, change) for change in _CHANGES)
 
 
 def _check_forward(model: Any) -> None:
-    """Raise UnsupportedError where another library's forward, such as TRL's, may take this rank's rows of the output
-    embedding for all: it gathers DTensors alone."""
+    """Raise UnsupportedError if another library's forward, such as TRL's, may use this rank's rows of the output
+    embedding as the full weight: it gathers DTensors only."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     head, forward = base.get_output_embeddings(), vars(base).get("forward")
     module = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
@@ -161,7 +161,7 @@ def _check_forward(model: Any) -> None:
 
 
 def _gather_for_metrics(accelerator: Any, tp_size: int, data: Any, use_gather_object: bool = False) -> Any:
-    """accelerate's `gather_for_metrics`, from every `tp_size`-th rank: each copy's first."""
+    """accelerate's `gather_for_metrics` from the first rank of each copy."""
     copies = accelerator.num_processes // tp_size
     if use_gather_object:
         data = [item for items in gather_object([data])[::tp_size] for item in items]
@@ -172,21 +172,23 @@ def _gather_for_metrics(accelerator: Any, tp_size: int, data: Any, use_gather_ob
                 lambda tensor: tensor.unflatten(0, (copies, tp_size, -1))[:, 0].flatten(0, 1), accelerator.gather(data)
             )
     state = accelerator.gradient_state
-    count = state.remainder if state.end_of_dataloader and state.remainder > 0 else None  # the rest fills up a batch
+    count = (
+        state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+    )  # without samples that pad the last batch
     return data[:count] if use_gather_object else recursively_apply(lambda tensor: tensor[:count], data)
 
 
-def _with_whole_logits(model: nn.Module, args: Any, output: Any) -> Any:
-    """Join the logits, which follow the loss, of an output."""
+def _with_full_logits(model: nn.Module, args: Any, output: Any) -> Any:
+    """Gather the logits of an output; in a tuple they follow the loss."""
     if isinstance(output, tuple):
-        return (output[0], whole_logits(model, output[1]), *output[2:])
+        return (output[0], gather_logits(model, output[1]), *output[2:])
     if output.get("logits") is not None:
-        output["logits"] = whole_logits(model, output["logits"])
+        output["logits"] = gather_logits(model, output["logits"])
     return output
 
 
 class _Parallelism(ParallelismConfig):
-    """accelerate's, which it refuses on CPUs for no reason that concerns a model that is parallel already."""
+    """accelerate's ParallelismConfig without its check that rejects CPUs, since the model is parallel already."""
 
     def _validate_accelerator(self, accelerator: Any) -> None:
         if accelerator.distributed_type != DistributedType.MULTI_CPU:
@@ -195,12 +197,12 @@ class _Parallelism(ParallelismConfig):
 
 @contextmanager
 def _distributed_config(model: PreTrainedModel, copies: int) -> Iterator[None]:
-    """For as long as Trainer looks for it there, from transformers 5.18 or so on: how many ranks share a batch."""
+    """Context with `config.distributed_config`, where Trainer reads the number of copies (from about 5.18)."""
     config = model.config
     if getattr(config, "distributed_config", None) is not None:
         yield
         return
-    config.distributed_config = SimpleNamespace(dp_size=copies)  # as much of a DistributedConfig as Trainer reads
+    config.distributed_config = SimpleNamespace(dp_size=copies)  # the only field that Trainer reads
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The patch of transformers' Trainer, which is imported late: it takes a second."""
+"""Patch of transformers' Trainer. It is imported late, since that takes a second."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def _change_methods() -> Undo:
 
 
 def _refuse(original: Any, self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
-    """`Trainer.__init__`, where methods cannot be replaced that a tensor-parallel model needs."""
+    """Replace `Trainer.__init__` if the methods cannot be replaced: raise for tensor-parallel models."""
     if is_tensor_parallel(model):
         TRAINER.refuse()
     original(self, model, *args, **kwargs)
-    if is_tensor_parallel(self.model):  # made by `model_init`
+    if is_tensor_parallel(self.model):  # from `model_init`
         TRAINER.refuse()
 
 

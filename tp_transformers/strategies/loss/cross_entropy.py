@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are cut along the vocabulary, which no rank ever holds whole."""
+"""Cross entropy of logits that are sharded along the vocabulary, without gathering them."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of the unsharded logits, from this rank's part; the same on all ranks.
+    """Compute `torch.nn.functional.cross_entropy` of the unsharded logits from this rank's shard; replicated.
 
-    Two all-reduces of a few numbers a token (the largest logit; the sum of exponentials with the target's logit);
-    backward: nothing. Computed in fp32 at least; the gradient has the dtype of the logits.
+    Communication: two all-reduces of a few numbers a token (the largest logit; the sum of exponentials with the
+    target's logit), none in the backward. Computes in fp32 or wider; the gradient has the dtype of the logits.
 
     Args:
-        logits: (..., vocabulary/size), this rank's part of the vocabulary, in the order of the ranks.
-        target: (...), ids in the whole vocabulary, the same on all ranks.
-        group: the ranks: a process group, a 1-D DeviceMesh or `model.tp_group`; None for one process.
-        widths: the length of every rank's part; they ask each other if it is not given.
-        ignore_index: the id of targets that count for nothing.
-        reduction: "mean" (over targets that count), "sum" or "none".
+        logits: (..., vocabulary/size), this rank's shard; shards are in rank order.
+        target: (...), ids in the full vocabulary, replicated.
+        group: a process group, a 1-D DeviceMesh or `model.tp_group`; None for one process.
+        widths: vocabulary length of each rank's shard; None: exchange them (one all-gather of a number).
+        ignore_index: the id of targets that are ignored.
+        reduction: "mean" (over targets that are not ignored), "sum" or "none".
 
     Raises:
-        IndexError: on a CPU, if a target is no id of the vocabulary (a GPU and a compiled graph stop at an assertion).
-        ValueError: on an unknown reduction, or shapes that do not fit.
+        IndexError: on a CPU, if a target is outside the vocabulary (a GPU and a compiled graph fail an assertion).
+        ValueError: for an unknown reduction, or if the shapes do not match.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, not one of {', '.join(REDUCTIONS)}")
@@ -56,28 +56,28 @@ def vocab_parallel_cross_entropy(
     elif isinstance(group, DeviceMesh):
         group = group.get_group()
     if widths is None:
-        own = logits.shape[-1]
-        widths = (own,) if group is None else all_gather_number(own, group, logits.device)
-    counts = target != ignore_index
-    known = (target >= 0) & (target < sum(widths)) | ~counts
+        width = logits.shape[-1]
+        widths = (width,) if group is None else all_gather_number(width, group, logits.device)
+    is_counted = target != ignore_index
+    is_valid = (target >= 0) & (target < sum(widths)) | ~is_counted
     if target.device.type != "cpu" or torch.compiler.is_compiling():
-        assert_async(known.all())
-    elif not known.all():
-        raise IndexError(f"Target {target[~known][0].item()} is out of bounds.")
+        assert_async(is_valid.all())
+    elif not is_valid.all():
+        raise IndexError(f"Target {target[~is_valid][0].item()} is out of bounds.")
     start = sum(widths[: dist.get_rank(group)]) if group is not None else 0
-    losses: Tensor = _CrossEntropy.apply(logits, target.masked_fill(~counts, -1), start, group)
+    losses: Tensor = _CrossEntropy.apply(logits, target.masked_fill(~is_counted, -1), start, group)
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+    return losses.sum() if reduction == "sum" else losses.sum() / is_counted.sum()
 
 
 @dataclass(frozen=True)
 class CausalLMLoss:
-    """The loss of transformers' `ForCausalLMLoss`, from this rank's part of the logits: `model.loss_function`."""
+    """transformers' `ForCausalLMLoss` computed from this rank's shard of the logits, for `model.loss_function`."""
 
     device_mesh: DeviceMesh
     widths: tuple[int, ...]
-    """Lengths of the ranks' parts of the vocabulary."""
+    """Vocabulary length of each rank's shard."""
 
     def __call__(
         self,
@@ -89,10 +89,10 @@ class CausalLMLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The loss of `labels`, which are shifted here, or of `shift_labels`, which are shifted already.
+        """Compute the loss of `labels`, which are shifted here, or of `shift_labels`, which are shifted already.
 
-        Without `num_items_in_batch` it is the mean over tokens, else their sum divided by it. Raises PlanError where
-        the vocabulary is not the one that is cut.
+        Returns the sum over tokens divided by `num_items_in_batch`, or the mean without it. Raises PlanError if
+        `vocab_size` differs from the length of the sharded vocabulary.
         """
         if vocab_size != sum(self.widths):
             raise PlanError(
@@ -101,8 +101,8 @@ class CausalLMLoss:
                 expected=f"the {sum(self.widths)} that the output embedding has",
                 fix="Load the model without tp_loss_parallel.",
             )
-        own, rank = logits.shape[-1], self.device_mesh.get_local_rank()
-        if own == vocab_size:  # whole, of a call without labels
+        width, rank = logits.shape[-1], self.device_mesh.get_local_rank()
+        if width == vocab_size:  # unsharded, from a call without labels
             logits = logits.narrow(-1, sum(self.widths[:rank]), self.widths[rank])
         if shift_labels is None:
             assert labels is not None
@@ -118,50 +118,52 @@ class CausalLMLoss:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """One loss a token. The target is -1 where a token counts for nothing; `start` is the first id of this rank."""
+    """One loss per token. The target is -1 for ignored tokens; `start` is the first id of this rank."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, start: int, group: Group | None) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # A rank may have no part of a vocabulary that is smaller than the ranks are many.
+        # A rank's shard is empty if the vocabulary is smaller than the number of ranks.
         largest = wide.amax(-1) if wide.shape[-1] else wide.new_full(target.shape, -torch.inf)
         direct.all_reduce(largest, group, direct.MAX)
-        own, here = _local(target, start, wide.shape[-1])
-        taken = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1) if wide.shape[-1] else wide.new_zeros(target.shape)
-        total = torch.stack([(wide - largest.unsqueeze(-1)).exp_().sum(-1), taken.masked_fill(~here, 0)])
-        direct.all_reduce(total, group)
-        exponential = total[0].log() + largest  # the logarithm of the sum of exponentials
+        local_ids, is_local = _local(target, start, wide.shape[-1])
+        target_logits = (
+            wide.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1) if wide.shape[-1] else wide.new_zeros(target.shape)
+        )
+        sums = torch.stack([(wide - largest.unsqueeze(-1)).exp_().sum(-1), target_logits.masked_fill(~is_local, 0)])
+        direct.all_reduce(sums, group)
+        logsumexp = sums[0].log() + largest
         ctx.start, ctx.group = start, group
-        ctx.save_for_backward(logits, target, exponential)
-        return (exponential - total[1]).masked_fill(target < 0, 0)
+        ctx.save_for_backward(logits, target, logsumexp)
+        return (logsumexp - sums[1]).masked_fill(target < 0, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, target, exponential = ctx.saved_tensors
-        is_recorded = torch.is_grad_enabled()  # a gradient of this gradient may be asked for
+        logits, target, logsumexp = ctx.saved_tensors
+        is_recorded = torch.is_grad_enabled()  # for double backward
         grad = grads[0].masked_fill(target < 0, 0)
         if is_recorded:
             grad = copy_to_region(grad, ctx.group) if ctx.group is not None else grad
-            exponential = _recorded_sum(logits, exponential, ctx.group)
-        wide = logits.to(exponential.dtype)
-        own, here = _local(target, ctx.start, wide.shape[-1])
-        slope = (wide - exponential.unsqueeze(-1)).exp_()
-        slope = slope * grad.unsqueeze(-1) if is_recorded else slope.mul_(grad.unsqueeze(-1))
+            logsumexp = _recorded_logsumexp(logits, logsumexp, ctx.group)
+        wide = logits.to(logsumexp.dtype)
+        local_ids, is_local = _local(target, ctx.start, wide.shape[-1])
+        grad_logits = (wide - logsumexp.unsqueeze(-1)).exp_()
+        grad_logits = grad_logits * grad.unsqueeze(-1) if is_recorded else grad_logits.mul_(grad.unsqueeze(-1))
         if wide.shape[-1]:
-            slope.scatter_add_(-1, own.unsqueeze(-1), -grad.masked_fill(~here, 0).unsqueeze(-1))
-        return slope.to(logits.dtype), None, None, None
+            grad_logits.scatter_add_(-1, local_ids.unsqueeze(-1), -grad.masked_fill(~is_local, 0).unsqueeze(-1))
+        return grad_logits.to(logits.dtype), None, None, None
 
 
-def _recorded_sum(logits: Tensor, known: Tensor, group: Group | None) -> Tensor:
-    """`known`, the logarithm of the sum over all ranks, as a function of this rank's logits; used on this rank's."""
-    share = (logits.to(known.dtype) - known.unsqueeze(-1)).exp().sum(-1)  # 1, of all ranks together
+def _recorded_logsumexp(logits: Tensor, logsumexp: Tensor, group: Group | None) -> Tensor:
+    """Attach a gradient with respect to this rank's logits to `logsumexp`, taken over all ranks."""
+    total = (logits.to(logsumexp.dtype) - logsumexp.unsqueeze(-1)).exp().sum(-1)  # sums to 1 over all ranks
     if group is not None:
-        share = copy_to_region(reduce_from_region(share, group), group)
-    logarithm = share.log()
-    return known + (logarithm - logarithm.detach())
+        total = copy_to_region(reduce_from_region(total, group), group)
+    logarithm = total.log()
+    return logsumexp + (logarithm - logarithm.detach())
 
 
 def _local(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """(ids counted from this rank's first, 0 where it has them not; where it has them)."""
-    here = (target >= start) & (target < start + width)
-    return (target - start).masked_fill(~here, 0), here
+    """Return (ids relative to this rank's first, 0 for ids of other ranks; mask of this rank's ids)."""
+    is_local = (target >= start) & (target < start + width)
+    return (target - start).masked_fill(~is_local, 0), is_local

@@ -1,4 +1,4 @@
-"""The output embedding of a language model with a loss of logits that stay cut along the vocabulary."""
+"""Output embedding of a language model for a loss computed from logits sharded along the vocabulary."""
 
 from __future__ import annotations
 
@@ -18,42 +18,41 @@ from .cross_entropy import CausalLMLoss
 
 
 class LossColwiseParallel(ColwiseParallel):
-    """Cut the output features; gather them, unless `loss_parallel` on the model has seen labels: the loss needs only
-    this rank's part.
+    """Shard the output features; gather the output, unless `loss_parallel` on the model got labels.
 
-        x ──f── [A | B] ── whole, or [xA | xB]
+    x ──f── [A | B] ── xAB, or [xA | xB]
     """
 
-    keeps_part = False
-    """True while the output of the forward under way stays this rank's part."""
+    keeps_shard = False
+    """True while the current forward leaves its output sharded."""
 
     def __init__(self, *, use_dtensor: bool = True) -> None:
         """`use_dtensor`: whether shards become DTensors where a placement describes them."""
         super().__init__(output_layouts=Replicate(), use_dtensor=use_dtensor)
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: B keeps this rank's part where the head does."""
+        """See `TensorParallelLayer.adapter`: B leaves its output sharded when the head does."""
         return ReplicateParallel(), LossColwiseParallel()
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        if self.keeps_part:
+        if self.keeps_shard:
             return outputs
         return super().after(module, outputs, mesh)
 
 
 class LossParallel(TensorParallelLayer):
-    """On a language model: where it is given labels, its loss is computed from each rank's part of the logits.
+    """On a language model: given labels, compute the loss from each rank's shard of the logits.
 
-    A loss function that a user sets on the model gets whole logits.
+    A loss function that the user sets on the model gets unsharded logits.
     """
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         heads, labels = _heads(module), forward_of(module).given.get("labels")
         if labels is not None and isinstance(module.__dict__.get("_loss_function"), CausalLMLoss | None):
-            # Anew, since embeddings may have been resized.
+            # Rebuilt in every forward, since embeddings may have been resized.
             module.loss_function = CausalLMLoss(mesh, heads[0].output_split.widths)  # type: ignore[assignment]
             for head in heads:
-                head.keeps_part = True
+                head.keeps_shard = True
         return inputs
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
@@ -61,13 +60,13 @@ class LossParallel(TensorParallelLayer):
         return outputs
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """See `TensorParallelLayer.interrupted`; called by itself, the head gives whole logits."""
+        """See `TensorParallelLayer.interrupted`; a head that is called by itself returns unsharded logits."""
         for head in _heads(module):
-            head.keeps_part = False
+            head.keeps_shard = False
 
 
-def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
-    """Gather the logits (backward: own slice) after loss parallelism computed the loss from this rank's part."""
+def gather_logits(model: nn.Module, logits: Tensor) -> Tensor:
+    """Gather the logits (backward: own slice) after loss parallelism computed the loss from shards."""
     for head in _heads(model)[:1]:
         group = model.tp_group
         assert isinstance(group, TensorParallelGroup)
@@ -77,7 +76,7 @@ def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
 
 
 def _heads(model: nn.Module) -> list[LossColwiseParallel]:
-    """The strategies of the output embedding, and of an adapter's part of it."""
+    """Strategies of the output embedding and of its adapter."""
     modules = model.get_output_embeddings().modules()  # type: ignore[operator]
     strategies = [getattr(module, "tp_strategy", None) for module in modules]
     return [strategy for strategy in strategies if isinstance(strategy, LossColwiseParallel)]

@@ -1,4 +1,4 @@
-"""Parameters with values for every channel or head, which the forward of a mixer reads itself."""
+"""Sharding of parameters with one entry per channel or head, which the forward of a mixer reads directly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..signature import LOCAL, Signature
 
 
 class ChannelwiseParallel(TensorParallelLayer):
-    """Cut the first dim that is longer than 1, in plain tensors: channels of a depthwise convolution, output features
-    of a linear, heads of a parameter. Nothing is communicated.
+    """Shard the first dim longer than 1, in plain tensors: channels of a depthwise convolution, output features of a
+    linear, heads of a parameter. No communication.
 
         [x | y] ── [a / b] ── [ax | by]
     """
@@ -26,7 +26,7 @@ class ChannelwiseParallel(TensorParallelLayer):
     signature = Signature(LOCAL, LOCAL)
 
     def check(self, module: nn.Module) -> None:
-        """A convolution that computes each channel by itself, or a linear."""
+        """Raise ValueError unless `module` is a depthwise convolution or a linear."""
         is_depthwise = isinstance(module, CONVOLUTIONS) and module.groups == module.in_channels == module.out_channels
         is_linear = features(module) is not None and not has_inputs_first(module)
         if not (is_depthwise or is_linear):
@@ -41,11 +41,11 @@ class ChannelwiseParallel(TensorParallelLayer):
         return Layout(dim, self.cut(shape[dim], size))
 
     def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
-        """See `Communication.views_of`; the mixer around it, which reads its parameters, has replaced the others."""
+        """See `Communication.views_of`; the enclosing mixer has replaced the parameters that it reads."""
         return still_sharded(module, views)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """The channels of a convolution, for code that calls it."""
+        """Channel counts of a convolution's shard, for code that calls it."""
         if not isinstance(module, CONVOLUTIONS):
             return {}
         return dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The norm of a mixer's heads, with a gate."""
+"""Gated norm over a mixer's heads."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..signature import LOCAL, Signature
 
 
 class GatedNormParallel(TensorParallelLayer):
-    """An RMS norm over groups of features that are cut over the ranks; a SiLU gate may come first.
+    """An RMS norm over groups of features that are sharded over the ranks; a SiLU gate may come first.
 
-    `weight: (features/size)`. Ranks that hold whole groups communicate nothing. Where each rank holds a part of one
-    group, the mean square is that of the whole group (one all-reduce of a number a token and group; backward:
+    `weight: (features/size)`. Ranks that hold complete groups do not communicate. If each rank holds a shard of one
+    group, the mean square of the full group takes one all-reduce of a number per token and group (backward:
     all-reduce), as in `sharded_norm`.
 
         [x | y] ── norm by mean(x² + y²) ── [x' | y']
@@ -29,47 +29,47 @@ class GatedNormParallel(TensorParallelLayer):
 
     signature = Signature(LOCAL, LOCAL)
     length = 0
-    """Features of all groups."""
+    """Number of features of all groups."""
     group = 0
-    """Features of one group."""
+    """Number of features of one group."""
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
-        """See `TensorParallelLayer.bind`; the module's groups are read here, once."""
+        """See `TensorParallelLayer.bind`; reads the module's groups once."""
         bound = super().bind(module, size, **options)
         assert isinstance(bound, GatedNormParallel)
         bound.length = sum(param.shape[0] for param in module.parameters(recurse=False))
-        own = vars(module)
-        bound.group = own.get("group_size") or bound.length // (own.get("n_groups") or 1)
+        attributes = vars(module)
+        bound.group = attributes.get("group_size") or bound.length // (attributes.get("n_groups") or 1)
         return bound
 
     def check(self, module: nn.Module) -> None:
-        """An RMS norm; a rank has whole groups, or a part of one."""
+        """Raise ValueError unless `module` is an RMS norm, and a rank has complete groups or a shard of one."""
         if not is_rms_norm(module, (self.length,)):
             raise ValueError(f"a {type(module).__name__} is no norm whose mean square could be summed")
-        for held in self.cut(self.length, self.size).ranges:
-            start, stop = min(each[0] for each in held), max(each[1] for each in held)
-            if not self.has_whole_groups and start // self.group != (stop - 1) // self.group:
+        for rank_ranges in self.cut(self.length, self.size).ranges:
+            start, stop = min(span[0] for span in rank_ranges), max(span[1] for span in rank_ranges)
+            if not self.has_full_groups and start // self.group != (stop - 1) // self.group:
                 raise ValueError(f"a rank would have parts of several groups of {self.group} features")
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
-        """The features."""
+        """Return the feature dim."""
         return 0
 
     @property
-    def has_whole_groups(self) -> bool:
-        """True if no rank holds a part of a group alone."""
+    def has_full_groups(self) -> bool:
+        """True if every rank holds complete groups."""
         ranges = self.cut(self.length, self.size).ranges
-        return not any(bound % self.group for held in ranges for each in held for bound in each)
+        return not any(bound % self.group for rank_ranges in ranges for span in rank_ranges for bound in span)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """The groups of this rank's features: one, where it holds a part of that."""
+        """Number and size of the groups on this rank; a shard of a group counts as one."""
         width = self.cut(self.length, self.size).widths[rank]
-        groups = width // self.group if self.has_whole_groups else 1
+        groups = width // self.group if self.has_full_groups else 1
         local = {"n_groups": groups, "group_size": width // groups, "normalized_shape": (width // groups,)}
         return {name: value for name, value in local.items() if name in module.__dict__}
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        if self.has_whole_groups:
+        if self.has_full_groups:
             return inputs
         x, group = inputs[0], mesh.get_group()
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -77,15 +77,15 @@ class GatedNormParallel(TensorParallelLayer):
         is_gated_first = gate is not None and not getattr(module, "norm_before_gate", False)
         normed = wide * silu(gate.to(wide.dtype)) if is_gated_first and gate is not None else wide
         squares = normed.square().sum(LAST, keepdim=True)
-        own = self.cut(self.length, self.size).ranges[self.rank][0][0] // self.group
-        slots = pad(squares / self.group, (own, self.length // self.group - 1 - own))
-        mean = copy_to_region(reduce_from_region(slots, group), group)[..., own : own + 1]
+        index = self.cut(self.length, self.size).ranges[self.rank][0][0] // self.group
+        slots = pad(squares / self.group, (index, self.length // self.group - 1 - index))
+        mean = copy_to_region(reduce_from_region(slots, group), group)[..., index : index + 1]
         forward_of(module).notes["norm"] = (squares / x.shape[LAST], mean, x.dtype)
         return (wide, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        if self.has_whole_groups:
+        if self.has_full_groups:
             return outputs
-        own, mean, dtype = forward_of(module).notes["norm"]
+        local_mean, mean, dtype = forward_of(module).notes["norm"]
         eps = epsilon(module) or 0.0
-        return (outputs * torch.sqrt((own + eps) / (mean + eps))).to(dtype)
+        return (outputs * torch.sqrt((local_mean + eps) / (mean + eps))).to(dtype)

@@ -1,4 +1,4 @@
-"""Row-parallel linears before ranks that go on with features of their own."""
+"""Row-parallel linears with outputs that feed sharded computation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..signature import FEATURES, LOCAL, Signature
 
 
 class InnerRowwiseParallel(RowwiseParallel):
-    """As `rowwise`, but the ranks go on with their own features: the gradient of the output is summed, too (backward:
+    """`rowwise` for an output that each rank uses for other features: its gradient is summed too (backward:
     all-reduce).
 
         [x | y] ── [A / B] ── xA + yB ──g──f──

@@ -1,4 +1,4 @@
-"""Mixers with forwards that read the parameters and buffers of the modules in them, without calling these."""
+"""Mixers with forwards that read parameters and buffers of their children without calling them."""
 
 from __future__ import annotations
 
@@ -18,37 +18,41 @@ from ..shards.slicing import take
 def mix_locally(
     module: nn.Module, shards: Mapping[str, ParamShard], splits: Mapping[str, Split], states: Sequence[str], rank: int
 ) -> None:
-    """Let the forward of a mixer see this rank's part of the parameters and buffers that it reads of itself.
+    """Wrap the forward of a mixer so that the parameters and buffers it reads are this rank's shards.
 
-    It is not in training then: in training, kernels put a whole mixer in one call, its norm and its output projection
-    included, which communicate.
+    The forward runs with `training=False`: in training, fused kernels compute the complete mixer in one call, including
+    its norm and output projection, which have to communicate.
 
     Args:
-        shards: this rank's shards of parameters that it reads, by their names in it.
-        splits: how heads cut the features of what is in it; those of buffers and states are looked up.
-        states: states that it is given, `argument.index`. Models make them for all heads; a rank keeps its own in the
-            same tensors.
+        module: the mixer.
+        shards: this rank's shards of the parameters that the forward reads, by their names in `module`.
+        splits: splits of the features by heads, by name; used for buffers and states.
+        states: states among the arguments, as `argument.index`. Models make them for all heads; this rank's heads
+            replace them in place.
+        rank: this rank.
     """
     arguments = argument_names(module)
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
-    cut = {name: split for name, split in splits.items() if name in module._buffers}
+    buffer_splits = {name: split for name, split in splits.items() if name in module._buffers}
 
-    def own(buffer: Tensor, split: Split) -> Tensor:
+    def local_buffer(buffer: Tensor, split: Split) -> Tensor:
         return take(buffer, Layout(first_long_dim(buffer.shape), split), rank)
 
     def around(call: Forwarder) -> Forwarder:
         def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
             params = {name: mod.get_parameter(name) for name in views}
-            buffers, training = {name: mod.get_buffer(name) for name in cut}, mod.training
-            given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+            buffers, training = {name: mod.get_buffer(name) for name in buffer_splits}, mod.training
+            values = {**dict(zip(arguments, args, strict=False)), **kwargs}
             for name in states:
                 argument, _, index = name.rpartition(".")
-                if given.get(argument) is not None:
-                    _keep_own(given[argument], int(index), splits[name], rank)
+                if values.get(argument) is not None:
+                    _slice_state(values[argument], int(index), splits[name], rank)
             try:
                 for name, param in params.items():
                     _put(mod, name, views[name].view(param))
-                mod._buffers.update({name: own(buffer, cut[name]) for name, buffer in buffers.items()})
+                mod._buffers.update(
+                    {name: local_buffer(buffer, buffer_splits[name]) for name, buffer in buffers.items()}
+                )
                 if training:
                     mod.training = False
                 return call(mod, *args, **kwargs)
@@ -64,19 +68,19 @@ def mix_locally(
     wrap_forward(module, around)
 
 
-def _keep_own(states: Any, index: int, split: Split, rank: int) -> None:
-    """Let a state of all heads, (batch, heads or features, ...), be that of this rank's.
+def _slice_state(states: Any, index: int, split: Split, rank: int) -> None:
+    """Replace a state of all heads, (batch, heads or features, ...), by the slice of this rank's heads.
 
-    In a list, it is replaced; in a tuple, the tensor gets other data, which breaks a graph of torch.compile.
+    In a list, the entry is replaced. In a tuple, `.data` of the tensor is set, which breaks a graph of torch.compile.
     """
     state: Tensor = states[index]
     if state.shape[1] != split.length:
         return
-    own = take(state, Layout(1, split), rank).clone()
+    local = take(state, Layout(1, split), rank).clone()
     if isinstance(states, list):
-        states[index] = own
+        states[index] = local
     else:
-        state.data = own
+        state.data = local
 
 
 def _put(module: nn.Module, name: str, param: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Attributes of a shard, and Python's own operations on it: its shape, data and gradient, copies, pickles."""
+"""Attributes of a shard (shape, data, gradient), and copying, pickling and printing it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _set_grad(func: Any, tensor: Any, grad: Any) -> None:
 
 
 def _copy_deeply(func: Any, tensor: Any, memo: dict[int, Any]) -> Any:
-    """A copy that is a shard of the same ranks."""
+    """Copy to a shard with the same layout and ranks."""
     if id(tensor) not in memo:
         copied = memo[id(tensor)] = know(local_values(tensor).detach().clone(), tensor)
         copied.requires_grad_(tensor.requires_grad)
@@ -47,7 +47,7 @@ def _copy_deeply(func: Any, tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _reduce(func: Any, tensor: Any, *args: Any) -> Any:
-    """As a DTensor, or as an ordinary tensor of the values that this rank holds, for `torch.save` of a state dict."""
+    """Pickle as a DTensor, or as an ordinary tensor of this rank's shard, for `torch.save` of a state dict."""
     with as_torch():
         if isinstance(tensor, DTensor):
             plain: Any = DTensor.__new__(DTensor, tensor._local_tensor, tensor._spec, requires_grad=False)
@@ -76,4 +76,4 @@ ATTRIBUTES: dict[str, Callable[..., Any]] = {
     "__reduce_ex__": _reduce,
     "__repr__": _show,
 }
-"""By name, functions that `computing` leaves to this module."""
+"""{name of a function: its handler here, called by `computing`}."""

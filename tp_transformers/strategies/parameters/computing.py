@@ -1,4 +1,4 @@
-"""Functions of torch on shards: computed from the values of this rank where they can be, else from full tensors."""
+"""torch functions on shards: computed on local values where possible, else on gathered full tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import UnsupportedError
 from ...marks import untyped
 from ...torch_api import as_torch, tree_leaves, tree_map, tree_map_only
 from .attributes import ATTRIBUTES
-from .functions import DRAWS_LIKE, FILLS, MAKES, OF_LISTS, READS, SHAPES, fits, is_by_value, is_in_place, name_of
+from .functions import DRAWS_LIKE, FILLS, MAKES, OF_LISTS, READS, SHAPES, fits, is_elementwise, is_in_place, name_of
 from .sharded import (
     WATCHERS,
     empty_full,
@@ -32,7 +32,7 @@ from .sharded import (
 
 
 def compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """`func(*args, **kwargs)` with shards among its arguments, as one process computes it of full tensors."""
+    """Compute `func(*args, **kwargs)` on arguments with shards, with the result that full tensors give."""
     name = name_of(func)
     first: Any = args[0] if args else kwargs.get("tensor")
     if name in ATTRIBUTES and is_sharded(first):
@@ -43,7 +43,7 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
         with as_torch():
             return func(*args, **kwargs)
     if name.startswith(OF_LISTS):
-        return _each(func, args, kwargs)
+        return _by_tensor(func, args, kwargs)
     if name in FILLS and is_sharded(first):
         return _fill(func, first, args[1:], {key: value for key, value in kwargs.items() if key != "tensor"})
     if name in MAKES and is_sharded(first):
@@ -56,51 +56,51 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
         with as_torch():
             return know(local_values(first), first)
     if name in _LIKE_ANOTHER and not is_sharded(first):
-        others = (empty_full(each) if is_sharded(each) else each for each in args[1:])
+        rest = (empty_full(argument) if is_sharded(argument) else argument for argument in args[1:])
         with as_torch():
-            return func(first, *others, **kwargs)
+            return func(first, *rest, **kwargs)
     shards = _shards_in(args, kwargs)
-    if _is_by_value(name, shards, args, kwargs):
-        return _by_value(func, shards[0], first if is_in_place(name) else None, args, kwargs)
+    if _is_elementwise(name, shards, args, kwargs):
+        return _elementwise(func, shards[0], first if is_in_place(name) else None, args, kwargs)
     return _on_full(func, args, kwargs)
 
 
 def is_for_dtensor(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a DTensor is to compute: it is asked for its kind, or meets other DTensors, such as activations."""
+    """True if DTensor has to compute `func`: it reads metadata, or other DTensors such as activations are arguments."""
     name = name_of(func)
     if name in ATTRIBUTES and name not in SHAPES:
         return False
-    others = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor) and not is_sharded(leaf))
-    return name in READS or name in SHAPES or any(each.ndim for each in others)
+    dtensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor) and not is_sharded(leaf))
+    return name in READS or name in SHAPES or any(dtensor.ndim for dtensor in dtensors)
 
 
 def _shards_in(*values: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(values) if is_sharded(leaf)]
 
 
-# -- by value
+# -- elementwise
 
 
-def _is_by_value(name: str, shards: Sequence[Any], args: Any, kwargs: Any) -> bool:
-    """True if each rank can compute its own values: shards are cut alike, and all else has parts for them."""
+def _is_elementwise(name: str, shards: Sequence[Any], args: Any, kwargs: Any) -> bool:
+    """True if `name` is elementwise, all shards have one layout, and all other tensors broadcast to them."""
     is_search = name == "where" and len(args) + len(kwargs) < 3
-    if not is_by_value(name) or is_search or kwargs.get("out") is not None:
+    if not is_elementwise(name) or is_search or kwargs.get("out") is not None:
         return False
     if is_in_place(name) and not is_sharded(args[0]):
         return False
     shard = shards[0].tp_shard
-    others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not is_sharded(leaf)]
-    return all(each.tp_shard.shape == shard.shape and each.tp_shard.layout == shard.layout for each in shards) and all(
-        fits(each.shape, shard.shape) or tuple(each.shape) == shard.local_shape for each in others
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not is_sharded(leaf)]
+    return all(like.tp_shard.shape == shard.shape and like.tp_shard.layout == shard.layout for like in shards) and all(
+        fits(tensor.shape, shard.shape) or tuple(tensor.shape) == shard.local_shape for tensor in tensors
     )
 
 
-def _by_value(func: Any, like: Any, target: Any, args: Any, kwargs: Any) -> Any:
-    """Compute the values of this rank; `target` is the tensor that the function changes."""
+def _elementwise(func: Any, like: Any, target: Any, args: Any, kwargs: Any) -> Any:
+    """Compute on local values; `target` is the tensor that the function changes in place, or None."""
     shard = like.tp_shard
     full, local = tuple(shard.shape), shard.local_shape
 
-    def own(leaf: Any) -> Any:
+    def to_local(leaf: Any) -> Any:
         if is_sharded(leaf):
             return leaf if leaf is target and not isinstance(leaf, DTensor) else local_values(leaf)
         if not isinstance(leaf, Tensor) or tuple(leaf.shape) == local != full:
@@ -109,7 +109,7 @@ def _by_value(func: Any, like: Any, target: Any, args: Any, kwargs: Any) -> Any:
         is_recorded = values.requires_grad and torch.is_grad_enabled()
         return own_values(values.expand(full), shard) if is_recorded or values.numel() > 1 else values
 
-    args, kwargs = tree_map(own, (args, kwargs))
+    args, kwargs = tree_map(to_local, (args, kwargs))
     with as_torch():
         result = func(*args, **kwargs)
     if target is not None:
@@ -120,8 +120,8 @@ def _by_value(func: Any, like: Any, target: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda leaf: know(leaf, like), result)
 
 
-def _each(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
-    """A function of lists, one tensor at a time, since they may be of several kinds."""
+def _by_tensor(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
+    """Apply a function of lists tensor by tensor, since a list may mix shards and ordinary tensors."""
     count, base = len(args[0]), func.__name__.removeprefix("_foreach_")
     is_update = not func.__name__.startswith("_foreach_")
 
@@ -130,17 +130,17 @@ def _each(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
 
     results: list[Any] = []
     for index in range(count):
-        given = [at(each, index) for each in args]
-        named = {key: at(each, index) for key, each in kwargs.items()}
-        shards = _shards_in(given, named)
+        tensor_args = [at(value, index) for value in args]
+        tensor_kwargs = {key: at(value, index) for key, value in kwargs.items()}
+        shards = _shards_in(tensor_args, tensor_kwargs)
         if not shards:
-            results += func(*given, **named) or ()
+            results += func(*tensor_args, **tensor_kwargs) or ()
             continue
-        target = given[0][0] if is_in_place(base) else None
-        if is_update or _is_by_value(base, shards, [given[0][0], *given[1:]], named):
-            result = _by_value(func, shards[0], target, given, named)
+        target = tensor_args[0][0] if is_in_place(base) else None
+        if is_update or _is_elementwise(base, shards, [tensor_args[0][0], *tensor_args[1:]], tensor_kwargs):
+            result = _elementwise(func, shards[0], target, tensor_args, tensor_kwargs)
         else:
-            result = _on_full(func, given, named)
+            result = _on_full(func, tensor_args, tensor_kwargs)
         results += result if target is None else ()
     return results or None
 
@@ -149,11 +149,11 @@ def _each(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
 
 
 def _fill(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
-    """Fill the full tensor, as one process does, and keep this rank's part."""
+    """Fill a full tensor, as one process does, and keep this rank's shard."""
     of_init = getattr(func, "__module__", None) == "torch.nn.init"
     if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled() and not of_init:
         with as_torch():
-            return func(tensor, *args, **kwargs)  # which says that a parameter is not to be changed
+            return func(tensor, *args, **kwargs)  # raises: a leaf that requires grad is changed in place
     full = torch.empty_like(empty_full(tensor))
     func(full, *args, **kwargs)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def _fill(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute on full tensors, which all ranks gather; of those that the function changes, each rank keeps its part."""
+    """Gather full tensors on all ranks and compute; write tensors that the function changed back to their shards."""
     sources: dict[int, tuple[Source, int]] = {}
 
     def gather(leaf: Any) -> Any:
@@ -176,12 +176,12 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
             sources[id(leaf)] = source, _version(source.full)
         return sources[id(leaf)][0].full
 
-    given = tree_map(gather, (args, kwargs))
+    full_args = tree_map(gather, (args, kwargs))
     with as_torch():
-        result = func(*given[0], **given[1])
-    is_unseen = is_in_place(name_of(func)) and (name_of(func) in _UNSEEN or torch.is_inference_mode_enabled())
+        result = func(*full_args[0], **full_args[1])
+    is_unversioned = is_in_place(name_of(func)) and (name_of(func) in _UNVERSIONED or torch.is_inference_mode_enabled())
     for key, (source, version) in sources.items():
-        full, is_target = source.full, is_unseen and key == id(args[0])
+        full, is_target = source.full, is_unversioned and key == id(args[0])
         if _version(full) == version and not is_target:
             continue
         if full.shape != source.shard.tp_shard.shape:
@@ -197,7 +197,7 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gathered(shard: Any) -> Source:
-    """The full tensor of a shard: the one that views of it share, else a new one, through which gradients go back."""
+    """Return the full tensor that views of `shard` share, or gather a new one that passes gradients back."""
     if not (shard.requires_grad and torch.is_grad_enabled()):
         for source in WATCHERS:
             if source.memory == memory_of(shard):
@@ -209,14 +209,14 @@ def _gathered(shard: Any) -> Source:
 class Gathered(Tensor):
     """A view of a full tensor that was gathered from shards.
 
-    A change of it reaches them, and it has their values of now: it is gathered again where they have changed since.
+    An in-place change is written to the shards. If the shards have changed, the view is gathered again before its use.
     """
 
     tp_source: Source
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as torch does; after a change in place, each rank keeps its own part."""
+        """Compute as torch does; after an in-place change, write each rank's shard."""
         kwargs, name = kwargs or {}, name_of(func)
         if _shards_in(args, kwargs):
             return compute(func, args, kwargs)
@@ -232,7 +232,7 @@ class Gathered(Tensor):
             before = [_version(view) for view in views]
             result = func(*args, **kwargs)
             changed = [view for view, version in zip(views, before, strict=True) if _version(view) != version]
-            if views and (views[0].is_inference() or name in _UNSEEN) and is_in_place(name):
+            if views and (views[0].is_inference() or name in _UNVERSIONED) and is_in_place(name):
                 changed = views[:1]
         for source in dict.fromkeys(view.tp_source for view in changed):
             source.write()
@@ -248,34 +248,34 @@ def _replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class Source:
-    """A full tensor that was gathered, and the shard that it was gathered from."""
+    """A gathered full tensor and its shard on this rank."""
 
     def __init__(self, shard: Any, full: Tensor) -> None:
         self.shard, self.full, self.is_stale = shard, full, False
         self.memory = memory_of(shard)
 
     def refresh(self) -> None:
-        """Gather the values again, into the same memory, where they have changed; then all ranks have to."""
+        """If the shards have changed, gather them again into the same memory (on all ranks)."""
         if self.is_stale:
             with torch.no_grad(), as_torch():
                 self.full.copy_(full_values(self.shard))
             self.is_stale = False
 
     def write(self) -> None:
-        """Let each rank keep its part of the full tensor."""
+        """Copy this rank's slice of the full tensor to the shard."""
         with torch.no_grad():
             write(self.shard, self.full)
         self.is_stale = False
 
 
 def _views(result: Any, sources: Sequence[Source]) -> Any:
-    """`result`; views of full tensors in it know their sources; arrays of NumPy cannot be written to."""
+    """Return `result` with views of full tensors as `Gathered`, and NumPy arrays read-only."""
     with as_torch():
-        held = {source.full.untyped_storage().data_ptr(): source for source in sources}
+        by_storage = {source.full.untyped_storage().data_ptr(): source for source in sources}
 
-    def known(leaf: Any) -> Any:
+    def mark(leaf: Any) -> Any:
         if type(leaf) is Tensor and not leaf.requires_grad:
-            source = held.get(leaf.untyped_storage().data_ptr())
+            source = by_storage.get(leaf.untyped_storage().data_ptr())
             if source is not None:
                 WATCHERS.add(source)
                 untyped(leaf).__class__ = Gathered
@@ -284,20 +284,20 @@ def _views(result: Any, sources: Sequence[Source]) -> Any:
             leaf.flags.writeable = False
         return leaf
 
-    return tree_map(known, result)
+    return tree_map(mark, result)
 
 
 def _keeps_shape(tensor: Any, args: Any) -> bool:
-    """True if a shard is viewed in the shape that it has."""
-    given: Any = args[0] if len(args) == 1 else args
-    given = given.shape if isinstance(given, Tensor) else given
-    return isinstance(given, list | tuple) and tuple(given) == tuple(tensor.tp_shard.shape)
+    """True if `args` of a reshape are the shape that the full tensor already has."""
+    shape: Any = args[0] if len(args) == 1 else args
+    shape = shape.shape if isinstance(shape, Tensor) else shape
+    return isinstance(shape, list | tuple) and tuple(shape) == tuple(tensor.tp_shard.shape)
 
 
-_UNSEEN = frozenset(("apply_", "map2_", "map_"))
-"""Functions that change a tensor, and not its version."""
+_UNVERSIONED = frozenset(("apply_", "map2_", "map_"))
+"""In-place functions that do not increment the version counter."""
 _RESHAPES = frozenset(("expand", "expand_as", "reshape", "reshape_as", "view", "view_as"))
 _LIKE_ANOTHER = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
-"""Methods that ask another tensor for its shape, dtype or device alone."""
+"""Methods that read only the shape, dtype or device of their other argument."""
 _VIEWS = frozenset(("H", "T", "imag", "mH", "mT", "real"))
 """Attributes that are views."""

@@ -1,4 +1,4 @@
-"""Kinds of torch's functions, for parameters that are shards: by value, of the shape, random, or of all values."""
+"""Classification of torch functions for sharded parameters: elementwise, shape, random, or full tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READS = _names(
     share_memory_ storage storage_offset storage_type typed_storage _typed_storage
     """
 )
-"""Functions of no values, or of autograd: they take a rank's shard. So do all attributes but a few."""
+"""Functions of metadata or autograd, called on this rank's shard, as most attributes are."""
 
 COPIES = _names(
     """
@@ -31,7 +31,7 @@ COPIES = _names(
     to type type_as zeros_like zero_ fill_ copy_ masked_fill_
     """
 )
-"""Functions that compute each value by itself, beside those that torch tags as pointwise."""
+"""Elementwise functions that torch does not tag as pointwise."""
 
 FILLS = _names(
     """
@@ -39,16 +39,16 @@ FILLS = _names(
     random_ uniform_
     """
 )
-"""Functions in place that overwrite the old values; methods of a tensor, or of `torch.nn.init`."""
+"""In-place random or constant fills: methods of a tensor, or functions of `torch.nn.init`."""
 
 MAKES = frozenset(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"))
-"""Functions that make a tensor of another shape."""
+"""Methods that make a tensor with its own shape argument."""
 
 DRAWS_LIKE = frozenset(("rand_like", "randn_like", "randint_like"))
-"""Functions that draw a tensor of the shape of another one, and read no values."""
+"""Random functions that read only the shape, dtype and device of their argument."""
 
 OF_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
-"""Beginnings of the names of functions that take lists of tensors; the second and third kinds update by value."""
+"""Name prefixes of functions of lists of tensors; `_fused_` and `_amp_foreach_` update elementwise."""
 
 SHAPES: dict[str, Callable[..., Any]] = {
     "__len__": len,
@@ -59,7 +59,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "size": Tensor.size,
     "stride": Tensor.stride,
 }
-"""Functions of the shape, by name: they are those of the full tensor."""
+"""{name: function of the full tensor's shape}."""
 
 _OTHER_NAMES = {
     "and": "bitwise_and",
@@ -69,22 +69,22 @@ _OTHER_NAMES = {
     "or": "bitwise_or",
 }
 _OTHER_NAMES |= {"truediv": "div", "xor": "bitwise_xor", "divide": "div", "multiply": "mul", "subtract": "sub"}
-_NOT_BY_VALUE = frozenset(("equal", "frexp", "max", "min", "rrelu"))
-"""Operators with a form that is pointwise, and others that are not."""
+_NOT_ELEMENTWISE = frozenset(("equal", "frexp", "max", "min", "rrelu"))
+"""Operators with both pointwise and other overloads."""
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """The function's name; that of the attribute for its getter, and `NAME =` for its setter."""
+    """Return the function's name: `NAME` for the getter of an attribute, `NAME =` for its setter."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute: str = getattr(func, "__self__").__name__  # noqa: B009 - functions have none in their type
         return attribute if name == "__get__" else f"{attribute} ="
-    return name.partition(".")[0]  # without the overload of an operator, by which modes that listen call it
+    return name.partition(".")[0]  # without the overload name that torch dispatch modes see
 
 
 @cache
-def is_by_value(name: str) -> bool:
-    """True if each value that a function returns, or changes, depends on the values at its own place alone."""
+def is_elementwise(name: str) -> bool:
+    """True if a function is elementwise: each output value depends only on input values at the same index."""
     base = name
     if name.startswith("__") and name.endswith("__"):
         base = name.strip("_")
@@ -95,20 +95,20 @@ def is_by_value(name: str) -> bool:
 
 def _is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None or name.rstrip("_") in _NOT_BY_VALUE or name.startswith("_"):
+    if packet is None or name.rstrip("_") in _NOT_ELEMENTWISE or name.startswith("_"):
         return False
     return any(torch.Tag.pointwise in getattr(packet, form).tags for form in packet.overloads())
 
 
 def is_in_place(name: str) -> bool:
-    """True if a function changes its first argument."""
+    """True if a function changes its first argument in place."""
     if name.endswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_")
 
 
 def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """True if a tensor of `shape` broadcasts to one of the shape `full`."""
+    """True if a tensor of `shape` broadcasts to the shape `full`."""
     return len(shape) <= len(full) and all(
-        own in (1, length) for own, length in zip(reversed(shape), reversed(full), strict=False)
+        size in (1, full_size) for size, full_size in zip(reversed(shape), reversed(full), strict=False)
     )

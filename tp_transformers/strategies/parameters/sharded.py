@@ -1,4 +1,4 @@
-"""Tensors that hold a rank's shard of a full tensor, and the ways between a shard and the full tensor."""
+"""Tensors that hold a rank's shard of a full tensor, and conversions between shard and full tensor."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Shard(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the full tensor."""
+        """Shape of the full tensor."""
 
     @property
     def layout(self) -> Layout | None:
-        """Which indices each rank holds."""
+        """Indices that each rank holds."""
 
     @property
     def group(self) -> TensorParallelGroup:
-        """The ranks."""
+        """The group of ranks."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of this rank's shard."""
+        """Shape of this rank's shard."""
 
     def full(self, local: Tensor) -> Tensor:
         """Gather the full tensor on every rank."""
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's part of a full tensor."""
+        """Return this rank's shard of a full tensor."""
 
 
 class Sharded:
@@ -49,7 +49,7 @@ class Sharded:
     tp_shard: Shard
 
     def __copy__(self) -> Any:
-        """The same shard in the same memory, for `copy.copy`, which would pickle it otherwise."""
+        """`copy.copy`: the same shard in the same memory. The default would pickle it."""
         copied = know(local_values(self).detach(), self).requires_grad_(untyped(self).requires_grad)
         if getattr(self, "_is_param", False):
             copied._is_param = True
@@ -57,13 +57,13 @@ class Sharded:
 
 
 def is_sharded(value: object) -> TypeGuard[Any]:
-    """True if `value` is a shard that knows of the full tensor."""
+    """True if `value` is a `Sharded` tensor."""
     return isinstance(value, Sharded)
 
 
 def know(result: Any, like: Any) -> Any:
-    """`result`, laid out as the shard `like`, as such a shard; anything else as it is."""
-    if not is_sharded(like) or not hasattr(like, "tp_shard"):  # a compiler's stand-in has none
+    """Mark `result` as a shard if it has the local shape (or placements) of the shard `like`; else return it as is."""
+    if not is_sharded(like) or not hasattr(like, "tp_shard"):  # fake tensors of torch.compile have no tp_shard
         return result
     shard, is_dtensor = like.tp_shard, isinstance(like, DTensor)
     if is_dtensor and type(result) is Tensor and tuple(result.shape) == shard.local_shape:
@@ -71,14 +71,14 @@ def know(result: Any, like: Any) -> Any:
             layout: Any = {"shape": like.shape, "stride": like.stride(), "run_check": False}
             result = DTensor.from_local(result, like.device_mesh, like.placements, **layout)
     if is_dtensor:
-        is_alike = type(result) is DTensor and result.placements == like.placements and result.shape == shard.shape
+        has_layout = type(result) is DTensor and result.placements == like.placements and result.shape == shard.shape
     else:
-        is_alike = type(result) is Tensor and tuple(result.shape) == shard.local_shape
-    return as_shard(result, type(like), shard) if is_alike else result
+        has_layout = type(result) is Tensor and tuple(result.shape) == shard.local_shape
+    return as_shard(result, type(like), shard) if has_layout else result
 
 
 def as_shard(local: Tensor, kind: type, shard: Shard) -> Any:
-    """The tensor `local` itself, as the shard that it is."""
+    """Turn `local` into a shard of class `kind`, in place."""
     untyped(local).__class__ = kind
     untyped(local).tp_shard = shard
     return local
@@ -88,7 +88,7 @@ def as_shard(local: Tensor, kind: type, shard: Shard) -> Any:
 
 
 def local_values(tensor: Any) -> Tensor:
-    """The values that this rank holds, as an ordinary tensor; gradients go back to `tensor`."""
+    """Return this rank's values as an ordinary tensor; gradients flow back to `tensor`."""
     with as_torch():
         recorded = tensor.requires_grad and torch.is_grad_enabled()
         if isinstance(tensor, DTensor):
@@ -99,25 +99,25 @@ def local_values(tensor: Any) -> Tensor:
 
 
 def traced_values(tensor: Any) -> Tensor:
-    """`local_values` of a plain shard, as an operator that a graph of torch.compile can call with the shard itself."""
+    """`local_values` of a plain shard, as an operator that a graph of torch.compile can call on the shard."""
     local: Tensor = torch.ops.aten.alias.default(tensor)
     return local
 
 
 def full_values(tensor: Any) -> Tensor:
-    """Gather the full tensor on every rank, as an ordinary tensor; gradients go back to `tensor`."""
+    """Gather the full tensor on every rank, as an ordinary tensor; gradients flow back to `tensor`."""
     full: Tensor = _Full.apply(local_values(tensor), tensor.tp_shard)
     return full
 
 
 def own_values(full: Tensor, shard: Shard) -> Tensor:
-    """This rank's slice of an ordinary tensor, the same on all ranks; gradients go back to `full`."""
-    own: Tensor = _Own.apply(full, shard) if full.requires_grad and torch.is_grad_enabled() else shard.own(full)
-    return own
+    """Return this rank's slice of a replicated tensor; gradients flow back to `full`."""
+    local: Tensor = _Own.apply(full, shard) if full.requires_grad and torch.is_grad_enabled() else shard.own(full)
+    return local
 
 
 class _Full(torch.autograd.Function):
-    """Gather a full tensor on all ranks; backward takes this rank's slice of the gradient, the same on all of them."""
+    """Gather a full tensor on all ranks; backward: own slice of the replicated gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, shard: Shard) -> Tensor:
@@ -130,7 +130,7 @@ class _Full(torch.autograd.Function):
 
 
 class _Own(torch.autograd.Function):
-    """Take this rank's slice of a full tensor, the same on all ranks; backward gathers the gradient."""
+    """Take this rank's slice of a replicated full tensor; backward: gather the gradient."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, shard: Shard) -> Tensor:
@@ -139,50 +139,50 @@ class _Own(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A sum passes the gradient of its shards on as it comes, which is a shard that knows of the full tensor.
+        # The gradient of a sum of shards is passed on unchanged, so it may be a `Sharded` tensor.
         return ctx.shard.full(local_values(grad) if is_sharded(grad) else grad), None
 
 
 def empty_full(tensor: Any) -> Tensor:
-    """A tensor of the full shape that takes no memory."""
+    """Return a tensor of the full shape that takes no memory (an expanded element)."""
     with as_torch():
         return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.tp_shard.shape)
 
 
 WATCHERS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Full tensors that were gathered and have views: each with the `memory` of a shard, and whether it `is_stale`."""
+"""Gathered full tensors that have views: `memory` is the key of their shard's memory, `is_stale` if that changed."""
 
 
 def memory_of(tensor: Any) -> tuple[Any, ...]:
-    """A key of a shard's memory, the same on a rank for all tensors that share it, also without values."""
+    """Return a key that is equal for all tensors on this rank that share the shard's memory, even if it is empty."""
     local = local_values(tensor)
     return local.untyped_storage()._cdata, local.storage_offset(), local.numel()
 
 
 def has_changed(tensor: Any) -> None:
-    """Note that views of the full tensor have values of before; all ranks do so at the same point of their code."""
+    """Mark views of the full tensor as stale. All ranks do so at the same point of the program."""
     if WATCHERS:
         memory = memory_of(tensor)
-        for each in WATCHERS:
-            each.is_stale |= each.memory == memory
+        for gathered in WATCHERS:
+            gathered.is_stale |= gathered.memory == memory
 
 
 def write(tensor: Any, full: Tensor) -> None:
-    """Let `tensor` hold this rank's part of `full`."""
-    own = tensor.tp_shard.own(full)
+    """Copy this rank's slice of `full` into `tensor`."""
+    local = tensor.tp_shard.own(full)
     has_changed(tensor)
     with as_torch():
         if isinstance(tensor, DTensor):
-            tensor._local_tensor.copy_(own.detach())
+            tensor._local_tensor.copy_(local.detach())
             torch.autograd.graph.increment_version(tensor)
         else:
-            tensor.copy_(own)
+            tensor.copy_(local)
 
 
 def assign(tensor: Any, value: Tensor) -> None:
-    """Give a shard other values, in memory of their own: full ones, or those that this rank holds.
+    """Replace the data of a shard: `value` is a full tensor or this rank's shard; a full tensor is sliced to a copy.
 
-    Raises UnsupportedError for another shape and, of a DTensor, for another dtype.
+    Raises UnsupportedError for another shape and, if `tensor` is a DTensor, for another dtype.
     """
     shard = tensor.tp_shard
     if is_sharded(value) and value.tp_shard.layout == shard.layout:

@@ -1,12 +1,12 @@
-"""Parameters that are shards and know it, so that other people's code computes on them as on the full tensor.
+"""Sharded parameters that other code can use as if they were the full tensor.
 
     p.shape, p.numel()             of the full tensor
-    p.mul_(2), p + full, p.grad    by value: each rank computes on its shard, and takes its own part of `full`
-    p.normal_(), randn_like(p)     every rank draws the full tensor, and keeps its own part
-    p.norm(), svd(p), h @ p.T      all ranks gather the full tensor, and compute the same; backward takes the own slice
-    p[2].zero_(), p.view(-1)       a view of the full tensor; a change of it reaches the shards
+    p.mul_(2), p + full, p.grad    elementwise: each rank computes on its shard and its slice of `full`
+    p.normal_(), randn_like(p)     every rank draws the full tensor and keeps its shard
+    p.norm(), svd(p), h @ p.T      all ranks gather the full tensor and compute the same; backward: own slice
+    p[2].zero_(), p.view(-1)       a view of the full tensor; an in-place change is written to the shards
 
-A forward of a module that is cut sees local tensors, so that nothing of this runs there. `computing` has the rules.
+The forward of a sharded module uses local tensors and runs none of this. `computing` has the rules.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .sharded import Shard, Sharded, as_shard, assign, full_values, is_sharded, 
 
 
 def _is_traced() -> bool:
-    """True while torch.compile traces code, or describes the tensors that it is given."""
+    """True while torch.compile traces code or builds guards and fake tensors for its inputs."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def _is_generated() -> bool:
-    """True in a call by code of Inductor's, where a shard is this rank's values: it drops the `alias` of one."""
+    """True in a call by code that Inductor generated, which drops `alias` and takes a shard as local values."""
     frame = sys._getframe(2)
-    for _ in range(3):  # a call of an operator is one more frame
+    for _ in range(3):  # calling an operator adds a frame
         if frame is None or "extern_kernels" in frame.f_globals:
             return frame is not None
         frame = frame.f_back  # type: ignore[assignment]
@@ -42,14 +42,14 @@ def _is_generated() -> bool:
 
 
 class ShardTensor(Sharded, Tensor):
-    """A plain tensor that holds this rank's shard: of uneven or replicated heads, of experts that are not cut, ...
+    """A plain tensor that holds this rank's shard: of uneven or replicated heads, of complete experts, ...
 
-    `shape` is that of the full tensor. `torch.compile` sees the values that this rank holds.
+    `shape` is the shape of the full tensor. `torch.compile` sees this rank's values.
     """
 
     @property
     def _local_tensor(self) -> Tensor:
-        """The shard as an ordinary tensor in the same memory, detached; called as that of a DTensor is."""
+        """The shard as a detached ordinary tensor in the same memory; named like the attribute of DTensor."""
         if torch.compiler.is_compiling():
             return traced_values(self)
         with as_torch():
@@ -57,14 +57,14 @@ class ShardTensor(Sharded, Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute by value, or on full tensors; see the module."""
+        """Compute elementwise on shards, or on full tensors; see the module docstring."""
         if _is_traced() or _is_generated():
             with as_torch():
                 return func(*args, **(kwargs or {}))
         return compute(func, args, kwargs or {})
 
     def set_(self, *source: Any) -> Any:
-        """`torch.Tensor.set_`, which knows no `__torch_function__`; a tensor may be full, or this rank's values."""
+        """`torch.Tensor.set_`, which does not call `__torch_function__`; `source` may be full or this rank's shard."""
         if len(source) == 1 and isinstance(source[0], Tensor):
             assign(self, source[0])
             return self
@@ -75,13 +75,13 @@ class ShardTensor(Sharded, Tensor):
 class ShardDTensor(Sharded, DTensor):
     """A DTensor over the `tp` axis that holds this rank's shard.
 
-    With other DTensors it computes as torch's do; alone, or with ordinary tensors that are full and the same on all
-    ranks, as a `ShardTensor`.
+    With other DTensors it computes as torch's DTensor. Alone, or with replicated ordinary tensors, it computes as a
+    `ShardTensor`.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as a DTensor does among DTensors, else as the full tensor."""
+        """Compute as DTensor if other DTensors are arguments, else as `ShardTensor`."""
         kwargs = kwargs or {}
         if _is_traced():
             with as_torch():
@@ -96,17 +96,17 @@ class ShardDTensor(Sharded, DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> Any:
-        found = DTensor.__tensor_unflatten__(inner, spec, size, stride)
-        found.__class__ = ShardDTensor
-        return found
+        result = DTensor.__tensor_unflatten__(inner, spec, size, stride)
+        result.__class__ = ShardDTensor
+        return result
 
 
 HAS_LOCAL = (ShardTensor, DTensor)
-"""Classes of tensors with this rank's values in `_local_tensor`."""
+"""Tensor classes that keep this rank's values in `_local_tensor`."""
 
 
 def plain_parameter(local: Tensor, shard: Shard, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter of the values that this rank holds, in the memory of `local`."""
+    """Make a parameter of this rank's shard in the memory of `local`."""
     param = as_shard(local.detach().requires_grad_(requires_grad), ShardTensor, shard)
     param._is_param = True
     return untyped(param)  # type: ignore[no-any-return]
@@ -122,7 +122,7 @@ def _set(original: Any, parameter: Tensor, values: Tensor) -> None:
 ASSIGNED_VALUES = Patch(
     "torch", "remove_parametrizations", lambda: replace(nn.utils.parametrize, "_maybe_set", _set), without=nothing
 )
-"""Lets `remove_parametrizations` leave its values in a shard; torch swaps it with the full tensor, and cannot."""
+"""Lets `remove_parametrizations` write its result to a shard; torch would swap in the full tensor and fail."""
 
 
 def _bytes_of(original: Any, tensor: Tensor, *args: Any) -> Any:
@@ -135,4 +135,4 @@ def _write_full() -> Undo:
 
 
 FULL_BYTES = Patch("safetensors", "save_file", _write_full)
-"""Lets `safetensors.torch.save_file` write full tensors; it reads a tensor's memory in the length of its shape."""
+"""Lets `safetensors.torch.save_file` write full tensors; it would read past the end of a shard's memory."""

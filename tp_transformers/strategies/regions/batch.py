@@ -1,14 +1,14 @@
 """Tensor parallelism across data-parallel ranks: the ranks that share a module hold different samples.
 
-A module with a part on each rank gathers the samples of all, computes its part on them, and gives every rank its own
-back. Everything else computes on a rank's own samples, with whole parameters, and is data-parallel.
+A sharded module gathers the samples of all ranks, computes with its shard, and returns each rank its own samples. All
+other modules are replicated and data-parallel: they compute on a rank's own samples.
 
     own samples ── norm ── gather ── [ attention, MLP ] ── scatter ──+── ... own samples
-      A                     A / B      A, B by parts       A         A
+      A                     A / B       sharded            A         A
 
-Every rank has a loss of its own, and their mean is trained. In a backward, the gradient of a module's output is divided
-by the number of ranks, and that of its input multiplied again: parameters inside have the gradient of the mean,
-replicated or cut, and those outside that of the rank's own loss, of which the mean over all ranks is due.
+Each rank has its own loss; the objective is their mean. In the backward, the gradient of a sharded module's output is
+divided by the number of ranks, and that of its input multiplied by it. So parameters inside get the gradient of the
+mean. Parameters outside get the gradient of the rank's own loss, which is still to be averaged over all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BATCH_DIM = 0
 """The batch dim of a model's activations: (batch, sequence, hidden)."""
 
 _NOTHING, _POSITIONS, _MASK, _CACHE, _ATTENTIONS, _PACKED = range(6)
-"""Kinds of a rank's arguments, in `Batch.agree`; a mask that is ready made is _MASK and says its dtype beside."""
+"""Kinds of a rank's arguments, in `Batch.agree`. _MASK is a mask of more than 2 dims; its dtype is sent too."""
 
 _PROBLEMS = {
     _CACHE: ("past_key_values", "none, or generate, for which all ranks have the same prompts"),
@@ -50,32 +50,36 @@ _DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16, torch.float
 
 @dataclass
 class Batch:
-    """The samples of all ranks of a group, in the forward that is under way."""
+    """The samples of all ranks of a group in the current forward."""
 
     widths: Widths
-    """Samples of every rank."""
+    """Number of samples of each rank."""
     differs: bool
-    """True if masks or positions differ from sample to sample on some rank."""
+    """True if any rank has masks or positions that may differ between samples."""
     length: int
     """Tokens of each sample."""
     joined: dict[str, list[tuple[Any, Any]]] = field(default_factory=dict, compare=False)
-    """Arguments of several blocks in this forward, such as masks: as this rank has them, and joined."""
+    """{argument name: [(this rank's value, gathered value)]}, reused by all blocks of the forward, as for masks."""
     exchanges: int = field(default=0, compare=False)
-    """Experts that have exchanged tokens in this forward; their routers were given a rank's own."""
+    """Number of expert modules that exchanged tokens in this forward; their routers see only a rank's own tokens."""
 
     @classmethod
     def agree(cls, shape: tuple[int, ...], given: int, extra: int, device: torch.device, group: Group) -> Batch:
-        """The samples of all ranks, from one all-gather of a few numbers; all ranks of `group` call it.
+        """Exchange numbers of samples and kinds of arguments (one all-gather of 4 numbers). Collective over `group`.
 
-        `shape` is that of this rank's samples, `given` one of _NOTHING, _POSITIONS, ..., `extra` the dtype of a mask,
-        `device` that from which collectives take tensors.
+        Args:
+            shape: shape of this rank's samples: (samples, length, ...).
+            given: _NOTHING, _POSITIONS, ...
+            extra: index in `_DTYPES` of a mask's dtype.
+            device: device for the collective.
+            group: the ranks.
 
         Raises:
-            MeshError: on all ranks, where the ranks' sequences are of different lengths, or their masks of two kinds.
-            UnsupportedError: on all ranks, where one was given a value that cannot be gathered.
+            MeshError: on all ranks, if the ranks' sequence lengths differ, or their kinds or dtypes of masks.
+            UnsupportedError: on all ranks, if any rank has an argument that cannot be gathered.
         """
-        own = torch.tensor([shape[0], *(list(shape[1:2]) or [1]), given, extra], device=device)
-        ranks = all_gather_uneven(own[None], [1] * group.size(), group, dim=0).tolist()
+        facts = torch.tensor([shape[0], *(list(shape[1:2]) or [1]), given, extra], device=device)
+        ranks = all_gather_uneven(facts[None], [1] * group.size(), group, dim=0).tolist()
         lengths = [rank[1] for rank in ranks]
         if len(set(lengths)) > 1:
             rank = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
@@ -101,21 +105,23 @@ class Batch:
 
 
 def _refuse(kind: type[TensorParallelError], got: str, expected: str, fix: str) -> NoReturn:
-    raise agreed(kind(describe("the batch of the model", got=got, expected=expected, fix=fix)))  # by the same numbers
+    raise agreed(
+        kind(describe("the batch of the model", got=got, expected=expected, fix=fix))
+    )  # all ranks see the same numbers
 
 
 _current: WeakKeyDictionary[Group, Batch] = WeakKeyDictionary()
-"""The batch of the forward of a base model that is under way over some ranks."""
+"""{group: batch of the base model's current forward}."""
 
-_alike: WeakKeyDictionary[Group, Batch | None] = WeakKeyDictionary()
-"""The batch that all forwards trained over some ranks had in common so far; None where they differ."""
+_common: WeakKeyDictionary[Group, Batch | None] = WeakKeyDictionary()
+"""{group: batch that all training forwards so far had in common; None if they differed}."""
 
 _same_inputs: ContextVar[bool] = ContextVar("tp_transformers_same_inputs", default=False)
 
 
 @contextmanager
 def same_inputs() -> Iterator[None]:
-    """All ranks of a model are given the same inputs in here, as `generate` makes sure of; nothing is gathered."""
+    """Within this context all ranks of a model have the same inputs, as in `generate`, so nothing is gathered."""
     token = _same_inputs.set(True)
     try:
         yield
@@ -124,30 +130,30 @@ def same_inputs() -> Iterator[None]:
 
 
 def batch_of(x: Tensor, mesh: DeviceMesh, *, in_layers: bool = False) -> Batch | None:
-    """The samples of all ranks, of which `x` are this rank's; None where all ranks have the same.
+    """Return the samples of all ranks, given this rank's samples `x`; None if all ranks have the same inputs.
 
-    Outside of a forward (a block that is computed again in a backward, as gradient checkpointing does, or a
-    head that is called by itself), the ranks agree anew, unless x is `in_layers`, in a backward, and all forwards that
-    were trained have been alike.
+    Outside a forward of the base model (recomputation in gradient checkpointing, or a head that is called by itself),
+    the ranks exchange their numbers again. They need not if `x` is `in_layers`, a backward is running, and all training
+    forwards had the same batch.
     """
     if _same_inputs.get():
         return None
     group = mesh.get_group()
-    batch, alike = _current.get(group), _alike.get(group)
-    if batch is None and in_layers and alike is not None and in_backward() >= 0:
-        batch = replace(alike, joined={})
+    batch, common = _current.get(group), _common.get(group)
+    if batch is None and in_layers and common is not None and in_backward() >= 0:
+        batch = replace(common, joined={})
     return batch if batch is not None else Batch.agree(tuple(x.shape), _POSITIONS, 0, x.device, group)
 
 
 def exchange_samples(group: Group) -> bool:
-    """True if experts exchange the tokens of ranks that have samples of their own; notes that they do."""
+    """True if ranks have different samples, so that experts exchange tokens; counts the exchange in the batch."""
     if not _same_inputs.get() and (batch := _current.get(group)) is not None:
         batch.exchanges += 1
     return not _same_inputs.get()
 
 
 def batch_sharded(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of `model` that take samples of each rank's own, and compute on those of all ranks that share it."""
+    """Yield the modules of `model` that gather the samples of all ranks of its `tp` group."""
     for module in model.modules():
         strategy = STRATEGY.find(module)
         if strategy is not None and strategy.signature.takes is BATCH:
@@ -155,12 +161,12 @@ def batch_sharded(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class BatchStates(TensorParallelLayer):
-    """Around a base model: the ranks tell each other how many samples each has, before anything else."""
+    """Around a base model: exchange the numbers of samples before the forward."""
 
     def prepare_beside(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `TensorParallelLayer.prepare_beside`: no cache is made, which would hold the samples of all ranks."""
+        """See `TensorParallelLayer.prepare_beside`. Sets `use_cache=False`: a cache would hold all ranks' samples."""
         if _same_inputs.get():
             return args, keywords
         names, given = self.arguments, forward_of(module).given
@@ -168,8 +174,8 @@ class BatchStates(TensorParallelLayer):
         ids = given["inputs_embeds"] if ids is None else ids
         group, (kind, extra) = mesh.get_group(), _kind(module, given)
         batch = _current[group] = Batch.agree(tuple(ids.shape), kind, extra, ids.device, group)
-        if torch.is_grad_enabled() and _alike.setdefault(group, replace(batch, joined={})) != batch:
-            _alike[group] = None
+        if torch.is_grad_enabled() and _common.setdefault(group, replace(batch, joined={})) != batch:
+            _common[group] = None
         return args, {**keywords, "use_cache": False} if "use_cache" in names[len(args) :] else keywords
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
@@ -178,24 +184,24 @@ class BatchStates(TensorParallelLayer):
             return outputs
         tokens = sum(batch.widths) * batch.length
 
-        def own(value: Any) -> Any:
-            """This rank's rows of the outputs of routers for all tokens."""
+        def slice_samples(value: Any) -> Any:
+            """Slice router outputs for all tokens to this rank's samples; return other values as they are."""
             if (
                 not isinstance(value, tuple)
                 or len(value) == batch.exchanges
-                or not all(isinstance(each, Tensor) and each.ndim == 2 and each.shape[0] == tokens for each in value)
+                or not all(isinstance(rows, Tensor) and rows.ndim == 2 and rows.shape[0] == tokens for rows in value)
             ):
                 return value
-            rows = (each.unflatten(0, (sum(batch.widths), -1)) for each in value)
-            parts = (scatter_to_region(each, batch.widths, group, dim=BATCH_DIM) for each in rows)
-            return tuple(scale_gradient(part, 1 / group.size()).flatten(0, 1) for part in parts)
+            samples = (rows.unflatten(0, (sum(batch.widths), -1)) for rows in value)
+            shards = (scatter_to_region(sample, batch.widths, group, dim=BATCH_DIM) for sample in samples)
+            return tuple(scale_gradient(shard, 1 / group.size()).flatten(0, 1) for shard in shards)
 
         if isinstance(outputs, ModelOutput):
             for name in list(outputs):
                 if outputs[name] is not None:
-                    outputs[name] = own(outputs[name])
+                    outputs[name] = slice_samples(outputs[name])
             return outputs
-        return tuple(map(own, outputs)) if isinstance(outputs, tuple) else outputs
+        return tuple(map(slice_samples, outputs)) if isinstance(outputs, tuple) else outputs
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         _current.pop(mesh.get_group(), None)
@@ -205,14 +211,14 @@ class BatchStates(TensorParallelLayer):
 
 
 def _kind(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:
-    """(kind, dtype of a mask): the facts of a forward's arguments that the ranks share; see `Batch.agree`."""
+    """Return (kind of the arguments, index of a mask's dtype) for `Batch.agree`."""
     mask, config = given.get("attention_mask"), module.config
     if any(given.get(name) is not None for name in CACHES):
         return _CACHE, 0
     if given.get("cu_seq_lens_q") is not None:
         return _PACKED, 0
-    asked = given.get("output_attentions")
-    if getattr(config, "output_attentions", False) if asked is None else asked:
+    attentions = given.get("output_attentions")
+    if getattr(config, "output_attentions", False) if attentions is None else attentions:
         return _ATTENTIONS, 0
     if isinstance(mask, Tensor) and mask.ndim > 2:
         return _MASK, _DTYPES.index(mask.dtype)

@@ -1,4 +1,4 @@
-"""Modules that gather the samples of ranks which have batches of their own: blocks, heads and embeddings."""
+"""Blocks, heads and embeddings that gather the samples of ranks with different batches."""
 
 from __future__ import annotations
 
@@ -31,64 +31,73 @@ from .region import GatherMixin, RegionBlock, Widths
 
 
 class BatchBlock(RegionBlock):
-    """A block that computes on the samples of all ranks, between modules that compute on a rank's own."""
+    """A block that computes on the samples of all ranks, between modules that compute on a rank's own samples."""
 
     dim, what = BATCH_DIM, "batch"
     remedy = "Leave it out of tp_batch_sharded."
 
     @property
     def around_whole(self) -> BatchWhole:
-        """See `TensorParallelLayer.around_whole`: the batch stays cut."""
+        """See `TensorParallelLayer.around_whole`: the batch stays sharded."""
         return BatchWhole()
 
-    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
+    def input_widths(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
         forward.notes["batch"] = batch = batch_of(x, mesh, in_layers=True)
         return None if batch is None else batch.widths
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
-        """See `RegionBlock.enter`; the gradient is that of the sum of losses again."""
+        """See `RegionBlock.enter`; multiplies the gradient by the number of ranks: mean of losses -> own loss."""
         x = super().enter(x if widths is None else scale_gradient(x, group.size()), widths, group, forward)
         forward.notes["x"] = x
         return x
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """See `RegionBlock.leave`; the gradient becomes that of the mean of losses."""
+        """See `RegionBlock.leave`; divides the gradient by the number of ranks: own loss -> mean of losses."""
         x = super().leave(x, widths, group)
         return x if widths is None else scale_gradient(x, 1 / group.size())
 
     def prepare_beside(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `TensorParallelLayer.prepare_beside`: whatever goes with samples is joined, too."""
+        """See `TensorParallelLayer.prepare_beside`: gathers all other arguments that have a batch dim."""
         notes = forward_of(module).notes
-        x, batch = notes.pop("x"), notes["batch"]  # nothing here may keep x
+        x, batch = notes.pop("x"), notes["batch"]  # pop: no reference to x may remain
         if batch is None:
             return args, keywords
 
-        def join(name: str, value: Any) -> Any:
-            """The argument `name` for the samples of all ranks; a value without samples stays as it is."""
+        def gather(name: str, value: Any) -> Any:
+            """Gather the argument `name` over all ranks; return values without a batch dim as they are."""
             if value is x or not (isinstance(value, Tensor | tuple) or name == "attention_mask"):
                 return value
-            known = batch.joined.setdefault(name, [])
-            which = next((at for at, (mine, _) in enumerate(known) if mine is value and value is not None), len(known))
+            entries = batch.joined.setdefault(name, [])
+            index = next(
+                (number for number, (local, _) in enumerate(entries) if local is value and value is not None),
+                len(entries),
+            )
             if name == "attention_mask" and not batch.differs and value is None:
                 return None
-            if name == "attention_mask" and batch.differs:  # transformers leaves out what masks nothing, on each rank
-                vote = torch.tensor([-1 if value is None else which], device=x.device)
-                direct.all_reduce(vote, mesh.get_group(), direct.MAX)
-                which = int(vote.item())
-                if which < 0:
+            if name == "attention_mask" and batch.differs:
+                # transformers replaces a mask without effect by None, on each rank by itself.
+                latest = torch.tensor([-1 if value is None else index], device=x.device)
+                direct.all_reduce(latest, mesh.get_group(), direct.MAX)
+                index = int(latest.item())
+                if index < 0:
                     return None
-            if which == len(known):
-                whole = _full_mask(module, x) if value is None else value
-                known.append((value, _each(whole, lambda tensor: self._join_argument(name, tensor, batch, mesh))))
-            return known[which][1]
+            if index == len(entries):
+                mask_or_value = _full_mask(module, x) if value is None else value
+                entries.append(
+                    (
+                        value,
+                        _map_tensors(mask_or_value, lambda tensor: self._gather_argument(name, tensor, batch, mesh)),
+                    )
+                )
+            return entries[index][1]
 
         names = [*self.arguments, *[""] * len(args)]
-        args = tuple(join(name, value) for name, value in zip(names, args, strict=False))
-        return args, {name: join(name, value) for name, value in keywords.items()}
+        args = tuple(gather(name, value) for name, value in zip(names, args, strict=False))
+        return args, {name: gather(name, value) for name, value in keywords.items()}
 
-    def _join_argument(self, name: str, tensor: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
+    def _gather_argument(self, name: str, tensor: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
         if tensor.ndim < 2:
             return tensor
         self.check_fit(name, tensor.shape[0], batch.widths, mesh, broadcasts=True)
@@ -102,7 +111,7 @@ class BatchBlock(RegionBlock):
 
 
 def _full_mask(module: nn.Module, x: Tensor) -> Tensor:
-    """The mask that no mask stands for: (batch, length) for flash attention, else (batch, 1, length, length)."""
+    """Return the mask equivalent to None: (1, length) for flash attention, else (1, 1, length, length)."""
     length = x.shape[1]
     if "flash" in str(getattr(getattr(module, "config", None), "_attn_implementation", None)):
         return torch.ones(1, length, dtype=torch.bool, device=x.device)
@@ -110,33 +119,33 @@ def _full_mask(module: nn.Module, x: Tensor) -> Tensor:
     return mask.tril() if getattr(module, "is_causal", True) else mask
 
 
-def _each(value: Any, function: Any) -> Any:
-    """A tensor, or each of a tuple, put through a function."""
+def _map_tensors(value: Any, function: Any) -> Any:
+    """Apply `function` to a tensor, or to each tensor of nested tuples; return other values as they are."""
     if isinstance(value, tuple):
-        return tuple(_each(each, function) for each in value)
+        return tuple(_map_tensors(entry, function) for entry in value)
     return function(value) if isinstance(value, Tensor) else value
 
 
 class BatchGather(BatchBlock, GatherMixin):
-    """Around a block that computes locally on all samples: join those of all ranks (all-gather; backward:
-    reduce-scatter), sum the output and keep this rank's own (reduce-scatter; backward: all-gather).
+    """Around a block that computes locally on all samples: gather the input (all-gather; backward: reduce-scatter),
+    sum the output and keep this rank's samples (reduce-scatter; backward: all-gather).
     """
 
     signature = Signature(BATCH, BATCH, inside=(REPLICATED, PARTIAL))
 
 
 class BatchWhole(BatchBlock):
-    """Around a block that makes a whole output of a whole input: join the samples of all ranks (all-gather; backward:
-    own slice), keep this rank's own of the output (backward: all-gather).
+    """Around a block with replicated input and output: gather the input (all-gather; backward: own slice), keep this
+    rank's samples of the output (backward: all-gather).
     """
 
     signature = Signature(BATCH, BATCH, inside=(REPLICATED, REPLICATED))
 
 
 class BatchColwise(ColwiseParallel):
-    """`colwise_rep`, or an embedding that is cut along the hidden size, on the samples of all ranks.
+    """`colwise_rep`, or an embedding that is sharded along the hidden size, on the samples of all ranks.
 
-    Samples are joined (all-gather; backward: reduce-scatter), features of this rank computed, and exchanged for all
+    Gathers the input (all-gather; backward: reduce-scatter), computes this rank's features, and exchanges them for all
     features of its own samples (all-to-all; backward: all-to-all).
     """
 
@@ -157,21 +166,21 @@ class BatchColwise(ColwiseParallel):
             self.check_width(x, self.in_features)
         if batch is None:
             return super().before(module, inputs, mesh)
-        return (_joined(x, batch, mesh), *inputs[1:])
+        return (_gather(x, batch, mesh), *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         batch = forward_of(module).notes["batch"]
         if batch is None:
             return super().after(module, outputs, mesh)
-        own = exchange_regions(outputs, self.output_split.widths, batch.widths, mesh.get_group())
-        return scale_gradient(own, 1 / mesh.size())
+        local = exchange_regions(outputs, self.output_split.widths, batch.widths, mesh.get_group())
+        return scale_gradient(local, 1 / mesh.size())
 
     def __repr__(self) -> str:
         return f"{self.plain}, input: batch-sharded"
 
 
 class BatchVocabulary(RowwiseParallel):
-    """`embedding_rowwise` on the samples of all ranks: ids are joined (all-gather), rows looked up, and summed for each
+    """`embedding_rowwise` on the samples of all ranks: gather the ids (all-gather), look up rows, sum them for each
     rank's own samples (reduce-scatter; backward: all-gather).
     """
 
@@ -181,7 +190,7 @@ class BatchVocabulary(RowwiseParallel):
         ids = to_local(inputs)[0]
         batch = forward_of(module).notes["batch"] = batch_of(ids, mesh)
         if batch is not None:
-            ids = _joined(ids, batch, mesh)
+            ids = _gather(ids, batch, mesh)
         return super().before(module, (ids, *inputs[1:]), mesh)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
@@ -189,14 +198,14 @@ class BatchVocabulary(RowwiseParallel):
         if batch is None:
             return super().after(module, outputs, mesh)
         outputs = outputs.masked_fill(forward_of(module).notes["outside"].unsqueeze(LAST), 0)
-        own = reduce_scatter_from_region(outputs, batch.widths, mesh.get_group(), dim=BATCH_DIM)
-        return scale_gradient(own, 1 / mesh.size())
+        local = reduce_scatter_from_region(outputs, batch.widths, mesh.get_group(), dim=BATCH_DIM)
+        return scale_gradient(local, 1 / mesh.size())
 
     def __repr__(self) -> str:
         return "embedding_rowwise, input: batch-sharded"
 
 
-def _joined(x: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
+def _gather(x: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
     if not x.is_floating_point():
         return all_gather_uneven(x, batch.widths, mesh.get_group(), dim=BATCH_DIM)
     x = scale_gradient(x, mesh.size())
@@ -208,4 +217,4 @@ BATCH_SHARDED: Mapping[str, TensorParallelLayer] = {
     "embedding_rowwise": BatchVocabulary(),
     "moe_all_to_all": BatchExpertsParallel(),
 }
-"""{strategy of one module: the strategy that replaces it where its input is batch-sharded}."""
+"""{strategy of a module: the strategy that replaces it if the module's input is batch-sharded}."""

@@ -1,11 +1,11 @@
-"""Experts among ranks that have tokens of their own: tokens travel to the ranks that hold their experts, and back.
+"""Expert parallelism among ranks with different tokens: all-to-all to the ranks of the experts, and back.
 
     own tokens ── router ── tokens of E0, E1 ── all-to-all ── [ E0 E1 ] ── all-to-all ── Σ ── own tokens
                          └─ tokens of E2 ────── all-to-all ── [ E2 ] ───── all-to-all ─┘
 
-Nothing is gathered, and nothing dropped (Lepikhin et al. 2020, "GShard"; without its capacities, as in Megatron-LM's
-all-to-all dispatcher). A token travels once to each rank that holds any of its experts, with its routing weights, and
-one weighted sum of that rank's experts comes back.
+No tokens are gathered or dropped (Lepikhin et al. 2020, "GShard", without capacities, as in Megatron-LM's all-to-all
+dispatcher). A token is sent once to each rank that holds any of its experts, with its routing weights; that rank
+returns one weighted sum over its experts.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from ..forward.short_forwards import Forwarder
 from ..local import to_local
 from ..signature import BATCH, LOCAL, PARTIAL, SEQUENCE, Signature
 from .batch import exchange_samples
-from .sequence import exchange_parts
+from .sequence import exchange_shards
 
 
 @dataclass(frozen=True)
 class Route:
-    """The ways of one rank's tokens to their experts in one forward, and of others' tokens to its own experts."""
+    """Routing of one forward on one rank: its tokens to experts, and tokens of all ranks to its experts."""
 
     sent: list[int]
-    """Tokens for every rank."""
+    """Number of tokens sent to each rank."""
     received: list[int]
-    """Tokens of every rank for this one's experts."""
+    """Number of tokens received from each rank."""
     count: int
-    """Tokens of this rank."""
+    """Number of this rank's tokens."""
     tokens: Tensor
-    """The token that each row which is sent is a copy of: (sum of `sent`,)."""
+    """Index of this rank's token for each sent row: (sum of `sent`,)."""
     rows: Tensor
-    """The row that each (token, expert) pair of this rank's experts is of, of those which are received: (pairs,)."""
+    """Index of the received row for each (token, expert) pair of this rank's experts: (pairs,)."""
 
 
 class ExchangeExpertsParallel(MoEExpertsParallel):
-    """Around experts that are whole on one rank each: tokens of a rank's own go to their experts (all-to-all), and sums
-    come back (all-to-all; backward of both: all-to-all). Parameters without rules are cut by whole experts.
+    """Around experts, each complete on one rank: send this rank's tokens to their experts (all-to-all), and receive the
+    sums (all-to-all; backward of both: all-to-all). Parameters without rules are sharded by experts.
 
         [x / y] ── [x0 y0 / x1 y1] ── [f(x0 y0) / g(x1 y1)] ── [Σ(f(x0), g(x1)) / Σ(f(y0), g(y1))]
 
-    It computes as `moe_tp_experts` if all ranks have the same tokens, such as one that is generated.
+    Computes as `moe_tp_experts` if all ranks have the same tokens, as in generation.
     """
 
     split_dim = IsolatedParallel.split_dim
 
     def traced(self, forward: Forwarder) -> Forwarder:
-        """Not at all: it is called between two graphs, since numbers of tokens are known in a forward alone."""
+        """Disable tracing: the graph breaks here, since numbers of tokens depend on data."""
         untraced: Forwarder = torch.compiler.disable(forward)
         return untraced
 
     def has_own_tokens(self, mesh: DeviceMesh) -> bool:
-        """True if this rank's tokens are not those of the other ranks; the answer is the same on all."""
+        """True if ranks have different tokens; returns the same on all ranks."""
         raise NotImplementedError
 
     def check(self, module: nn.Module) -> None:
-        """Experts that are called with tokens, the ids of their experts, and routing weights."""
+        """Raise ValueError unless `module` holds experts and takes tokens, expert ids and routing weights."""
         names = [*inspect.signature(type(module).forward).parameters][2:4]
         if not holds_experts(module) or len(names) < 2 or "weight" not in names[1]:
             raise ValueError(
@@ -92,60 +92,65 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
     def dispatch(
         self, states: Tensor, ids: Tensor, weights: Tensor, mesh: DeviceMesh
     ) -> tuple[Route, Tensor, Tensor, Tensor]:
-        """Tokens that this rank's experts compute, one row for each expert of a token.
+        """Send this rank's tokens to their experts, and receive those for its own: a row per (token, expert) pair.
 
         Args:
             states: this rank's tokens: (tokens, hidden).
-            ids: the experts of each: (tokens, k).
-            weights: their routing weights: (tokens, k).
+            ids: expert ids: (tokens, k).
+            weights: routing weights: (tokens, k).
             mesh: the `tp` axis.
 
         Returns:
-            The route back, and (pairs, hidden), (pairs, 1) with numbers of this rank's experts, and (pairs, 1). A rank
-            with experts without a token computes one of zeros, so that its backward communicates as the others' do.
+            The route back; tokens (pairs, hidden); local expert ids (pairs, 1); routing weights (pairs, 1). A rank that
+            receives no token computes one of zeros, so that its backward calls the same collectives.
         """
         assert isinstance(self.experts, Split)
-        group, ranges = mesh.get_group(), [found[0] for found in self.experts.ranges]
+        group, ranges = mesh.get_group(), [rank_ranges[0] for rank_ranges in self.experts.ranges]
         starts, ends = (
             torch.tensor(bounds, dtype=ids.dtype, device=ids.device) for bounds in zip(*ranges, strict=True)
         )
         owners = torch.bucketize(ids.contiguous(), ends, right=True)
-        wanted = (owners.unsqueeze(-1) == torch.arange(len(ranges), device=ids.device)).any(1)  # (tokens, ranks)
-        counts = wanted.sum(0)
+        sends = (owners.unsqueeze(-1) == torch.arange(len(ranges), device=ids.device)).any(1)  # (tokens, ranks)
+        counts = sends.sum(0)
         sent, received = torch.stack([counts, exchange_counts(counts, group)]).tolist()
-        ranks, tokens = wanted.t().nonzero(as_tuple=True)
-        is_there = owners[tokens] == ranks[:, None]
-        numbers = torch.where(is_there, ids[tokens] - starts[ranks, None], -1).int()
-        rows = (states.index_select(0, tokens), weights.index_select(0, tokens), numbers)
-        theirs, their_weights, their_numbers = exchange_rows(rows, sent, received, group)
-        if not len(theirs):
-            theirs, their_weights, their_numbers = (
-                pad(each, (0, 0, 0, 1)) for each in (theirs, their_weights, their_numbers)
+        ranks, tokens = sends.t().nonzero(as_tuple=True)
+        is_owner = owners[tokens] == ranks[:, None]
+        local_ids = torch.where(is_owner, ids[tokens] - starts[ranks, None], -1).int()
+        rows = (states.index_select(0, tokens), weights.index_select(0, tokens), local_ids)
+        received_states, received_weights, received_ids = exchange_rows(rows, sent, received, group)
+        if not len(received_states):
+            received_states, received_weights, received_ids = (
+                pad(tensor, (0, 0, 0, 1)) for tensor in (received_states, received_weights, received_ids)
             )
-        at, slots = (their_numbers >= 0).nonzero(as_tuple=True)
-        route = Route(sent, received, len(states), tokens, at)
-        own = their_numbers[at, slots].long()
-        return route, theirs.index_select(0, at), own[:, None], their_weights[at, slots][:, None]
+        row_index, slots = (received_ids >= 0).nonzero(as_tuple=True)
+        route = Route(sent, received, len(states), tokens, row_index)
+        expert_ids = received_ids[row_index, slots].long()
+        return (
+            route,
+            received_states.index_select(0, row_index),
+            expert_ids[:, None],
+            received_weights[row_index, slots][:, None],
+        )
 
     def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
-        """The sums of all experts for this rank's tokens, (tokens, hidden), from this rank's: (pairs, hidden)."""
+        """Send back the outputs of this rank's experts, (pairs, hidden); sum those for its tokens: (tokens, hidden)."""
         length = sum(route.received)
         sums = _sum_rows(outputs, route.rows, max(length, 1))[:length]
-        (back,) = exchange_rows((sums,), route.received, route.sent, mesh.get_group())
-        return _sum_rows(back, route.tokens, route.count)
+        (returned,) = exchange_rows((sums,), route.received, route.sent, mesh.get_group())
+        return _sum_rows(returned, route.tokens, route.count)
 
 
 class SequenceExpertsParallel(ExchangeExpertsParallel):
-    """Experts with the tokens of this rank's part of the sequence."""
+    """Experts with the tokens of this rank's shard of the sequence."""
 
     signature = Signature(SEQUENCE, SEQUENCE, inside=(LOCAL, PARTIAL))
 
     def has_own_tokens(self, mesh: DeviceMesh) -> bool:
-        return exchange_parts(self.name, mesh.get_group())
+        return exchange_shards(self.name, mesh.get_group())
 
 
 class BatchExpertsParallel(ExchangeExpertsParallel):
-    """Experts with tokens of each rank's own samples; see `batch.py` about gradients."""
+    """Experts with the tokens of each rank's own samples. See `batch.py` for the scale of gradients."""
 
     signature = Signature(BATCH, BATCH, inside=(LOCAL, PARTIAL))
 
@@ -155,12 +160,12 @@ class BatchExpertsParallel(ExchangeExpertsParallel):
     def dispatch(
         self, states: Tensor, ids: Tensor, weights: Tensor, mesh: DeviceMesh
     ) -> tuple[Route, Tensor, Tensor, Tensor]:
-        """See `ExchangeExpertsParallel.dispatch`; the gradient is that of the sum of losses again."""
+        """See `ExchangeExpertsParallel.dispatch`; multiplies the gradient by the number of ranks."""
         states, weights = scale_gradient(states, mesh.size()), scale_gradient(weights, mesh.size())
         return super().dispatch(states, ids, weights, mesh)
 
     def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
-        """See `ExchangeExpertsParallel.combine`; the gradient becomes that of the mean of losses."""
+        """See `ExchangeExpertsParallel.combine`; divides the gradient by the number of ranks."""
         return scale_gradient(super().combine(outputs, route, mesh), 1 / mesh.size())
 
     def __repr__(self) -> str:
@@ -168,6 +173,6 @@ class BatchExpertsParallel(ExchangeExpertsParallel):
 
 
 def _sum_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """(count, hidden): the sums of those rows of `x` that have the same number in `rows`, summed in fp32 or wider."""
+    """Sum the rows of `x` with equal index in `rows`, in fp32 or wider: (count, hidden)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_zeros((count, x.shape[1]), dtype=wide).index_add(0, rows, x.to(wide)).to(x.dtype)

@@ -1,9 +1,9 @@
-"""Hooks of users between the blocks of a sequence-parallel model: they see complete sequences.
+"""User hooks between the blocks of a sequence-parallel model: they see full sequences.
 
-    part ── all-gather ── whole ── hook ── own slice ── part      backward: own slice, all-gather
+    shard ── all-gather ── full ── hook ── own slice ── shard      backward: own slice, all-gather
 
-A module keeps its hooks as torch does. Its methods that put them, `register_forward_hook` and the like, wrap each hook;
-a model without hooks computes as ever.
+`register_forward_hook` and the other register methods of these modules wrap each hook; torch stores and calls it. A
+model without hooks runs no extra code.
 """
 
 from __future__ import annotations
@@ -33,45 +33,48 @@ logger = get_logger(__name__)
 
 Hook = Callable[..., Any]
 Values = tuple[Any, ...]
-"""Arguments, outputs or gradients of a module: the first may be this rank's part of a sequence."""
+"""Arguments, outputs or gradients of a module: the first may be this rank's shard of a sequence."""
 
-_ON_PARTS = (f"{__name__.partition('.')[0]}.", "torch.", "transformers.utils.output_capturing")
-"""Hooks of these packages take parts: ours of dropouts, FSDP's, and those of hidden states, which the base joins."""
+_TAKE_SHARDS = (f"{__name__.partition('.')[0]}.", "torch.", "transformers.utils.output_capturing")
+"""Hooks of these packages take shards: ours on dropouts, FSDP's, and those that record hidden states, which the base
+model gathers."""
 
 
 WidthsOf = Callable[[str, Tensor, DeviceMesh], Widths | None]
 
 
 def gather_around_hooks(base: nn.Module, name: str, widths_of: WidthsOf, mesh: DeviceMesh) -> None:
-    """Let hooks of users see complete sequences on the modules of `base` that are given parts.
+    """Wrap the register methods of modules in `base` that compute on shards, so that user hooks see full sequences.
 
-    `name` is that of `base`. `widths_of` returns the lengths of the parts, one for each rank; None for a whole.
+    `name` is the name of `base`. `widths_of` returns each rank's length; None for a full sequence.
     """
     for path, module, in_mixture in _between_blocks(base, name):
         sides = _Sides(module, path, widths_of, mesh)
-        sides.in_mixture, sides.leaves_whole = in_mixture, module in base.children()
+        sides.in_mixture, sides.leaves_full = in_mixture, module in base.children()
         for register, wrapper in _WRAPPERS.items():
-            method = MethodType(_registering(register, wrapper, sides), module)  # a deep copy gets its own
+            method = MethodType(
+                _registering(register, wrapper, sides), module
+            )  # deepcopy rebinds a MethodType to the copy
             setattr(untyped(module), register, method)
 
 
 def _between_blocks(base: nn.Module, name: str) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Each module with inputs or outputs that are parts: (name, module, True beside experts that exchange tokens)."""
+    """Yield modules with sharded inputs or outputs: (name, module, True beside experts that exchange tokens)."""
     for child, module in base.named_children():
         path = f"{name}.{child}".lstrip(".")
         if _signature(module).takes is SEQUENCE:  # the norm after the layers
             yield path, module, False
         elif any(_signature(layer).cuts_sequence for layer in module.children()):
             for index, layer in module.named_children():
-                yield from _on_parts(f"{path}.{index}", layer, in_mixture=False)
+                yield from _on_shards(f"{path}.{index}", layer, in_mixture=False)
 
 
-def _on_parts(name: str, module: nn.Module, *, in_mixture: bool) -> Iterator[tuple[str, nn.Module, bool]]:
+def _on_shards(name: str, module: nn.Module, *, in_mixture: bool) -> Iterator[tuple[str, nn.Module, bool]]:
     yield name, module, in_mixture
     if not (_signature(module).joins_sequence or _signature(module).exchanges_tokens):
         in_mixture = in_mixture or any(_signature(child).exchanges_tokens for child in module.children())
         for child, inner in module.named_children():
-            yield from _on_parts(f"{name}.{child}", inner, in_mixture=in_mixture)
+            yield from _on_shards(f"{name}.{child}", inner, in_mixture=in_mixture)
 
 
 def _signature(module: nn.Module) -> Signature:
@@ -80,51 +83,51 @@ def _signature(module: nn.Module) -> Signature:
 
 
 class _Sides:
-    """The inputs and outputs of a module: parts, unless they are whole."""
+    """The inputs and outputs of a module, and whether each is sharded along the sequence."""
 
     in_mixture = False
     """True beside experts that exchange tokens."""
-    leaves_whole = False
+    leaves_full = False
     """True for the norm after the layers."""
 
     def __init__(self, module: nn.Module, name: str, widths_of: WidthsOf, mesh: DeviceMesh) -> None:
         self.name, self.widths_of, self.mesh = name, widths_of, mesh
         self.first = next(iter(argument_names(module)), "")
-        self.takes_whole = _signature(module).cuts_sequence
+        self.takes_full = _signature(module).cuts_sequence
 
-    def inputs(self, values: Values) -> _Joined:
-        """The positional arguments, or gradients of them."""
-        return _Joined(values, self, is_whole=self.takes_whole)
+    def inputs(self, values: Values) -> _Gathered:
+        """Gather the positional arguments, or their gradients."""
+        return _Gathered(values, self, is_full=self.takes_full)
 
-    def outputs(self, values: Values) -> _Joined:
-        """The outputs, or gradients of them."""
-        return _Joined(values, self, is_whole=self.leaves_whole)
+    def outputs(self, values: Values) -> _Gathered:
+        """Gather the outputs, or their gradients."""
+        return _Gathered(values, self, is_full=self.leaves_full)
 
-    def given(self, args: Values, keywords: Sequence[dict[str, Any]]) -> tuple[_Joined, Values]:
-        """The arguments as a hook takes them: the positional ones, and a dict of the others if it asks for it."""
+    def hook_args(self, args: Values, keywords: Sequence[dict[str, Any]]) -> tuple[_Gathered, Values]:
+        """Gather the arguments, and return them as a hook takes them: positional, and keywords if it asks for them."""
         if args or not keywords or self.first not in keywords[0]:
-            joined = self.inputs(args)
-            return joined, (joined.values, *keywords)
-        joined = self.inputs((keywords[0][self.first],))
-        return joined, (args, {**keywords[0], self.first: joined.values[0]})
+            gathered = self.inputs(args)
+            return gathered, (gathered.values, *keywords)
+        gathered = self.inputs((keywords[0][self.first],))
+        return gathered, (args, {**keywords[0], self.first: gathered.values[0]})
 
 
-class _Joined:
-    """Values of a module with the whole in place of the part, for one call of a hook."""
+class _Gathered:
+    """Values of a module for one call of a hook, the first one gathered along the sequence."""
 
-    def __init__(self, values: Values, sides: _Sides, *, is_whole: bool) -> None:
+    def __init__(self, values: Values, sides: _Sides, *, is_full: bool) -> None:
         self.values, self.sides, self.widths = values, sides, None
-        part: Any = values[0] if values else None
-        if isinstance(part, Tensor) and part.ndim > SEQUENCE_DIM + 1 and not is_whole:
-            self.widths = sides.widths_of(sides.name, part, sides.mesh)
+        shard: Any = values[0] if values else None
+        if isinstance(shard, Tensor) and shard.ndim > SEQUENCE_DIM + 1 and not is_full:
+            self.widths = sides.widths_of(sides.name, shard, sides.mesh)
         if self.widths is not None:
-            self.part = part
-            self.whole = gather_from_region(part, self.widths, sides.mesh.get_group(), dim=SEQUENCE_DIM)
-            self.version = _version(self.whole)
-            self.values = (self.whole, *values[1:])
+            self.shard = shard
+            self.full = gather_from_region(shard, self.widths, sides.mesh.get_group(), dim=SEQUENCE_DIM)
+            self.version = _version(self.full)
+            self.values = (self.full, *values[1:])
 
-    def cut(self, values: Values) -> Values:
-        """Values that a hook returns in place of these, with this rank's part of the first."""
+    def slice_first(self, values: Values) -> Values:
+        """Slice the first of the values that a hook returned to this rank's shard."""
         if self.widths is None or not values or not isinstance(values[0], Tensor):
             return values
         shape, length = tuple(values[0].shape), sum(self.widths)
@@ -133,75 +136,78 @@ class _Joined:
                 UnsupportedError(
                     f"a hook on {self.sides.name}",
                     got=f"a tensor of shape {shape} from it",
-                    expected=f"length {length} along dim {SEQUENCE_DIM}, as its sequence is cut (tp_sequence_parallel)",
+                    expected=f"length {length} along dim {SEQUENCE_DIM}, of the full sequence (tp_sequence_parallel)",
                     fix="Return a tensor of the shape that the hook was given, or load without tp_sequence_parallel.",
                 )
             )
-        return (self._own(values[0]), *values[1:])
+        return (self._slice(values[0]), *values[1:])
 
-    def settle(self) -> bool:
-        """Change this rank's part in place as the hook has changed the whole.
+    def write_back(self) -> bool:
+        """If the hook changed the full tensor in place, copy this rank's slice to the shard.
 
-        Returns True if the module has to go on with a slice of the whole all the same: gradients flow through it,
-        which the hook may have asked for.
+        Returns True if the module has to use a slice of the full tensor instead of the shard, so that gradients flow
+        through the full tensor: the hook may have registered tensor hooks on it.
         """
         if self.widths is None:
             return False
-        if self.version is None or self.whole._version != self.version:
-            self.part.copy_(self._own(self.whole))
+        if self.version is None or self.full._version != self.version:
+            self.shard.copy_(self._slice(self.full))
             return False
-        return self.whole.requires_grad
+        return self.full.requires_grad
 
-    def _own(self, whole: Tensor) -> Tensor:
+    def _slice(self, full: Tensor) -> Tensor:
         assert self.widths is not None
-        return scatter_to_region(whole, self.widths, self.sides.mesh.get_group(), dim=SEQUENCE_DIM)
+        return scatter_to_region(full, self.widths, self.sides.mesh.get_group(), dim=SEQUENCE_DIM)
 
 
 def _version(x: Tensor) -> int | None:
-    """How often a tensor has been changed in place; None where nothing counts it, or a compiler asks."""
+    """Return the version counter of a tensor; None in inference mode and under torch.compile."""
     return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def _pre_hook(hook: Hook, sides: _Sides) -> Hook:
     def hooked(module: nn.Module, args: Values, *keywords: dict[str, Any]) -> Any:
-        joined, given = sides.given(args, keywords)
-        result = hook(module, *given)
-        goes_on = joined.settle()
-        if result is None and not goes_on:
+        gathered, hook_args = sides.hook_args(args, keywords)
+        result = hook(module, *hook_args)
+        uses_slice = gathered.write_back()
+        if result is None and not uses_slice:
             return None
         if not keywords:
-            return joined.cut(joined.values if result is None else _as_tuple(result))
-        args, kwargs = given if result is None else result
+            return gathered.slice_first(gathered.values if result is None else _as_tuple(result))
+        args, kwargs = hook_args if result is None else result
         if args:
-            return joined.cut(args), kwargs
-        return args, {**kwargs, **{name: joined.cut((kwargs[name],))[0] for name in {sides.first} & kwargs.keys()}}
+            return gathered.slice_first(args), kwargs
+        return args, {
+            **kwargs,
+            **{name: gathered.slice_first((kwargs[name],))[0] for name in {sides.first} & kwargs.keys()},
+        }
 
     return hooked
 
 
 def _forward_hook(hook: Hook, sides: _Sides) -> Hook:
-    def hooked(module: nn.Module, args: Values, *others: Any) -> Any:
-        *keywords, output = others
-        if output is None:  # the forward has raised
-            return hook(module, args, *others)
-        inputs, given = sides.given(args, keywords)
+    def hooked(module: nn.Module, args: Values, *rest: Any) -> Any:
+        *keywords, output = rest
+        if output is None:  # the forward raised
+            return hook(module, args, *rest)
+        inputs, hook_args = sides.hook_args(args, keywords)
         outputs = sides.outputs(_as_tuple(output))
-        whole = outputs.values if isinstance(output, tuple) else outputs.values[0]
-        result = hook(module, *given, whole)
-        inputs.settle()
-        if not outputs.settle() and result is None:
+        full_output = outputs.values if isinstance(output, tuple) else outputs.values[0]
+        result = hook(module, *hook_args, full_output)
+        inputs.write_back()
+        if not outputs.write_back() and result is None:
             return None
-        result = whole if result is None else result
-        return outputs.cut(result) if isinstance(result, tuple) else outputs.cut((result,))[0]
+        result = full_output if result is None else result
+        return outputs.slice_first(result) if isinstance(result, tuple) else outputs.slice_first((result,))[0]
 
     return hooked
 
 
 def _backward_pre_hook(hook: Hook, sides: _Sides) -> Hook:
     def hooked(module: nn.Module, grad_output: Values) -> Any:
-        joined = sides.outputs(grad_output)
-        result = hook(module, joined.values)
-        return None if result is None else joined.cut(_as_tuple(result))
+        gathered = sides.outputs(grad_output)
+        result = hook(module, gathered.values)
+        return None if result is None else gathered.slice_first(_as_tuple(result))
 
     return hooked
 
@@ -210,7 +216,7 @@ def _backward_hook(hook: Hook, sides: _Sides) -> Hook:
     def hooked(module: nn.Module, grad_input: Values, grad_output: Values) -> Any:
         inputs = sides.inputs(grad_input)
         result = hook(module, inputs.values, sides.outputs(grad_output).values)
-        return None if result is None else inputs.cut(_as_tuple(result))
+        return None if result is None else inputs.slice_first(_as_tuple(result))
 
     return hooked
 
@@ -218,7 +224,7 @@ def _backward_hook(hook: Hook, sides: _Sides) -> Hook:
 def _refuse(hook: Hook, sides: _Sides) -> Hook:
     raise UnsupportedError(
         f"register_backward_hook on {sides.name}",
-        got="a module that computes on a part of the sequence",
+        got="a module that computes on a shard of the sequence",
         expected="a hook that is given gradients of the module's own inputs and outputs",
         fix="Use register_full_backward_hook, or load without tp_sequence_parallel.",
     )
@@ -231,17 +237,17 @@ _WRAPPERS: dict[str, Callable[[Hook, _Sides], Hook]] = {
     "register_full_backward_hook": _backward_hook,
     "register_backward_hook": _refuse,
 }
-"""Method of a module -> the hook as the module calls it."""
+"""{register method: wrapper of a hook}."""
 
 
 def _registering(name: str, wrapper: Callable[[Hook, _Sides], Hook], sides: _Sides) -> Callable[..., RemovableHandle]:
     @wraps(getattr(nn.Module, name))
     def register(module: nn.Module, hook: Hook, *args: Any, **options: Any) -> RemovableHandle:
-        if not _takes_parts(hook):
+        if not _takes_shards(hook):
             if sides.in_mixture:
                 raise UnsupportedError(
                     f"a hook on {sides.name}",
-                    got="a module on the tokens of this rank's part of the sequence, beside experts that exchange them",
+                    got="a module on this rank's tokens of the sequence, beside experts that exchange them",
                     expected="a module on complete sequences",
                     fix="Put it on the block around it, use moe_tp_experts, or load without tp_sequence_parallel.",
                 )
@@ -252,11 +258,11 @@ def _registering(name: str, wrapper: Callable[[Hook, _Sides], Hook], sides: _Sid
     return register
 
 
-def tell_of_global_hooks() -> None:
-    """Log once of each hook of a user on all modules at once: nothing is gathered around it."""
-    for number, hook in (each for hooks in GLOBAL_HOOKS for each in hooks.items()):
-        if number not in _told and not _takes_parts(hook):
-            _told.add(number)
+def warn_of_global_hooks() -> None:
+    """Warn once about each global module hook of the user: its inputs are not gathered."""
+    for number, hook in (item for hooks in GLOBAL_HOOKS for item in hooks.items()):
+        if number not in _warned and not _takes_shards(hook):
+            _warned.add(number)
             logger.warning(
                 "a hook of all modules, %s, sees this rank's part of a sequence between blocks (tp_sequence_parallel), "
                 "and what it changes there differs from one process. Put it on the modules that it is for, by their "
@@ -265,14 +271,14 @@ def tell_of_global_hooks() -> None:
             )
 
 
-_told: set[int] = set()
-"""Numbers of hooks, which torch gives to each once."""
+_warned: set[int] = set()
+"""Ids of hooks that were logged; torch never reuses an id."""
 
 
-def _takes_parts(hook: Hook) -> bool:
+def _takes_shards(hook: Hook) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(_ON_PARTS)
+    return str(getattr(hook, "__module__", "")).startswith(_TAKE_SHARDS)
 
 
 def _as_tuple(values: Any) -> Values:

@@ -1,6 +1,6 @@
-"""Tensors that every rank gathers for its forward, and gathers again for its backward (Korthikanti et al. 2022).
+"""Gathered activations that are not saved for the backward but gathered again there (Korthikanti et al. 2022).
 
-This rank's part of it is not kept either, where a norm made it: that is applied again to its input, which it keeps.
+If a norm computed this rank's shard, the shard is not saved either: the norm is recomputed from its saved input.
 """
 
 from __future__ import annotations
@@ -22,75 +22,75 @@ View = tuple[torch.Size, tuple[int, ...], int]
 
 
 class _Made(NamedTuple):
-    """How an output was made."""
+    """Record for recomputing the output of a norm."""
 
     module: nn.Module
     x: Tensor
     version: int
-    """That of `x`."""
+    """Version of `x`."""
     parameters: dict[str, Any]
-    """Those of the module then, which `torch.func.functional_call` puts there for one forward."""
+    """Parameters of the module in that forward; `torch.func.functional_call` replaces them for one forward."""
     made: int
-    """The version of the output."""
+    """Version of the output."""
 
 
 def remember(output: Tensor, module: nn.Module, x: Tensor) -> None:
-    """Note that `output` is what `module` made of `x`, if that is a norm, which would make the same again."""
+    """Record that `output` is `module(x)`, if `module` is a norm that can be recomputed with the same result."""
     is_repeatable = is_norm(module) and not torch.is_autocast_enabled(x.device.type)
     if is_repeatable and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         untyped(output)._tp_made = _Made(module, x.detach(), x._version, dict(module._parameters), output._version)
 
 
-def saving_part(
-    part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, *, dim: int
+def saving_shard(
+    shard: Tensor, full: Tensor, widths: tuple[int, ...], group: Group, *, dim: int
 ) -> AbstractContextManager[None] | None:
-    """A context in which autograd saves of `whole`, which was gathered, and of its views this rank's `part` alone.
+    """Return a context for autograd to save this rank's `shard` in place of the gathered `full` tensor and its views.
 
-    None where that is of no use: where autograd does not record, or where something else decides what it saves, as
-    gradient checkpointing and offloading do. Only the innermost of several such contexts counts.
+    None if autograd does not record, or other saved-tensor hooks are active, such as those of gradient checkpointing
+    and offloading: torch calls only the innermost hooks.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if top_saved_tensors_hooks(True) is not None:
         return None
-    regathered = _Regathered(part, whole, widths, group, dim)
+    regathered = _Regathered(shard, full, widths, group, dim)
     return saved_tensors_hooks(regathered.pack, regathered.unpack)
 
 
 class _Regathered:
-    """The saved part of a gathered tensor.
+    """The saved shard of a gathered tensor.
 
-    The first operation of a backward that needs the whole gathers it (all-gather), the last lets it go. The ranks do so
-    in the same order, since they run the same operations.
+    The first operation of a backward that needs the full tensor gathers it (all-gather), the last frees it. The ranks
+    gather in the same order, since they run the same operations.
     """
 
-    def __init__(self, part: Tensor, whole: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> None:
+    def __init__(self, shard: Tensor, full: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> None:
         self._widths, self._group, self._dim = widths, group, dim
-        made: _Made | None = getattr(part, "_tp_made", None)
-        self._made = made if made is not None and made.made == part._version else None
-        self._part = part.detach() if self._made is None else None
-        self._address = whole.untyped_storage().data_ptr()
-        self._whole: Tensor | None = None
+        made: _Made | None = getattr(shard, "_tp_made", None)
+        self._made = made if made is not None and made.made == shard._version else None
+        self._part = shard.detach() if self._made is None else None
+        self._address = full.untyped_storage().data_ptr()
+        self._full: Tensor | None = None
         self._uses, self._left = 0, 0
 
     def pack(self, x: Tensor) -> Tensor | View:
-        """The value that autograd keeps in place of `x`."""
+        """Return the value that autograd saves in place of `x`."""
         if x.numel() and x.untyped_storage().data_ptr() == self._address:
             self._uses += 1
             return x.shape, x.stride(), int(x.storage_offset())
         return x.detach()
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor that `pack` was given."""
+        """Return the tensor that `pack` took."""
         if isinstance(packed, Tensor):
             return packed
-        if self._whole is None:
-            self._whole = all_gather_uneven(self._make_part(), self._widths, self._group, dim=self._dim)
+        if self._full is None:
+            self._full = all_gather_uneven(self._make_part(), self._widths, self._group, dim=self._dim)
             self._left = self._uses
-        view = self._whole.as_strided(*packed)
+        view = self._full.as_strided(*packed)
         self._left -= 1
         if not self._left:
-            self._whole = None
+            self._full = None
         return view
 
     def _make_part(self) -> Tensor:
@@ -103,7 +103,7 @@ class _Regathered:
         made.module._parameters.update(made.parameters)
         try:
             with torch.no_grad():
-                part: Tensor = made.module.forward(made.x)  # without hooks, of which `x` has come already
+                shard: Tensor = made.module.forward(made.x)  # without hooks: `x` is the input after pre-hooks
         finally:
             made.module._parameters.update(now)
-        return part
+        return shard

@@ -1,6 +1,6 @@
-"""Blocks that compute on full sequences or batches, where every rank has a part.
+"""Blocks that compute on full sequences or batches, with inputs and outputs that are shards.
 
-parts ── whole ── [ block ] ── parts
+shards ── full ── [ block ] ── shards
 """
 
 from __future__ import annotations
@@ -28,59 +28,60 @@ from ...torch_api import current_backward
 from ..base import TensorParallelLayer
 from ..forward.attach import Forward, forward_of
 from ..local import to_local
-from .regather import saving_part
+from .regather import saving_shard
 
 SEQUENCE_DIM = 1
 """The sequence dim of a model's activations: (batch, sequence, hidden)."""
 
 Widths = tuple[int, ...]
-"""The length of every rank's part."""
+"""Length of each rank's shard."""
 
 
 def all_lengths(length: int, mesh: DeviceMesh) -> Widths:
-    """The `length` that every rank has (one all-gather of a number)."""
+    """Return each rank's `length` (one all-gather of a number)."""
     return all_gather_number(length, mesh.get_group(), mesh.device_type)
 
 
 def in_backward() -> int:
-    """A number of the backward that runs this code, to compute dropped activations again; -1 outside of one."""
+    """Return the id of the running backward (checkpointing recomputes activations there); -1 outside a backward."""
     return -1 if torch.compiler.is_compiling() else current_backward()
 
 
 class RegionBlock(TensorParallelLayer):
-    """A block that makes a whole output of a whole input, between modules that compute on parts."""
+    """A block that computes on the full sequence or batch, between modules that compute on shards."""
 
     dim: int
-    """Along which ranks have parts of activations: (batch, sequence, hidden)."""
+    """Sharded dim of the activations (batch, sequence, hidden)."""
     what: str
-    """The name of that dim."""
+    """Name of that dim in messages."""
     remedy: str
-    """The help against a tensor that does not fit the cut."""
+    """`fix` of the error for a tensor of the wrong length."""
 
     agreed: frozenset[Any] = frozenset()
-    """Widths, and names of arguments with them, of which the ranks have found together that all fit."""
+    """{(argument, widths)} that all ranks have checked together."""
 
-    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
-        """How what `x` is a part of is cut, the same on all ranks; None where it is whole already."""
+    def input_widths(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
+        """Return the lengths of all shards of the input, the same on all ranks; None if `x` is full."""
         raise NotImplementedError
 
-    def rows_of(self, x: Tensor, widths: Widths) -> Tensor:
-        """An output with all tokens of the batch in a row, (tokens, features), as (batch, sequence, features)."""
+    def unflatten_rows(self, x: Tensor, widths: Widths) -> Tensor:
+        """Unflatten an output (tokens, features) to (batch, sequence, features)."""
         length = sum(widths)
         return x.unflatten(0, (-1, length) if self.dim else (length, -1)) if x.shape[0] % length == 0 else x
 
     def misfit(self, got: str, expected: str) -> PlanError:
-        """The error of a tensor that is not as long along `dim` as is expected."""
+        """Make the PlanError for a tensor with the wrong length along `dim`."""
         expected += f" along dim {self.dim}, as the {self.what} is cut"
         return PlanError(describe(self.name, got=got, expected=expected, fix=self.remedy))
 
     def check_fit(self, what: str, length: int, widths: Widths, mesh: DeviceMesh, *, broadcasts: bool = False) -> None:
-        """Raise PlanError on all ranks where `what` is not of this rank's width on one of them.
+        """Raise PlanError on all ranks if the tensor `what` has the wrong length along `dim` on any rank.
 
-        Ranks of one width run one program on tensors of one shape, so that all of them find a misfit. Others tell
-        each other their lengths, where a block meets such widths for the first time (one all-gather of a number).
+        With equal widths all ranks have the same shapes, so every rank detects a mismatch. With different widths the
+        ranks exchange lengths, the first time that a block has these widths (one all-gather of a number).
 
-        `length` is that of this rank's tensor along `dim`, `widths` those of all ranks; where it `broadcasts`, 1 fits.
+        `length` is the length of this rank's tensor, `widths` the expected length on each rank; if it `broadcasts`, 1
+        is accepted too.
         """
         rank = self.rank
         lengths = (length,) * len(widths)
@@ -88,25 +89,25 @@ class RegionBlock(TensorParallelLayer):
             lengths = all_lengths(length, mesh)
         elif length == widths[rank] or (broadcasts and length == 1):
             return
-        fits = (each == width or (broadcasts and each == 1) for each, width in zip(lengths, widths, strict=True))
+        fits = (size == width or (broadcasts and size == 1) for size, width in zip(lengths, widths, strict=True))
         if not all(fits):
             raise agreed(self.misfit(f"{what} of lengths {lengths} on the ranks", f"lengths {widths}"))
         self.agreed |= {(what, widths)}
 
     def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
-        """The whole of this rank's part `x`."""
+        """Gather the shards `x`."""
         return gather_from_region(x, widths, group, dim=self.dim)
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
-        """The whole of this rank's part `x`, or of `x` if it is whole already (`widths` is None)."""
+        """Gather the shards `x` for the block; if `widths` is None, `x` is full already."""
         return x if widths is None else self.join(x, widths, group)
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
-        """This rank's part of the block's output, or the whole of it where `widths` is None."""
+        """Slice the block's output to this rank's shard; if `widths` is None, return it in full."""
         return x if widths is None else scatter_to_region(x, widths, group, dim=self.dim)
 
     def stop(self, forward: Forward) -> None:
-        """End the work of `enter`."""
+        """Undo the setup of `enter`, after the block or if it raises."""
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         self.stop(forward_of(module))
@@ -116,7 +117,7 @@ class RegionBlock(TensorParallelLayer):
         forward.notes["in rows"] = x.ndim == 2
         if x.ndim == 2:
             x = x.unsqueeze(1 - self.dim)
-        forward.notes["widths"] = widths = self.parts_of(x, mesh, forward)
+        forward.notes["widths"] = widths = self.input_widths(x, mesh, forward)
         if widths is not None and forward.notes["in rows"]:
             forward.notes["widths"] = widths = all_lengths(x.shape[self.dim], mesh)
         elif widths is not None:
@@ -129,8 +130,10 @@ class RegionBlock(TensorParallelLayer):
         widths = forward.notes["widths"]
         x, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
         if widths is not None and x.ndim == 2:
-            x = self.rows_of(x, widths)
-        if widths is not None and (x.ndim <= 2 or x.shape[self.dim] != sum(widths)):  # whole, so on all ranks
+            x = self.unflatten_rows(x, widths)
+        if widths is not None and (
+            x.ndim <= 2 or x.shape[self.dim] != sum(widths)
+        ):  # the output is replicated, so all ranks raise
             raise self.misfit(f"an output of shape {tuple(x.shape)}", f"length {sum(widths)}")
         x = self.leave(x, widths, mesh.get_group())
         if forward.notes["in rows"]:
@@ -139,21 +142,21 @@ class RegionBlock(TensorParallelLayer):
 
 
 class GatherMixin(RegionBlock):
-    """Around a block that computes locally: gather and scatter a sum."""
+    """Around a block that computes locally: gather the input, reduce-scatter the output."""
 
     def join(self, x: Tensor, widths: Widths, group: Group) -> Tensor:
         return gather_to_region(x, widths, group, dim=self.dim)
 
     def enter(self, x: Tensor, widths: Widths | None, group: Group, forward: Forward) -> Tensor:
-        """See `RegionBlock.enter`; while the block computes, its input is saved as this rank's part."""
+        """See `RegionBlock.enter`; while the block computes, autograd saves its input as this rank's shard."""
         if widths is None:
             return copy_to_region(x, group)
-        whole = self.join(x, widths, group)
-        saving = saving_part(x, whole, widths, group, dim=self.dim)
+        full = self.join(x, widths, group)
+        saving = saving_shard(x, full, widths, group, dim=self.dim)
         if saving is not None:
             saving.__enter__()
             forward.notes["saving"] = saving
-        return whole
+        return full
 
     def leave(self, x: Tensor, widths: Widths | None, group: Group) -> Tensor:
         if widths is None:

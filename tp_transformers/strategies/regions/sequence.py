@@ -1,11 +1,11 @@
-"""Sequence parallelism (Korthikanti et al. 2022): between blocks, activations are cut along the sequence.
+"""Sequence parallelism (Korthikanti et al. 2022): between blocks, activations are sharded along the sequence.
 
     embedding ── sequence_scatter ─┬─ sequence_parallel ── sequence_gather ─+─ ... ── sequence_parallel_rep ── head
-      whole            parts       │       norm             attention, MLP  │ parts        last norm          whole
+      full            shards       │       norm             attention, MLP  │ shards       last norm           full
                                    └────────────────────────────────────────┘
 
-Modules between blocks (norms, dropouts, sums) compute on a part; modules that mix tokens or are cut along features
-compute on the complete sequence.
+Modules between blocks (norms, dropouts, sums) compute on a shard of the sequence; modules that mix tokens or are
+sharded along features compute on the full sequence.
 """
 
 from __future__ import annotations
@@ -25,41 +25,40 @@ from ..base import TensorParallelLayer
 from ..forward.attach import Forward, forward_of
 from ..forward.communication import as_sharded
 from ..signature import PARTIAL, REPLICATED, SEQUENCE, Signature
-from .hooks import gather_around_hooks, tell_of_global_hooks
+from .hooks import gather_around_hooks, warn_of_global_hooks
 from .regather import remember
 from .region import SEQUENCE_DIM, GatherMixin, RegionBlock, Widths, all_lengths, in_backward
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How a sequence is cut, for the modules that compute on its parts."""
+class _Sharding:
+    """Sharding of a sequence, for the modules that compute on its shards."""
 
     widths: Widths | None
-    """Length of every rank's part; None where every rank has the whole."""
+    """Length of each rank's shard; None if the sequence is replicated."""
     backward: int
-    """Number of the backward that computes a layer again, of which it is the sequence; -1 in a forward."""
+    """Id of the backward that recomputes a layer with this sequence; -1 in a forward."""
     scope: str
-    """Name of that layer."""
-    whole: Tensor | None = None
-    """The states that were cut, which a model may return among its own."""
+    """Name prefix of the modules in that layer, or in the model."""
+    full: Tensor | None = None
+    """The hidden states before sharding, which a model may return among its outputs."""
     exchanges: list[str] = field(default_factory=list)
-    """Experts that have exchanged tokens of its parts; their routers were given a rank's own."""
+    """Names of experts that exchanged tokens; their routers saw only this rank's tokens."""
 
     def holds(self, name: str) -> bool:
-        """True if the module `name`, which runs now, is given parts of this sequence."""
+        """True if this sequence is the input of the module `name`, which runs now."""
         return self.backward == in_backward() and (self.backward < 0 or name.startswith(self.scope))
 
 
-_current: dict[str, _Cut] = {}
-"""The sequence of the forward that is under way, by the name of the group of its ranks: torch before 2.12 compiles no
-keys that are weak."""
+_current: dict[str, _Sharding] = {}
+"""{group name: sequence of the current forward}. Not weak keys by group: torch before 2.12 cannot compile them."""
 
 
 class SequenceParallel(TensorParallelLayer):
-    """Apply the whole module to this rank's part of the sequence (Korthikanti et al. 2022).
+    """Apply a replicated module to this rank's shard of the sequence (Korthikanti et al. 2022).
 
-    Parameters are whole; each rank has the part of their gradient that its tokens give (backward: all-reduce). A
-    DTensor is redistributed to `Shard(sequence_dim)`; a plain tensor is this rank's part already.
+    Gradients of parameters are partial sums over this rank's tokens (backward: all-reduce). A DTensor input is
+    redistributed to `Shard(sequence_dim)`; a plain tensor is this rank's shard already.
 
         [x / y] ── n ── [n(x) / n(y)]
     """
@@ -67,7 +66,7 @@ class SequenceParallel(TensorParallelLayer):
     signature = Signature(SEQUENCE, SEQUENCE, gradient=PARTIAL)
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = True, use_dtensor: bool = True) -> None:
-        """`sequence_dim`: of the activations, which are (batch, sequence, hidden) by default."""
+        """`sequence_dim`: sequence dim of the activations; 1 for (batch, sequence, hidden)."""
         self.sequence_dim = sequence_dim
         super().__init__(
             input_layouts=(Shard(sequence_dim),),
@@ -92,19 +91,19 @@ class SequenceParallel(TensorParallelLayer):
             return outputs
         dim = self.sequence_dim % outputs.ndim
         if length is None:
-            parts = all_lengths(outputs.shape[dim], mesh)
-            length = sum(parts)
-            if parts != chunked(length, len(parts)).widths:
+            widths = all_lengths(outputs.shape[dim], mesh)
+            length = sum(widths)
+            if widths != chunked(length, len(widths)).widths:
                 raise ValueError(
-                    f"no DTensor placement describes a sequence cut into {list(parts)}; use use_local_output=True"
+                    f"no DTensor placement describes a sequence sharded into {list(widths)}; use use_local_output=True"
                 )
         return as_sharded(outputs, dim, length, mesh)
 
 
 class SequenceParallelRep(SequenceParallel):
-    """Apply the whole module to this rank's part of the sequence, and join the parts (all-gather; backward: own slice).
+    """Apply a replicated module to this rank's shard of the sequence; gather (all-gather; backward: own slice).
 
-    [x / y] ── n ── [n(x) / n(y)] ── whole
+    [x / y] ── n ── [n(x) / n(y)] ── n(xy)
     """
 
     signature = Signature(SEQUENCE, REPLICATED, gradient=PARTIAL)
@@ -115,13 +114,13 @@ class SequenceParallelRep(SequenceParallel):
 
 
 class SequenceScatterParallel(TensorParallelLayer):
-    """Before the first of the modules that compute on parts: keep this rank's part of the sequence (backward:
-    all-gather), which is cut as evenly as it can be; ranks beyond its length get an empty part.
+    """Before the first sequence-parallel module: keep this rank's shard of the sequence (backward: all-gather).
 
-    A sequence shorter than the ranks, outside of training, is replicated: a token that is generated costs one
-    all-reduce a block then, rather than two collectives.
+    Shards differ by at most one token; if there are fewer tokens than ranks, some are empty. Outside training, a
+    sequence shorter than the number of ranks stays replicated, so that a generated token costs one all-reduce per block
+    rather than two collectives.
 
-        whole ── [x / y]
+        xy ── [x / y]
     """
 
     signature = Signature(REPLICATED, SEQUENCE)
@@ -129,67 +128,71 @@ class SequenceScatterParallel(TensorParallelLayer):
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, *others = inputs
         length = x.shape[SEQUENCE_DIM]
-        # Re-entrant checkpointing runs forwards that are trained without gradients.
+        # Re-entrant checkpointing runs training forwards without recording gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
         widths = even_widths(length, mesh.size()) if trains or length >= mesh.size() else None
-        _current[mesh.get_group().group_name] = _Cut(widths, in_backward(), f"{self.name}.", x)
+        _current[mesh.get_group().group_name] = _Sharding(widths, in_backward(), f"{self.name}.", x)
         return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE_DIM), *others)
 
 
 class SequenceBlock(RegionBlock):
-    """A block that computes on the whole sequence, between modules that compute on parts."""
+    """A block that computes on the full sequence, between modules that compute on shards."""
 
     dim, what = SEQUENCE_DIM, "sequence"
     remedy = "Sequence parallelism does not fit this model; load it without."
 
     @property
     def around_whole(self) -> SequenceWholeParallel:
-        """See `TensorParallelLayer.around_whole`: the sequence stays cut."""
+        """See `TensorParallelLayer.around_whole`: the sequence stays sharded."""
         return SequenceWholeParallel()
 
-    def parts_of(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
-        """See `RegionBlock.parts_of`.
+    def input_widths(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
+        """See `RegionBlock.input_widths`.
 
-        A layer may be computed again in a backward (gradient checkpointing), which may follow other forwards. Its
-        attention gets as many positions as tokens; its other blocks go by that.
+        Gradient checkpointing recomputes a layer in the backward, possibly after other forwards. Attention then finds
+        the sequence length in its position arguments, and the other blocks of the layer use it.
         """
-        length, task, cut = _told_length(forward.given), in_backward(), _current.get(mesh.get_group().group_name)
-        is_under_way = task < 0 and cut is not None and cut.backward < 0
+        length, backward, sharding = (
+            _full_length(forward.given),
+            in_backward(),
+            _current.get(mesh.get_group().group_name),
+        )
+        is_under_way = backward < 0 and sharding is not None and sharding.backward < 0
         if length is None or is_under_way or not torch.is_grad_enabled():
             return widths_of(self.name, x, mesh)
         widths = even_widths(length, mesh.size())
-        if task >= 0:
-            _current[mesh.get_group().group_name] = _Cut(widths, task, f"{self.name.rpartition('.')[0]}.")
-        else:  # a layer that is trained by itself, whose norms sum up gradients of parts
+        if backward >= 0:
+            _current[mesh.get_group().group_name] = _Sharding(widths, backward, f"{self.name.rpartition('.')[0]}.")
+        else:  # a layer that is trained by itself: its norms all-reduce gradients of shards
             self.agreed = frozenset()
         return widths
 
 
 class SequenceGatherParallel(GatherMixin, SequenceBlock):
-    """Around a block that computes locally on the whole sequence: join the parts of the input (all-gather; backward:
-    reduce-scatter), sum the output and keep this rank's part (reduce-scatter; backward: all-gather).
+    """Around a block that computes locally on the full sequence: gather the input (all-gather; backward:
+    reduce-scatter), sum and scatter the output (reduce-scatter; backward: all-gather).
 
-        [x / y] ── whole ── [ local_colwise ── local_rowwise ] ── [x' / y']
+        [x / y] ── xy ── [ local_colwise ── local_rowwise ] ── [x' / y']
     """
 
     signature = Signature(SEQUENCE, SEQUENCE, inside=(REPLICATED, PARTIAL))
 
 
 class SequenceWholeParallel(SequenceBlock):
-    """Around a block that makes a whole output of a whole input: join the parts of the input (all-gather; backward: own
-    slice), keep this rank's part of the output (backward: all-gather).
+    """Around a block with replicated input and output: gather the input (all-gather; backward: own slice), keep this
+    rank's shard of the output (backward: all-gather).
 
-        [x / y] ── whole ── [ any strategies ] ── whole ── [x' / y']
+        [x / y] ── xy ── [ any strategies ] ── x'y' ── [x' / y']
     """
 
     signature = Signature(SEQUENCE, SEQUENCE, inside=(REPLICATED, REPLICATED))
 
 
 class SequenceStatesParallel(TensorParallelLayer):
-    """Around a model with layers that compute on parts: join the `hidden_states` that it returns (all-gather; backward:
-    own slice). Its last one is that of `sequence_parallel_rep`, and whole.
+    """Around a base model with sequence-parallel layers: gather the `hidden_states` that it returns (all-gather;
+    backward: own slice). The last one, from `sequence_parallel_rep`, is full already.
 
-    A forward begins and ends here: a call outside of one is given whole sequences.
+    A forward begins and ends here. Modules that are called outside a forward take full sequences.
     """
 
     def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -198,40 +201,40 @@ class SequenceStatesParallel(TensorParallelLayer):
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         _current.pop(mesh.get_group().group_name, None)
         if not torch.compiler.is_compiling():
-            tell_of_global_hooks()
+            warn_of_global_hooks()
         return inputs
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         group = mesh.get_group()
-        cut = _current.pop(group.group_name, None)
-        if cut is None or cut.widths is None:
+        sharding = _current.pop(group.group_name, None)
+        if sharding is None or sharding.widths is None:
             return outputs
-        widths = cut.widths
+        widths = sharding.widths
         last = outputs[0]
 
-        def whole(state: Tensor | None) -> Tensor | None:
-            if state is None or state is last or state is cut.whole:
+        def gather_state(state: Tensor | None) -> Tensor | None:
+            if state is None or state is last or state is sharding.full:
                 return state
             return gather_from_region(state, widths, group, dim=SEQUENCE_DIM)
 
-        def joined(value: Any) -> Any:
-            """Hidden states, or the outputs of routers for parts, (tokens, experts), of the whole sequence."""
+        def gather(value: Any) -> Any:
+            """Gather hidden states, and router outputs (tokens, experts) of shards; return other values as they are."""
             if _are_states(value, last):
-                return tuple(map(whole, value))
-            is_of_parts = isinstance(value, tuple) and value and len(value) == len(cut.exchanges)
-            if not is_of_parts or not all(isinstance(each, Tensor) and each.ndim == 2 for each in value):
+                return tuple(map(gather_state, value))
+            is_router_output = isinstance(value, tuple) and value and len(value) == len(sharding.exchanges)
+            if not is_router_output or not all(isinstance(rows, Tensor) and rows.ndim == 2 for rows in value):
                 return value
-            part = (last.shape[0], widths[self.rank])
+            local_shape = (last.shape[0], widths[self.rank])
             return tuple(
-                gather_from_region(each.unflatten(0, part), widths, group, dim=SEQUENCE_DIM).flatten(0, 1)
-                for each in value
+                gather_from_region(rows.unflatten(0, local_shape), widths, group, dim=SEQUENCE_DIM).flatten(0, 1)
+                for rows in value
             )
 
         if isinstance(outputs, tuple):  # return_dict=False
-            return tuple(map(joined, outputs))
+            return tuple(map(gather, outputs))
         for name in ("hidden_states", "router_logits"):
             if outputs.get(name) is not None:
-                outputs[name] = joined(outputs[name])
+                outputs[name] = gather(outputs[name])
         return outputs
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -239,48 +242,48 @@ class SequenceStatesParallel(TensorParallelLayer):
 
 
 def _are_states(value: Any, last: Tensor) -> bool:
-    """True if a value of a model's output is its hidden states: a tuple of tensors as wide as the last, and of its
-    number of dims.
-    """
+    """True if an output value is hidden states: a tuple of tensors with the hidden size and ndim of `last`."""
     return isinstance(value, tuple) and all(
         state is None or (isinstance(state, Tensor) and state.ndim == last.ndim and state.shape[-1] == last.shape[-1])
         for state in value
     )
 
 
-def _told_length(given: Mapping[str, Any]) -> int | None:
-    """Tokens of the whole sequence, where the arguments of a module tell."""
+def _full_length(given: Mapping[str, Any]) -> int | None:
+    """Return the length of the full sequence from position arguments of a module; None without them."""
     positions, rotations = given.get("position_ids"), given.get("position_embeddings")
     if isinstance(positions, Tensor):
         return positions.shape[-1]
     return rotations[0].shape[-2] if isinstance(rotations, tuple) else None
 
 
-def exchange_parts(name: str, group: Group) -> bool:
-    """True if the experts `name` exchange tokens, where each rank has a part; notes that they do."""
-    cut = _current.get(group.group_name)
-    if cut is None or not cut.holds(name):
+def exchange_shards(name: str, group: Group) -> bool:
+    """True if the experts `name` exchange tokens, as their input is sharded; records the exchange."""
+    sharding = _current.get(group.group_name)
+    if sharding is None or not sharding.holds(name):
         return in_backward() >= 0
-    if cut.widths is not None:
-        cut.exchanges.append(name)
-    return cut.widths is not None
+    if sharding.widths is not None:
+        sharding.exchanges.append(name)
+    return sharding.widths is not None
 
 
 def is_cut(group: Group) -> bool:
-    """True if a module between blocks is given this rank's part of a sequence.
+    """True if a module between blocks takes this rank's shard of the sequence.
 
-    A trained sequence always is cut, also where a backward computes it again after another forward.
+    In training the sequence is always sharded, also when a backward recomputes it after another forward.
     """
-    cut = _current.get(group.group_name)
-    return torch.is_grad_enabled() or (cut is not None and cut.backward == in_backward() and cut.widths is not None)
+    sharding = _current.get(group.group_name)
+    return torch.is_grad_enabled() or (
+        sharding is not None and sharding.backward == in_backward() and sharding.widths is not None
+    )
 
 
 def widths_of(name: str, x: Tensor, mesh: DeviceMesh) -> Widths | None:
-    """How the sequence is cut of which the module `name` has the part `x`; None where `x` is whole.
+    """Return each rank's length of the sequence in the input `x` of module `name`; None if `x` is full.
 
-    Computed again in a backward that does not say so, it comes from the ranks (one all-gather of a number).
+    In a recomputation without a recorded sequence, the ranks exchange their lengths (one all-gather of a number).
     """
-    cut = _current.get(mesh.get_group().group_name)
-    if cut is not None and cut.holds(name):
-        return cut.widths
+    sharding = _current.get(mesh.get_group().group_name)
+    if sharding is not None and sharding.holds(name):
+        return sharding.widths
     return all_lengths(x.shape[SEQUENCE_DIM], mesh) if in_backward() >= 0 else None

@@ -1,4 +1,4 @@
-"""Styles of other libraries, as strategies."""
+"""Adapters that turn styles of other libraries into strategies."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .partitioned import PartitionedStyle
 __all__ = ["as_strategy", "registered_by_user", "style_hint"]
 
 _UNCALLED = ("shard_tensor", "prepare_module_tp")
-"""Methods of strategies for transformers before 5.16, which nothing calls here."""
+"""Methods of strategies for transformers before 5.16. They are not called here."""
 
 
 def as_strategy(value: Any) -> Any:
-    """A style of torch or of transformers as a strategy; a strategy, or anything else, as it is.
+    """Wrap a style of torch or transformers as a strategy; return any other value as it is.
 
-    Raises PlanError for a strategy with methods that would not be called.
+    Raises PlanError for a strategy with methods that would never be called.
     """
     is_ours = isinstance(value, TensorParallelLayer)
     partitions = not is_ours and not isinstance(value, type) and _is_own(value, "partition_tensor")
@@ -51,30 +51,30 @@ def as_strategy(value: Any) -> Any:
 
 
 def registered_by_user(name: str, own: Mapping[str, Any]) -> TensorParallelLayer | None:
-    """The strategy that a user registered as `name` with transformers' own interface; None where there is none.
+    """Return the strategy that the user registered as `name` with transformers' interface; None without one.
 
-    `own`: our strategies. What transformers registers itself is not taken, other than classes of which there is one of
-    ours under the same name.
+    `own`: our strategies by name. Classes of transformers count only if transformers registers them under a name in
+    `own`.
     """
     styles = parallel_styles()
     style = styles.get(name)
     if isinstance(style, type):
         try:
             style = style()
-        except TypeError:  # it takes arguments
+        except TypeError:  # its constructor needs arguments
             return None
-    if _is_theirs(type(style)) and type(style) not in {type(styles.get(each)) for each in own}:
+    if _is_theirs(type(style)) and type(style) not in {type(styles.get(own_name)) for own_name in own}:
         return None
     strategy = as_strategy(style)
     return strategy if isinstance(strategy, TensorParallelLayer) else None
 
 
 def style_hint(name: str) -> str:
-    """Hint for a name of another library where that of a strategy is expected; "" for any other name."""
+    """Return a hint for a name of another library in place of a strategy's; "" for any other name."""
     name = name.removesuffix("()")
     if name in {style.__name__ for style in SUPPORTED}:
-        own = f", and ours is called {OWN_NAMES[name]!r}" if name in OWN_NAMES else ""
-        return f" (torch's style is an object, {name}(...), which a plan in Python can hold{own})"
+        own_name = f", and ours is called {OWN_NAMES[name]!r}" if name in OWN_NAMES else ""
+        return f" (torch's style is an object, {name}(...), which a plan in Python can hold{own_name})"
     style = parallel_styles().get(name)
     if isinstance(style, type):
         return f" (it is registered with transformers as a class; register an object, {style.__name__}(...))"
@@ -97,6 +97,6 @@ def _is_theirs(cls: type) -> bool:
 
 
 def _is_own(value: Any, name: str) -> bool:
-    """True if a method is of a user's class, not of transformers' or of ours."""
+    """True if a method is defined in a user's class, not in transformers or this package."""
     module = getattr(getattr(type(value), name, None), "__module__", None) or "transformers."
     return not module.startswith(("transformers.", "tp_transformers."))

@@ -1,8 +1,7 @@
-"""The styles of `torch.distributed.tensor.parallel`, as strategies: our loading, torch's own communication.
+"""Adapter for the styles of `torch.distributed.tensor.parallel`: our loading, torch's communication.
 
-A style's parameters are DTensors, cut as torch cuts them, by `torch.chunk`. A module is given
-and returns tensors as the style says: DTensors where it has `use_local_output=False`, which keep track of a cut that
-does not divide.
+Parameters are DTensors, sharded as `torch.chunk` splits. A module takes and returns tensors in the layouts of its
+style. With `use_local_output=False` outputs are DTensors, which also describe uneven shards.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ SUPPORTED: tuple[type[ParallelStyle], ...] = (
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
-"""The styles with cuts of parameters that are known before they are applied."""
+"""Styles that shard parameters in a way known before they are applied."""
 
 OWN_NAMES = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise", "SequenceParallel": "sequence_parallel"}
 
 
 class TorchStyleParallel(StyleParallel):
-    """A style of torch: ColwiseParallel cuts a linear's weight and bias along dim 0, an embedding's weight along dim 1;
-    RowwiseParallel a linear's weight along dim 1, an embedding's along dim 0; all others leave parameters whole.
+    """A style of torch. ColwiseParallel shards a linear's weight and bias along dim 0, an embedding's weight along dim
+    1; RowwiseParallel a linear's weight along dim 1, an embedding's along dim 0; all others replicate parameters.
 
         x ── style's input ── module of DTensors ── style's output ── y
     """
@@ -53,7 +52,7 @@ class TorchStyleParallel(StyleParallel):
     owner = "torch's"
 
     def __init__(self, style: ParallelStyle) -> None:
-        """`style`: copied, since a style may keep the module that it was applied to."""
+        """`style`: is copied, since a style may store the module that it was applied to."""
         self.style = copy.deepcopy(style)
         output = getattr(style, "prepare_module_output", style)
         super().__init__(
@@ -65,7 +64,7 @@ class TorchStyleParallel(StyleParallel):
         self.signature = _signature(style)
 
     def check(self, module: nn.Module) -> None:
-        """Colwise and rowwise are for `nn.Linear` and `nn.Embedding`, the sequence's for what has no children."""
+        """Raise ValueError for a style or module that is not supported, or layouts that do not fit the module."""
         kind = type(module).__name__
         if not _is_known(type(self.style)):
             raise ValueError(
@@ -91,7 +90,7 @@ class TorchStyleParallel(StyleParallel):
             raise ValueError(f"{self.shown} takes ids that are cut over the ranks; give it input_layouts=Replicate()")
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
-        """The dim along which torch cuts a linear or an embedding."""
+        """The dim along which torch shards a linear or an embedding."""
         if isinstance(self.style, torch_parallel.ColwiseParallel):
             return 1 if self.is_embedding else 0
         if self.signature.sums:
@@ -99,30 +98,32 @@ class TorchStyleParallel(StyleParallel):
         return None
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Let torch apply the style: the parameters, which are cut already, are left alone."""
-        own = dict(module._parameters)
-        if self.signature.takes is SEQUENCE:  # torch would take them for plain tensors
+        """Let torch apply the style. Parameters are sharded already and stay as they are."""
+        parameters = dict(module._parameters)
+        if self.signature.takes is SEQUENCE:  # torch would treat them as plain tensors
             module._parameters.clear()
         try:
             copy.copy(self.style)._apply(module, mesh)
         finally:
-            module._parameters.update(own)
+            module._parameters.update(parameters)
 
     def __repr__(self) -> str:
         style = type(self.style)
         if style not in SUPPORTED[:3]:
             return f"torch.{self.style!r}"
-        usual = vars(style())  # type: ignore[call-arg]
-        given = {name: value for name, value in vars(self.style).items() if name in usual and value != usual[name]}
-        shown = (f"{name}={value[0] if isinstance(value, tuple) else value!r}" for name, value in given.items())
+        defaults = vars(style())  # type: ignore[call-arg]
+        changed = {
+            name: value for name, value in vars(self.style).items() if name in defaults and value != defaults[name]
+        }
+        shown = (f"{name}={value[0] if isinstance(value, tuple) else value!r}" for name, value in changed.items())
         return f"torch.{style.__name__}({', '.join(shown)})"
 
 
 def _is_known(style: type[ParallelStyle]) -> bool:
-    """True if a style, or a subclass, cuts parameters as the style of torch does."""
+    """True if `style` is a supported class, or a subclass that shards parameters as its base does."""
     base = _known_base(style)
-    cuts = [name for name in vars(base) if name == "_apply" or name.startswith("_partition")]
-    return issubclass(style, SUPPORTED) and all(getattr(style, name) is getattr(base, name) for name in cuts)
+    methods = [name for name in vars(base) if name == "_apply" or name.startswith("_partition")]
+    return issubclass(style, SUPPORTED) and all(getattr(style, name) is getattr(base, name) for name in methods)
 
 
 def _known_base(style: type[ParallelStyle]) -> type[ParallelStyle]:
@@ -132,8 +133,8 @@ def _known_base(style: type[ParallelStyle]) -> type[ParallelStyle]:
 def _signature(style: ParallelStyle) -> Signature:
     if isinstance(style, torch_parallel.SequenceParallel):
         return Signature(SEQUENCE, SEQUENCE, gradient=PARTIAL)
-    cuts_sequence = any(state_of(each) in (SEQUENCE, BATCH) for each in _placements(style))
-    leaves = SEQUENCE if cuts_sequence else ANY  # it may say how an output arrives, and leave it otherwise
+    shards_sequence = any(state_of(placement) in (SEQUENCE, BATCH) for placement in _placements(style))
+    leaves = SEQUENCE if shards_sequence else ANY  # output_layouts may be redistributed from another placement
     if not isinstance(style, _Linears):
         return Signature(ANY, leaves)
     return Signature(
@@ -144,7 +145,7 @@ def _signature(style: ParallelStyle) -> Signature:
 
 
 def _placements(style: Any) -> Iterator[Placement | None]:
-    """How the tensors are placed that a style gives to its module, or that leave it."""
+    """Yield the placements of a style's desired inputs and outputs."""
     if isinstance(style, PrepareModuleInputOutput):
         yield from _placements(style.prepare_module_input)
         yield from _placements(style.prepare_module_output)

@@ -1,4 +1,4 @@
-"""Strategies written for transformers' own interface (5.16 and later), as strategies: our loading, their forward."""
+"""Adapter for strategies written for transformers' interface (5.16 and later): our loading, their forward."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _CONTRACT = ("shard_param", "transform_inputs_pre_forward", "transform_output_po
 
 
 class TransformersStyleParallel(StyleParallel):
-    """A strategy that inherits from transformers' `TensorParallelLayer`: `shard_param` says by a DTensor without data
-    how a parameter is cut, and `install_forward` puts its transforms around the module's forward.
+    """A strategy that inherits from transformers' `TensorParallelLayer`. Its `shard_param` is called with meta tensors
+    to find placements, and `install_forward` wraps the module's forward in its transforms.
 
         x ── transform_inputs_pre_forward ── module of DTensors ── transform_output_post_forward ── y
     """
@@ -38,7 +38,7 @@ class TransformersStyleParallel(StyleParallel):
     owner = "transformers'"
 
     def __init__(self, style: Any) -> None:
-        """`style`: an instance; one serves all modules, as it does in transformers."""
+        """`style`: an instance, shared by all modules as in transformers."""
         self.style = style
         super().__init__(
             input_layouts=getattr(style, "input_layouts", None),
@@ -52,27 +52,27 @@ class TransformersStyleParallel(StyleParallel):
             inside=(FEATURES, PARTIAL) if is_rowwise else None,
         )
         self.placements: Mapping[str, Placement] = {}
-        self.refusal = ""
+        self.problem = ""
 
-    def bind(self, module: nn.Module, size: int, **given: Any) -> TransformersStyleParallel:
-        bound = super().bind(module, size, **given)
+    def bind(self, module: nn.Module, size: int, **options: Any) -> TransformersStyleParallel:
+        bound = super().bind(module, size, **options)
         assert isinstance(bound, TransformersStyleParallel)
         try:
-            bound.placements, bound.refusal = _placed(self.style, module, size, bound.name), ""
+            bound.placements, bound.problem = _placed(self.style, module, size, bound.name), ""
         except Exception as error:
-            bound.placements, bound.refusal = {}, f"{self.shown} does not fit it: {error_text(error)}"
+            bound.placements, bound.problem = {}, f"{self.shown} does not fit it: {error_text(error)}"
         return bound
 
     def check(self, module: nn.Module) -> None:
-        """The style's own `validate_param`, `shard_param` and `install_forward` raise nothing without data."""
-        if self.refusal:
-            raise ValueError(self.refusal)
+        """Raise ValueError if the style raised on meta tensors (see `bind`), or was given parts, a unit or widths."""
+        if self.problem:
+            raise ValueError(self.problem)
         if self.unit is not None or self.widths or self.parts is not None:
             raise ValueError(f"{self.shown} takes no parts, no unit and no widths")
 
     @property
     def is_built_in(self) -> bool:
-        """False: it may communicate in ways that its layouts do not tell."""
+        """False: its layouts may not describe all of its communication."""
         return False
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
@@ -80,15 +80,15 @@ class TransformersStyleParallel(StyleParallel):
         return placement.dim if isinstance(placement, Shard) else None
 
     def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
-        """A DTensor where the style makes one; a tensor that it leaves plain is plain."""
+        """See `TensorParallelLayer.shard`: a DTensor if the style makes one, else a plain tensor."""
         return replace(super().shard(param_type, shape, group), use_dtensor=param_type in self.placements)
 
     def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
-        """See `Communication.views_of`; `context_around_forward` replaces the others."""
+        """See `Communication.views_of`; transformers' `context_around_forward` replaces DTensors."""
         return still_sharded(module, views)
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Let the style install its forward, once more for a deep copy of the module."""
+        """Let the style install its forward at the first call, and again at the first call of a deep copy."""
         style = self.style
 
         def around(call: Forwarder) -> Forwarder:
@@ -108,43 +108,43 @@ class TransformersStyleParallel(StyleParallel):
 
 
 def is_transformers_style(value: Any) -> bool:
-    """True for an instance of transformers' `TensorParallelLayer` of release 5.16 and later."""
+    """True for an instance of transformers' `TensorParallelLayer` (5.16 and later)."""
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _CONTRACT)
 
 
 def _placed(style: Any, module: nn.Module, size: int, name: str) -> dict[str, Placement]:
-    """The placements that the style gives to parameters of `module`; those that it leaves plain are left out."""
+    """Run the style on meta tensors; return {parameter: placement}, without parameters that it leaves plain."""
     mesh, outline = outline_mesh(0, size), copy.copy(module)
-    whole = {
+    meta_params = {
         key: nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         for key, param in module._parameters.items()
         if param is not None
     }
-    own = {key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, dict)}  # hooks, ...
-    vars(outline).update(own, _parameters={**module._parameters, **whole})
-    for key in whole:
+    dicts = {key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, dict)}  # hooks, ...
+    vars(outline).update(dicts, _parameters={**module._parameters, **meta_params})
+    for key in meta_params:
         if hasattr(style, "validate_param"):
             style.validate_param(outline, key, mesh, parameter_name=f"{name}.{key}")
         style.shard_param(outline, key, mesh)
     parameters: dict[str, Any] = dict(outline._parameters)
-    found: dict[str, Placement] = {
+    placements: dict[str, Placement] = {
         key: param.placements[0] for key, param in parameters.items() if isinstance(param, DTensor)
     }
     style.install_forward(outline, mesh)
     if any(outline._parameters.get(key) is not param for key, param in parameters.items()):
         raise ValueError("install_forward replaces parameters, which is for shard_param to do")
-    for key, placement in found.items():
+    for key, placement in placements.items():
         if type(placement) not in (Shard, Replicate):
             raise ValueError(f"shard_param places {key} as {placement}, where Shard and Replicate can be loaded")
-    return found
+    return placements
 
 
 def _installed(style: Any, module: Any, call: Forwarder, mesh: DeviceMesh) -> Callable[..., Any]:
-    """The forward of `module` with the style's transforms around `call`; the module's own stays in its place."""
-    own = vars(module)["forward"]
+    """Return `call` wrapped in the style's transforms; `module.forward` itself is restored."""
+    forward = vars(module)["forward"]
     untyped(module).forward = MethodType(call, module)
     try:
         style.install_forward(module, mesh)
         return vars(module)["forward"]  # type: ignore[no-any-return]
     finally:
-        untyped(module).forward = own
+        untyped(module).forward = forward

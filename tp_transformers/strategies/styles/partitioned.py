@@ -1,4 +1,4 @@
-"""Strategies by the contract of `partition_tensor`, which inherit from another class than ours, as strategies."""
+"""Adapter for strategies with `partition_tensor` that do not inherit from our base class."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..forward.communication import as_inputs
 
 
 class PartitionedStyle(TensorParallelLayer):
-    """A strategy as the documentation of transformers 4.5x writes it: its `partition_tensor` cuts, and its
-    `_prepare_input_fn` and `_prepare_output_fn`, where it has them, run around the module's forward.
+    """A strategy in the form of transformers 4.5x's documentation: `partition_tensor` slices parameters; the optional
+    `_prepare_input_fn` and `_prepare_output_fn` run around the module's forward.
     """
 
     def __init__(self, style: Any) -> None:
-        """`style`: an instance; one serves all modules, as it does in transformers."""
+        """`style`: an instance, shared by all modules as in transformers."""
         self.style = style
         names = ("input_layouts", "output_layouts", "desired_input_layouts", "use_local_output", "use_dtensor")
         super().__init__(**{name: getattr(style, name) for name in names if hasattr(style, name)})
@@ -27,7 +27,7 @@ class PartitionedStyle(TensorParallelLayer):
         return self.style.partition_tensor(*args, **kwargs)  # type: ignore[no-any-return]
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        prepare = getattr(type(self.style), "_prepare_input_fn", None)  # of the class: it takes no self
+        prepare = getattr(type(self.style), "_prepare_input_fn", None)  # from the class: it takes no self
         if prepare is None:
             return inputs
         return as_inputs(prepare(self.input_layouts, self.desired_input_layouts, module, inputs, mesh), inputs)
@@ -40,7 +40,7 @@ class PartitionedStyle(TensorParallelLayer):
 
     @property
     def is_built_in(self) -> bool:
-        """False: it may communicate in ways that its layouts do not tell."""
+        """False: its layouts may not describe all of its communication."""
         return False
 
     def __repr__(self) -> str:

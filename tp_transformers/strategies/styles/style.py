@@ -1,4 +1,4 @@
-"""The base class of other libraries' styles, which cut their module and communicate by themselves."""
+"""Base class of adapters for styles of other libraries, which shard and communicate by themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..signature import ANY, FEATURES
 
 
 class StyleParallel(TensorParallelLayer):
-    """A style of another library: it computes with DTensors, which are cut as torch.chunk cuts them."""
+    """A style of another library: it computes with DTensors, sharded as `torch.chunk` splits."""
 
     cuts_as_torch = True
     owner = ""
@@ -24,7 +24,7 @@ class StyleParallel(TensorParallelLayer):
     style: Any
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
-        """See `TensorParallelLayer.bind`; an embedding takes ids, which have no features."""
+        """See `TensorParallelLayer.bind`; ids, the input of an embedding, have no features."""
         bound = super().bind(module, size, **options)
         if bound.is_embedding and bound.signature.takes is FEATURES:
             bound.signature = replace(bound.signature, takes=ANY)
@@ -32,11 +32,11 @@ class StyleParallel(TensorParallelLayer):
 
     @property
     def shown(self) -> str:
-        """The style in messages."""
+        """Name of the style in messages."""
         return f"{self.owner} {type(self.style).__name__}"
 
     def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
-        """A DTensor, also where every rank holds the full parameter."""
+        """See `TensorParallelLayer.shard`: a DTensor, also for a replicated parameter."""
         return replace(super().shard(param_type, shape, group), use_dtensor=self.use_dtensor)
 
     def _cut(self, length: int, size: int, unit: int) -> Split:
