@@ -1,9 +1,9 @@
 """The operations of transformers' converters, on lazy tensors: a slice of a result reads slices of its sources.
 
-transformers itself runs on empty tensors of the same shapes, and so decides on names, on sizes that come from the
-config or the model, on tensors that an operation leaves alone, and on errors. The table below says only where the
-values of its results come from. A new operation is one entry. An operation that is not in the table, or that depends on
-values, is not expressed, and the caller reads its complete sources.
+Each operation of transformers runs on empty tensors of the same shapes. That gives the names, the sizes that depend on
+the config or the model, the tensors that it returns unchanged, and its errors. The table below only maps results to
+source tensors; a new operation is one entry. For an operation that is not in the table, or that depends on values, the
+caller reads the complete sources.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Sources = Sequence[tuple[str, str, LazyTensor]]
 """Input of a converter: (checkpoint name, source pattern that it matched, tensor), in checkpoint order."""
 
 _SHORTEST_ROW = 64
-"""Bytes of a row that are worth a read of their own; permuting smaller ones is left to whole tensors."""
+"""Fewest bytes of a row to read by itself; tensors with shorter rows are read completely and then permuted."""
 
 
 def express(converter: WeightConverter, target: str, sources: Sources, model: Any) -> dict[str, LazyTensor] | None:
-    """Results of `converter` on `sources`: {parameter name: lazy tensor}; None where it cannot be expressed.
+    """Apply `converter` lazily to `sources`: {parameter name: lazy tensor}; None if it has no lazy equivalent.
 
-    `target` is the name of the first result; operations ask `model` for its config and for whole shapes. Raises
-    CheckpointError where transformers cannot convert tensors of these shapes (an expert is missing).
+    `target` is the name of the first result; operations read config and full shapes from `model`. Raises
+    CheckpointError if transformers cannot convert tensors of these shapes (for example, an expert is missing).
     """
     if not all(map(_is_known, converter.operations)):
         return None
@@ -45,24 +45,24 @@ def express(converter: WeightConverter, target: str, sources: Sources, model: An
     try:
         values = lazily.convert(target, model=model, config=model.config)
         return {name: _only(value) for name, value in values.items()}
-    except ValueError:  # the table or an expression does not apply
+    except ValueError:  # a table entry or a lazy operation does not apply
         return None
 
 
 def _is_known(operation: Any) -> bool:
-    """True for an operation of transformers itself that the table describes, not for another of its name."""
+    """Return True for transformers' own operations in the table, not for other classes of the same name."""
     name = type(operation).__name__
     return name in _TABLE and getattr(core_model_loading, name, None) is type(operation)
 
 
 class _Expressed:
-    """Stands in for an operation of transformers; takes and gives lazy tensors."""
+    """The lazy version of an operation of transformers: takes and returns lazy tensors."""
 
     def __init__(self, operation: Any, target: str, sources: Sources) -> None:
         self.operation, self.target, self.sources = operation, target, sources
 
     def convert(self, tensors: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-        """Name the results as transformers does, and express them as the table does."""
+        """Run transformers on meta tensors for names and shapes, and the table for the lazy results."""
         likes = {pattern: _each(value, _like) for pattern, value in tensors.items()}
         given = {
             id(like): tensor
@@ -79,14 +79,14 @@ class _Expressed:
         except Exception as error:
             raise self._inconvertible(error) from error
         wanted = [_only(result) for result in results.values()]
-        if all(id(like) in given for like in wanted):  # an operation that finds nothing to do hands back what it took
+        if all(id(like) in given for like in wanted):  # an operation with nothing to do returns its inputs
             made = [given[id(like)] for like in wanted]
         else:
             lists = {pattern: _listed(value) for pattern, value in tensors.items()}
             made = _TABLE[type(self.operation).__name__](_Step(self.operation, lists, wanted, arguments, run))
         if [tensor.shape for tensor in made] != [like.shape for like in wanted]:
             raise ValueError(f"{self.operation}: other shapes than transformers gives")
-        # A list stays a list: that is how the next operation knows what it has.
+        # A list stays a list: the next operation distinguishes them.
         return {
             pattern: [tensor] if isinstance(result, list) else tensor
             for (pattern, result), tensor in zip(results.items(), made, strict=True)
@@ -104,30 +104,30 @@ class _Expressed:
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation, its inputs, and transformers' result."""
+    """One operation, its inputs, and transformers' results on meta tensors."""
 
     operation: Any
     sources: dict[str, list[LazyTensor]]
-    """By pattern, in the order of transformers."""
+    """Inputs by pattern, in transformers' order."""
     wanted: list[torch.Tensor]
-    """Meta tensors: the results, in the order of transformers."""
+    """The results as meta tensors, in transformers' order."""
     arguments: dict[str, Any]
     run: Callable[[dict[str, Any]], dict[str, Any]]
 
     @property
     def only_source(self) -> LazyTensor:
-        """Raises ValueError where there is more than one."""
+        """The single input. Raises ValueError if there are several."""
         ((tensor,),) = self.sources.values()
         return tensor
 
 
 def _merge(step: _Step) -> list[LazyTensor]:
-    """n tensors of a pattern -> one with a new dim."""
+    """Stack the tensors of each pattern along a new dim."""
     return [Stack(tensors, step.operation.dim % (tensors[0].ndim + 1)) for tensors in step.sources.values()]
 
 
 def _unmerge(step: _Step) -> list[LazyTensor]:
-    """One tensor -> each index of a dim, which goes."""
+    """Unbind each tensor along a dim."""
     made: list[LazyTensor] = []
     for (tensor,) in step.sources.values():
         dim = step.operation.dim % tensor.ndim
@@ -136,14 +136,14 @@ def _unmerge(step: _Step) -> list[LazyTensor]:
 
 
 def _concatenate(step: _Step) -> list[LazyTensor]:
-    """All tensors, pattern by pattern in the converter's order, -> one after the other."""
+    """Concatenate all tensors, pattern by pattern in the converter's order."""
     patterns = [pattern for pattern in step.arguments["source_patterns"] if pattern in step.sources]
     tensors = [tensor for pattern in patterns for tensor in step.sources[pattern]]
     return [Concat(tensors, step.operation.dim % tensors[0].ndim)]
 
 
 def _cut(step: _Step) -> list[LazyTensor]:
-    """One tensor -> consecutive ranges of a dim, as long as transformers cuts them."""
+    """Split one tensor along a dim, into the lengths that transformers computes."""
     source = step.only_source
     dim = step.operation.dim % source.ndim
     made: list[LazyTensor] = []
@@ -155,7 +155,7 @@ def _cut(step: _Step) -> list[LazyTensor]:
 
 
 def _first_rows(step: _Step) -> list[LazyTensor]:
-    """One tensor -> its first rows, as many as transformers keeps. Raises ValueError where it adds rows."""
+    """Keep the first rows, as many as transformers keeps. Raises ValueError if it adds rows."""
     source, (like,) = step.only_source, step.wanted
     if like.shape[0] > source.shape[0]:
         raise ValueError(f"{step.operation}: rows that the source does not have")
@@ -163,13 +163,13 @@ def _first_rows(step: _Step) -> list[LazyTensor]:
 
 
 def _transpose(step: _Step) -> list[LazyTensor]:
-    """One tensor -> two of its dims swapped."""
+    """Swap two dims of one tensor."""
     source = step.only_source
     return [Transpose(source, step.operation.dim0 % source.ndim, step.operation.dim1 % source.ndim)]
 
 
 def _permute(step: _Step) -> list[LazyTensor]:
-    """Each tensor -> the rows of a dim in another order: the one into which transformers itself puts their indices."""
+    """Reorder the rows of a dim of each tensor; transformers gives the order by permuting their indices."""
     indices: dict[str, Any] = {}
     dims = []
     for pattern, (tensor,) in step.sources.items():
@@ -186,7 +186,7 @@ def _permute(step: _Step) -> list[LazyTensor]:
 
 
 def _fuse_experts(step: _Step) -> list[LazyTensor]:
-    """Lists of all experts -> for every target, its share of each list merged, one after the other."""
+    """Chunk each list of experts over the targets; for each target, stack its chunks and concatenate them."""
     operation, targets = step.operation, step.arguments["target_patterns"]
     parts: list[list[LazyTensor]] = [[] for _ in targets]
     for pattern in step.arguments["source_patterns"]:
@@ -208,7 +208,7 @@ _TABLE: dict[str, Callable[[_Step], list[LazyTensor]]] = {
     "SplitModulelist": _unmerge,
     "Transpose": _transpose,
 }
-"""Name of an operation's class in transformers -> its results, in the order in which transformers gives them."""
+"""Name of an operation's class in transformers -> a function that builds its results, in transformers' order."""
 
 
 def _like(tensor: LazyTensor) -> torch.Tensor:
@@ -224,6 +224,6 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _only(value: Any) -> Any:
-    """The tensor of a result, which may stand in a list. Raises ValueError where there are several."""
+    """Return the tensor of a result, which may be in a list. Raises ValueError if there are several."""
     (tensor,) = _listed(value)
     return tensor

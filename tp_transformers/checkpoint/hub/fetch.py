@@ -1,12 +1,12 @@
-"""Requests for remote bytes -> few large ranges, each fetched by one rank and passed on to those that need it.
+"""Requests for remote bytes -> few large ranges, each fetched by one rank and sent to the ranks that need it.
 
-A tensor of which ranks need long runs of bytes, none of them the same, is fetched by those ranks, straight into place.
-For all other tensors (row-parallel shards, which are one short run a row; norms; replicated heads) the ranks exchange
-their needs, cut the union into blocks in file order, and fetch block i on rank i mod size. So together they fetch a
-checkpoint once, in ranges of megabytes, whatever the plan.
+If ranks need long, disjoint ranges of a tensor, each fetches its own straight into place. For all other tensors
+(row-parallel shards with one short range per row, norms, replicated heads) the ranks exchange their needs, split the
+union into blocks in file order, and fetch block i on rank i % size. So together they fetch a checkpoint once, in ranges
+of megabytes, for any plan.
 
-They go in rounds: each rank fetches one block and one range of its own, all agree that none has failed, and the bytes
-of the blocks go round. Requests of the next rounds are under way meanwhile.
+They work in rounds: each rank fetches one block and one range of its own, all vote that none has failed, and then
+exchange the bytes of the blocks. Requests of the next rounds run meanwhile.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def fetch(
     *,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Fill the destinations of all ranks' `requests`; all ranks call it, with the same files as `sources`.
+    """Fill the destinations of all ranks' `requests`. Collective: call on all ranks with the same files as `sources`.
 
     `progress` is called with byte counts of this rank's requests. Holds CONNECTIONS blocks in memory.
 
-    Raises CheckpointError on all ranks where one cannot fetch its part; `sources` are closed then.
+    Raises CheckpointError on all ranks if one cannot fetch its ranges; `sources` are closed then.
     """
     # 1. Exchange needs.
     with group.agree():
@@ -59,11 +59,11 @@ def fetch(
     needs: list[Need] = []
     for rank, others in enumerate(group.gather(told)):
         needs += mine if rank == group.rank else [_need(rank, sources, *other) for other in others]
-    # 2. Divide the fetches, alike on all ranks.
+    # 2. Divide the fetches; all ranks compute the same result.
     blocks, ranges = divide(needs, group.size)
     count = max(-(-len(blocks) // group.size), *map(len, ranges))
     rounds = [_Round(number, group, sources, blocks, ranges[group.rank]) for number in range(count)]
-    # 3. Fetch it, round by round.
+    # 3. Fetch round by round.
     pool = partial(ThreadPoolExecutor, CONNECTIONS, initializer=bind_thread, initargs=(group.device,))
     with _gloo(group) as channel, pool() as executor, _closed_on_failure(sources):
         waiting, under_way = iter(rounds), deque[tuple[_Round, list[Future[None]]]]()
@@ -105,11 +105,11 @@ class _Round:
         self.bytes: Bytes | None = None
         """Bytes of this rank's block, once it is fetched."""
         self.sizes: list[tuple[int, int]] = []
-        """For every rank, how many bytes it gets of this rank's block, and this rank of its block."""
+        """For every peer, the bytes that it needs of this rank's block, and that this rank needs of its block."""
         self.outgoing = self.incoming = _NOTHING
 
     def jobs(self) -> list[Callable[[], None]]:
-        """This rank's requests, each to be called in a thread of its own."""
+        """Return this rank's requests, each to be called in a thread of its own."""
         jobs: list[Callable[[], None]] = []
         for block in self.blocks[self.group.rank : self.group.rank + 1]:
             self.bytes = np.empty(block.stop - block.start, dtype=np.uint8)
@@ -119,7 +119,7 @@ class _Round:
         return jobs
 
     def prepare(self) -> None:
-        """Allocate memory for the blocks, and for bytes that ranks pass on, before any rank waits."""
+        """Allocate memory for received blocks and for the exchange, before any rank waits for another."""
         for block in self.blocks:
             for need in block.of(self.group.rank):
                 len(need.memory)
@@ -128,9 +128,9 @@ class _Round:
         self.outgoing, self.incoming = (np.empty(max(each), dtype=np.uint8) for each in zip(*self.sizes, strict=True))
 
     def deliver(self, channel: dist.ProcessGroup | None) -> int:
-        """Pass the blocks on, once all are fetched; returns how many bytes this rank has got that it needs.
+        """Exchange the fetched blocks; return how many needed bytes this rank got.
 
-        A rank that fails still sends and receives as many bytes as the others expect, and then raises.
+        A rank that fails still sends and receives as many bytes as its peers expect, and then raises.
         """
         rank, size, errors = self.group.rank, self.group.size, list[Exception]()
         count = sum(int(need.within(part.start, part.stop)[1].sum()) for part in self.ranges for need in part.needs)
@@ -153,14 +153,14 @@ class _Round:
         return count
 
     def _portions(self, owner: int, rank: int) -> Iterator[tuple[Need, Positions, Positions, Positions]]:
-        """The needs of `rank` in the block of `owner`: (need, offsets in the block, lengths, positions)."""
+        """Yield the needs of `rank` in the block of `owner`: (need, offsets in the block, lengths, positions)."""
         for block in self.blocks[owner : owner + 1]:
             for need in block.of(rank):
                 offsets, lengths, positions = need.within(block.start, block.stop)
                 yield need, offsets - block.start, lengths, positions
 
     def _size(self, owner: int, rank: int) -> int:
-        """Bytes of the block of `owner` that `rank` needs."""
+        """Count the bytes of the block of `owner` that `rank` needs."""
         return sum(int(lengths.sum()) for _, _, lengths, _ in self._portions(owner, rank))
 
     def _pack(self, rank: int, packed: Bytes) -> None:
@@ -173,7 +173,7 @@ class _Round:
             filled = int(ends[-1]) if len(ends) else filled
 
     def _unpack(self, owner: int, packed: Bytes) -> None:
-        """Copy the bytes that `owner` has packed for this rank into place."""
+        """Copy the bytes packed by `owner` for this rank into place."""
         taken = 0
         for need, _, lengths, positions in self._portions(owner, self.group.rank):
             ends = taken + np.cumsum(lengths)
@@ -182,7 +182,7 @@ class _Round:
 
 
 def _places(part: Part) -> Iterator[memoryview]:
-    """Buffers for the consecutive bytes of a part; bytes that nobody needs go to scratch memory."""
+    """Yield buffers for the consecutive bytes of a part; gaps go to scratch memory."""
     runs = []
     for need in part.needs:
         for offset, length, position in zip(*need.within(part.start, part.stop), strict=True):
@@ -199,7 +199,7 @@ def _copy(target: Bytes, starts: Positions, source: Bytes, offsets: Positions, l
     """Copy `lengths[i]` bytes of `source` from `offsets[i]` to `starts[i]` of `target`, for all i."""
     singly = range(len(lengths))
     if len(lengths) > 3:
-        # All but the first and the last, which may be cut, are mostly the rows of a matrix: one copy of two dims.
+        # All but the first and the last, which may be clipped, are mostly rows of a matrix: one strided 2D copy.
         regular = [np.diff(starts[1:-1]), np.diff(offsets[1:-1]), lengths[1:-1]]
         if all(values.min() == values.max() for values in regular):
             rows = (len(lengths) - 2, int(lengths[1]))
@@ -212,7 +212,7 @@ def _copy(target: Bytes, starts: Positions, source: Bytes, offsets: Positions, l
 
 
 def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, got: Bytes, sender: int) -> None:
-    """Send `sent` to one rank while another one fills `got`."""
+    """Send `sent` to one rank while receiving `got` from another."""
     works = []
     if len(sent):
         works.append(dist.isend(torch.from_numpy(sent), group=channel, group_dst=to))
@@ -225,7 +225,7 @@ def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, got: Bytes, s
 
 @contextmanager
 def _kept(errors: list[Exception]) -> Iterator[None]:
-    """Add the error that the block raises to `errors`."""
+    """Catch an error of the block and append it to `errors`."""
     try:
         yield
     except Exception as error:
@@ -234,10 +234,10 @@ def _kept(errors: list[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _gloo(group: TensorParallelGroup) -> Iterator[dist.ProcessGroup | None]:
-    """A process group that sends between CPUs: the axis' own, or a new one where the user started it without gloo.
+    """Yield a process group for CPU tensors: that of the `tp` axis, or a new one if it was created without gloo.
 
-    torch names a group of some ranks by the number of groups that its process knows. Ranks may know different numbers
-    (other groups of the user), so those that know less first make groups of themselves alone.
+    Torch names a new group after the number of groups in its process. That number may differ between ranks (other
+    groups of the user), so ranks with fewer groups first create groups of one.
     """
     if group.size == 1 or "gloo" in dist.get_backend_config(group.process_group):
         yield group.process_group
@@ -257,7 +257,7 @@ def _gloo(group: TensorParallelGroup) -> Iterator[dist.ProcessGroup | None]:
 
 @contextmanager
 def _closed_on_failure(sources: Sequence[Source]) -> Iterator[None]:
-    """Close the sources where the block fails, so that threads which read them stop."""
+    """Close the sources if the block fails, so that threads reading them stop."""
     try:
         yield
     except BaseException:

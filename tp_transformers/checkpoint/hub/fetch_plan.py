@@ -1,4 +1,4 @@
-"""The ranks' needs of remote files -> the ranges that each rank fetches: arithmetic that every rank does alike."""
+"""Byte ranges that ranks need of remote files -> the ranges that each rank fetches. Same result on every rank."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from ..reading.jobs import Request, is_same_memory
 from ..reading.memory import copy
 
 CONNECTIONS = 6
-"""Requests that a rank has under way at a time."""
+"""Concurrent requests per rank."""
 DIRECT_BYTES = 4 << 20
-"""Runs of at least as many bytes are fetched by the rank that needs them."""
+"""Contiguous ranges of at least this many bytes are fetched by the rank that needs them."""
 RANGE_BYTES = 32 << 20
-"""The most that a rank fetches for itself by one request."""
+"""Most bytes per request that a rank makes for itself."""
 BLOCK_BYTES = 16 << 20
-"""The most that a rank fetches for all by one request, and the most that it stages of one tensor."""
+"""Most bytes per request that a rank makes for all, and most bytes staged of one tensor."""
 GAP_SHARE = 64
-"""Bytes that nobody needs are fetched where they join needed ones, up to this part of a range."""
+"""Gaps between needed bytes are fetched too, up to 1/GAP_SHARE of a range."""
 
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]
 
 
 class Need:
-    """One rank's slice of one stored tensor; on that rank, also its destination."""
+    """The slice of one stored tensor that a rank needs; on that rank, also its destination."""
 
     last_part = -1
-    """Number of the last part that it takes something from."""
+    """Index of the last part that it needs bytes of."""
 
     def __init__(self, rank: int, file: int, stored: Stored, destination: torch.Tensor | None = None) -> None:
         self.rank, self.file, self.stored, self.destination = rank, file, stored, destination
@@ -51,12 +51,12 @@ class Need:
         return offsets[order], lengths[order], positions[order]
 
     def spans(self) -> list[tuple[int, int]]:
-        """(start, stop) of every run, in file order."""
+        """Return (start, stop) of every contiguous range, in file order."""
         offsets, lengths, _ = self._runs
         return list(zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True))
 
     def within(self, start: int, stop: int) -> tuple[Positions, Positions, Positions]:
-        """The runs, as `_runs`, cut to the bytes [start, stop) of the file."""
+        """Return `_runs` clipped to the bytes [start, stop) of the file."""
         offsets, lengths, positions = self._runs
         low = int(np.searchsorted(offsets + lengths, start, "right"))
         high = int(np.searchsorted(offsets, stop, "left"))
@@ -70,17 +70,17 @@ class Need:
         assert self.destination is not None
         if is_same_memory(self.destination, self.stored.dtype):
             return self.destination
-        # Pinned on the way to a GPU: a copy from other memory would go through a buffer of the driver's.
+        # Pinned for copies to a GPU: the driver would stage pageable memory in a buffer of its own.
         pinned = self.destination.device.type != "cpu"
         return torch.empty(self.stored.shape, dtype=self.stored.dtype, pin_memory=pinned)
 
     @property
     def memory(self) -> memoryview:
-        """Memory for the bytes: the destination's, or a tensor beside it until `finish`."""
+        """Memory for the bytes: the destination's, or a temporary tensor until `finish`."""
         return byte_view(self._values)
 
     def finish(self) -> None:
-        """Copy bytes that were read beside the destination into it, and drop both."""
+        """Copy a temporary tensor to the destination, and drop both."""
         if self.destination is not None and self._values is not self.destination:
             copy(self._values, self.destination)
         self.destination = None
@@ -90,21 +90,21 @@ class Need:
 
 @dataclass
 class Part:
-    """Consecutive bytes of a file that one request fetches, and the needs that they meet."""
+    """A contiguous range of a file that one request fetches, and the needs that it serves."""
 
     file: int
     start: int
     stop: int
     needs: list[Need] = field(default_factory=list)
     gaps: int = 0
-    """Bytes that nobody needs."""
+    """Bytes in the range that no rank needs."""
 
     def of(self, rank: int) -> list[Need]:
         return [need for need in self.needs if need.rank == rank]
 
 
 def pieces(request: Request) -> Iterator[Request]:
-    """The request, in pieces of BLOCK_BYTES where its bytes cannot go straight into place."""
+    """Split the request into blocks of BLOCK_BYTES, unless its bytes go straight into place."""
     if request.tensor.nbytes:
         is_direct = is_same_memory(request.destination, request.tensor.dtype)
         limit = request.tensor.nbytes if is_direct else BLOCK_BYTES
@@ -112,9 +112,9 @@ def pieces(request: Request) -> Iterator[Request]:
 
 
 def divide(needs: Iterable[Need], size: int) -> tuple[list[Part], list[list[Part]]]:
-    """(blocks: rank i fetches those of a number i mod size; for every rank, the ranges for itself alone).
+    """Return (blocks, ranges by rank): rank i fetches block j if j % size == i, for all; ranges are for itself only.
 
-    Alone are fetched tensors of which all ranks need long runs, none of them the same bytes.
+    A tensor is fetched in ranges if all its needs are long contiguous ranges that do not overlap, else in blocks.
     """
     tensors: dict[tuple[int, int], list[Need]] = defaultdict(list)
     for need in needs:
@@ -133,9 +133,9 @@ def divide(needs: Iterable[Need], size: int) -> tuple[list[Part], list[list[Part
 
 
 def _cut(spans: Iterable[tuple[int, int, int]], needs: Iterable[Need], limit: int) -> list[Part]:
-    """The union of `spans` (file, start, stop) as parts of at most `limit` bytes in file order, which meet `needs`.
+    """Split the union of `spans` (file, start, stop) into parts of at most `limit` bytes in file order, with `needs`.
 
-    Spans are joined over gaps as long as those are a GAP_SHARE-th of a part at most.
+    Spans are joined over gaps that make up at most 1/GAP_SHARE of a part.
     """
     parts: list[Part] = []
     for file, start, stop in sorted(spans):

@@ -1,4 +1,4 @@
-"""A file on the Hub, read by HTTP ranges: faults are waited out, answers that are not of this very file are refused."""
+"""A file on the Hub, read by HTTP ranges: transient faults are retried, responses for another file are rejected."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from .tries import TRANSIENT, Pace, StalledError, Tries, TryAgainError, asked_wa
 from .urls import BAD_URL, HTTPError, followed, origin, printable, shown
 
 PROGRESS_BYTES = 1 << 20
-"""Bytes of one answer that start the count of tries anew; or a quarter of the missing bytes, where that is less."""
+"""Bytes of one response that reset the count of tries (or a quarter of the missing bytes, if that is less)."""
 
 MOST_REDIRECTS = 5
-"""Redirects that may follow one another."""
+"""Most consecutive redirects."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _EXPIRED = frozenset({400, 401, 403, 404, 410})
-"""Answers of hosts to a signed URL that has expired."""
+"""Status codes that hosts return for an expired signed URL."""
 
 
 class RemoteFile(Source):
-    """A file of one commit on the Hub; its bytes are fetched when they are read. Threads may read at once.
+    """A file of one commit on the Hub, fetched when it is read. Thread-safe.
 
-    Answers are taken only if they are of the same file: Content-Range has to give the size that the Hub gave, and all
-    answers of one host the same ETag. Both are checked before the body, so that If-Match would add nothing.
+    A response must be for the same file: Content-Range must have the size that the Hub reported, and all responses of
+    one host the same ETag. Both are checked before the body, so If-Match would add nothing.
 
-    The token goes to the Hub alone: requests to the host that it redirects to carry none.
+    The token is sent to the Hub only, not to hosts that it redirects to.
     """
 
     is_remote = True
@@ -53,10 +53,10 @@ class RemoteFile(Source):
         head: bytes = b"",
         closed: threading.Event | None = None,
     ) -> None:
-        """A file at `url` on the Hub, with its bytes at `location`.
+        """Open the file at `url` on the Hub, whose bytes are at `location`.
 
-        `head` is the file's first bytes where they are known; `etags` what hosts have called the file in answers.
-        `closed` stops reads once it is set, by `close` or by whoever reads several files with it.
+        `head` are the file's first bytes, if known; `etags` are the ETags that hosts have sent for it. Reads stop once
+        `closed` is set, by `close` or by a caller that shares it between files.
         """
         super().__init__()
         self.url, self.name, self.size, self.etag, self.location, self.head = url, name, size, etag, location, head
@@ -66,7 +66,7 @@ class RemoteFile(Source):
         self._closed = closed or threading.Event()
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """See `Source.read`; one range, taken up again from the byte where an answer broke."""
+        """See `Source.read`; fetches one range, resuming at the byte where a response broke off."""
         target = _Target(offset, buffers)
         target.put(memoryview(self.head)[offset : target.stop])
         tries, pace = Tries(f"checkpoint file {self.name}", self._closed), Pace()
@@ -86,18 +86,18 @@ class RemoteFile(Source):
                 pace.restart()
 
     def close(self) -> None:
-        """Let no more be read; reads that are under way stop."""
+        """Stop running reads and reject later ones."""
         self._closed.set()
 
     def _receive(self, target: _Target, location: str, pace: Pace) -> None:
-        """Ask for the missing bytes of `target`, and write them into it."""
+        """Request the missing bytes of `target`, and write them into it."""
         start = target.position
         try:
             with ExitStack() as stack:
                 answer = self._ask(target, location, stack)
                 stop = self._check(answer, location, target)
                 if stop == target.stop or stop - start >= PROGRESS_BYTES:
-                    pace.restart()  # but not for each of many short answers
+                    pace.restart()  # not for each of many short responses
                 for chunk in answer.iter_raw():
                     if self._closed.is_set():
                         raise CheckpointError(f"checkpoint file {self.name}: closed while it was read")
@@ -107,13 +107,13 @@ class RemoteFile(Source):
                     target.put(memoryview(chunk))
                     if target.position < target.stop:
                         pace.count(len(chunk))
-                if target.position < stop:  # and yet complete: a connection that breaks is an error of its own
+                if target.position < stop:  # the body ended early; a broken connection raises by itself
                     raise self._misserved(f"a body of {target.position - start} bytes", str(stop - start), location)
         finally:
             self.count(target.position - start)
 
     def _ask(self, target: _Target, location: str, stack: ExitStack) -> Any:
-        """The answer to a request for the missing bytes of `target`, its body not read yet; `stack` will close it."""
+        """Request the missing bytes of `target`; return the response with its body unread, which `stack` closes."""
         headers = build_hf_headers(token=self._token, library_name="tp_transformers")
         try:
             if origin(location) != origin(self.url):
@@ -128,7 +128,7 @@ class RemoteFile(Source):
         return answer
 
     def _check(self, answer: Any, location: str, target: _Target) -> int:
-        """Offset of the end of `answer` in the file. Raises unless it is the range of this file that was asked for."""
+        """Return the end offset of `answer` in the file. Raises unless it is the requested range of this file."""
         status = answer.status_code
         if status == 206:
             return self._check_range(answer.headers, location, target)
@@ -147,7 +147,7 @@ class RemoteFile(Source):
         raise self.fault(f"status {status}", "a part of the file", fix)
 
     def _check_range(self, headers: Mapping[str, str], location: str, target: _Target) -> int:
-        """Offset of the end of an answer with these headers in the file; raises as `_check`."""
+        """Check the headers of a range response; return its end offset in the file. Raises as `_check`."""
         given = headers.get("Content-Range", "")
         found = re.fullmatch(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", given)
         if not found or not int(found[1]) == target.position <= int(found[2]) < target.stop:
@@ -165,7 +165,7 @@ class RemoteFile(Source):
         return target.position + expected
 
     def _follow(self, given: str | None, status: int, location: str, target: _Target) -> None:
-        """Ask elsewhere from now on: raises TryAgainError, or CheckpointError where the redirect leads nowhere."""
+        """Follow a redirect: raises TryAgainError, or CheckpointError if the redirect is invalid."""
         if given is None:
             raise self._misserved(f"status {status} without Location", "a redirect that says where to", location)
         target.redirects += 1
@@ -181,7 +181,7 @@ class RemoteFile(Source):
         raise TryAgainError(f"a redirect to {urlsplit(found).hostname}", 0)
 
     def _compare(self, location: str, etag: str | None) -> None:
-        """Raise CheckpointError where a host calls the file another one than it did before."""
+        """Raise CheckpointError if a host sends another ETag than before."""
         if etag is None:
             return
         etag = etag.removeprefix("W/").strip('"')
@@ -191,7 +191,7 @@ class RemoteFile(Source):
             raise self._changed(f"ETag {etag}", f"ETag {known}", location)
 
     def _resolve_anew(self, location: str) -> None:
-        """Ask the Hub where the bytes are now, unless another thread has since `location` was refused."""
+        """Resolve the file again after `location` has expired, unless another thread has done so."""
         with self._answers:
             if self.location != location:
                 return
@@ -214,17 +214,17 @@ class RemoteFile(Source):
 
 
 class _Target:
-    """Buffers that consecutive bytes of a file go to; knows how far it is filled."""
+    """Buffers for consecutive bytes of a file, and the position up to which they are filled."""
 
     def __init__(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self.position = offset
         self.redirects = 0
-        """Redirects since the last bytes came."""
+        """Redirects since the last received bytes."""
         self.stop = offset + sum(map(len, buffers))
         self._buffers = [buffer for buffer in reversed(buffers) if len(buffer)]
 
     def put(self, chunk: memoryview) -> None:
-        """Append `chunk`, which is no more than is lacking."""
+        """Append `chunk`, which must not exceed the missing bytes."""
         self.position += len(chunk)
         self.redirects = 0
         while chunk:

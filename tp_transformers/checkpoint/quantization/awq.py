@@ -1,4 +1,4 @@
-"""AWQ: 4 bits packed along the output features, eight a word: the four even ones, then the four odd ones.
+"""AWQ: 4 bits packed along the output features, eight per word: the four even ones, then the four odd ones.
 
 X.qweight  (in, out / 8) int32
 X.qzeros   (groups, out / 8) int32
@@ -79,7 +79,7 @@ class Awq(Format):
 
 
 def _decode(group: int | None, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """In the dtype of the scales, as the library does it."""
+    """Decode in the dtype of the scales, as the library does."""
     rows, columns = shape
     scales = parts["scales"].t()
     values, offsets = (

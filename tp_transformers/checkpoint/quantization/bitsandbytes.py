@@ -1,7 +1,7 @@
-"""bitsandbytes: int8 with a scale a row, and 4 bits (nf4, fp4) with a scale for every block of a flattened weight.
+"""bitsandbytes: int8 with a scale per row, and 4 bits (nf4, fp4) with a scale per block of the flattened weight.
 
 X.weight  (out, in) int8        X.SCB  (out) float32
-X.weight  (out * in / 2, 1)     X.weight.absmax  (blocks) float32, or uint8 that are quantised in blocks once more
+X.weight  (out * in / 2, 1)     X.weight.absmax  (blocks) float32, or uint8 (quantised in blocks themselves)
                                 X.weight.quant_map, X.weight.quant_state.bitsandbytes__nf4: values, and JSON
 """
 
@@ -22,7 +22,7 @@ from .format import Format, Tensors, bundle, member, refused, unfit
 
 _STATE = ".quant_state.bitsandbytes__"
 _SCALE = 7.874015718698502e-3
-"""1 / 127, as the library has it."""
+"""1 / 127, rounded as in the library."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _decode_rows(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _decode_blocks(block: int, offset: float, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """In float32; the high half of a byte is the first of its two values."""
+    """Decode in float32; the high half of a byte is the first of its two values."""
     pairs, scales = parts["values"], parts["scales"]
     if "of" in parts:
         scales = parts["nested_quant_map"][scales.long()] * parts["nested_absmax"][parts["of"].long()] + offset

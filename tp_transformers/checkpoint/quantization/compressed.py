@@ -1,12 +1,12 @@
-"""compressed-tensors: integers and float8 with a scale for a tensor, a row, a group of columns or a block.
+"""compressed-tensors: integers and float8 with a scale per tensor, row, group of columns or block.
 
 pack-quantized                                    X.weight_packed  (out, in * bits / 32) int32
 int-, float- and naive-quantized                  X.weight         (out, in) int8 or float8
 nvfp4- and mxfp4-pack-quantized                   X.weight_packed  (out, in / 2) uint8
 mxfp8-quantized                                   X.weight         (out, in) float8
 scales by tensor, channel, group, block           X.weight_scale   (1), (out, 1), (out, in / group), (out / b, in / b)
-scales of MX: exponents; of NVFP4: float8         X.weight_global_scale (1) float32, by which those of NVFP4 are divided
-zero points, where they are not symmetric         X.weight_zero_point, which pack-quantized packs along its rows
+scales of MX: exponents; of NVFP4: float8         X.weight_global_scale (1) float32: divisor of the NVFP4 scales
+zero points, unless symmetric                     X.weight_zero_point, which pack-quantized packs along its rows
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _MICRO = {
     "mxfp4-pack-quantized": (4, "group", torch.uint8),
     "mxfp8-quantized": (8, "group", torch.uint8),
 }
-"""Formats of small groups: bits, strategy and dtype of the scales."""
+"""Micro-scaling formats (small groups): bits, strategy and dtype of the scales."""
 _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized", *_MICRO)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_WEIGHTS = re.compile(r"\.((input|output|q|k|v)_(scale|zero_point|global_scale)|weight_shape)$")
-"""Members without values: of activations, which stay in floating point, and shapes."""
+"""Stored tensors that no weight depends on: shapes, and scales of activations, which stay in floating point."""
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A group of a config: how its `targets` are quantised."""
+    """A `config_groups` entry: the quantisation of its `targets`."""
 
     targets: tuple[str, ...]
     """Names, patterns (`re:...`) and classes of modules."""
@@ -50,20 +50,20 @@ class Scheme:
     group: int | None
     """Columns that share a scale; None for all."""
     block: tuple[int, int] | None
-    """Rows and columns that share a scale; None for one scale a row, or for all."""
+    """Rows and columns that share a scale; None for one scale per row or per tensor."""
     micro: str | None = None
-    """The name of a format of small groups; None for any other."""
+    """Name of a micro-scaling format; None for other formats."""
 
     @property
     def along(self) -> Cut:
-        """The cut of the last dim of the values, as a dim 0."""
+        """The `Cut` of the last dim of the values, with `dim` 0 as a placeholder."""
         if self.micro is not None:
             return Cut(0, 8 // self.bits)
         return packed(0, self.bits) if self.is_packed else Cut(0)
 
     @classmethod
     def of(cls, group: Mapping[str, Any], default: str) -> Scheme:
-        """The scheme that a `group` of a config describes. Raises UnsupportedError on one that is not known."""
+        """Parse a `group` of a config. Raises UnsupportedError on unknown settings."""
         weights, form = group["weights"], group.get("format") or default
         size, block = weights.get("group_size"), weights.get("block_structure")
         strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size < 0 else "group")
@@ -91,7 +91,7 @@ class Scheme:
         )
 
     def targets_by_name(self, module: str) -> bool:
-        """True if a target is the name of `module`, its end or a pattern that it matches."""
+        """Return True if a target is the name of `module`, a suffix of it, or a pattern that matches it."""
         patterns = (target.removeprefix("re:") if target.startswith("re:") else None for target in self.targets)
         return any(
             f".{module}".endswith(f".{target}") if pattern is None else re.match(pattern, module)
@@ -99,7 +99,7 @@ class Scheme:
         )
 
     def weight(self, tensors: Tensors, module: str) -> Bundle:
-        """The weight of `module`. Raises CheckpointError where its members do not fit."""
+        """Build the weight of `module`. Raises CheckpointError if its stored tensors are inconsistent."""
         name = f"{module}.weight"
         stored = f"{name}_packed" if self.is_packed else name
         values = tensors[stored]
@@ -123,7 +123,7 @@ class Scheme:
         if self.micro is not None and _MICRO[self.micro][1] == "tensor_group":
             divisor = member(tensors, f"{name}_global_scale", 1, torch.float32)
             members["divisor"] = Member(divisor, (None,), f"{name}_global_scale")
-        # transformers multiplies float8 of experts, which it merges, in float32.
+        # Transformers multiplies float8 weights of experts, which it merges, in float32.
         is_wide = values.dtype.is_floating_point and _EXPERT.search(module)
         dtype = torch.bfloat16 if self.micro is not None else torch.float32 if is_wide else scales.dtype
         return bundle(name, members, shape, dtype, partial(_decode, self, dtype))
@@ -134,7 +134,7 @@ class Scheme:
         return member(tensors, name, 1 if scales is not None and scales.ndim == 1 else ndim, *dtypes)
 
     def _columns(self, tensors: Tensors, name: str, values: LazyTensor, scales: LazyTensor) -> int:
-        """Columns of the weight; the last word of a row may have room for more."""
+        """Count the columns of the weight; the last word of a row may be padded."""
         stored = values.shape[-1]
         if self.group is not None:
             columns = scales.shape[-1] * self.group
@@ -149,7 +149,7 @@ class Scheme:
         return columns
 
     def _by_block(self, ndim: int, scales: LazyTensor) -> tuple[Cut | None, ...]:
-        """The cuts of scales and zero points."""
+        """Build the `Cut`s of scales and zero points."""
         if scales.ndim == 1:
             return (None,)
         lead = tuple(map(Cut, range(ndim - 2)))
@@ -162,7 +162,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Compressed(Format):
-    """The schemes of a config, each for some modules."""
+    """The schemes of a config, each for its target modules."""
 
     title = "compressed-tensors"
 
@@ -198,7 +198,7 @@ class Compressed(Format):
         return result
 
     def _scheme(self, module: str, is_packed: bool) -> Scheme:
-        """The scheme of a module: the first that names it, else the first that names no modules."""
+        """Find the scheme of a module: the first that names it, else the first with targets other than patterns."""
         fitting = [scheme for scheme in self.schemes if scheme.is_packed == is_packed]
         named = [scheme for scheme in fitting if scheme.targets_by_name(module)]
         others = [scheme for scheme in fitting if not all(target.startswith("re:") for target in scheme.targets)]
@@ -208,7 +208,7 @@ class Compressed(Format):
 
 
 def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """Compute in `dtype`, which mostly is that of the scales, as the library does it."""
+    """Decode in `dtype`, mostly that of the scales, as the library does."""
     values, scales = parts["values"], parts["scales"]
     if scheme.micro is not None:
         pairs = torch.stack((values & 0xF, values >> 4), -1).flatten(-2) if scheme.bits == 4 else None
@@ -230,7 +230,7 @@ def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[in
 
 
 def _spread(scales: torch.Tensor, scheme: Scheme, shape: Sequence[int]) -> torch.Tensor:
-    """A value for every column or for all, and for every row or for all."""
+    """Repeat scales of groups or blocks, so that they broadcast to `shape`."""
     if scheme.block is not None:
         scales = scales.repeat_interleave(scheme.block[0], -2)[..., : shape[-2], :]
     columns = scheme.group or (scheme.block or (0, 0))[1]

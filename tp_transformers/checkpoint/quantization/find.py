@@ -1,4 +1,4 @@
-"""The quantised format of a checkpoint, found from its config."""
+"""Detection of the quantised format of a checkpoint from its config."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ FORMATS: Mapping[str, type[Format]] = {
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
-"""Formats by the name of their method in a config."""
+"""Quantisation method in a config -> format."""
 
 REMEDIES: Mapping[str, str] = {
     "torchao": "Load the checkpoint in floating point with quantization_config=TorchAoConfig(...), or this one without "
     "tp_plan.",
 }
-"""Remedies of other methods, by their names, where there is one that is better than another checkpoint."""
+"""Unsupported method -> the fix in its error, if there is a better one than another checkpoint."""
 
 
 def take_quantization(config: Any, asked: Any) -> Quantization | None:
-    """Take the entries about quantisation out of a model's `config`; None where its checkpoint is not quantised.
+    """Remove the quantisation settings from a model's `config` and return them; None if there are none.
 
-    `asked` is the `quantization_config` that the caller gave `from_pretrained`.
+    `asked` is the caller's `quantization_config` argument of `from_pretrained`.
 
-    Raises UnsupportedError on a format that is not one of FORMATS, and on `asked` that wants anything but to undo it,
-    or to quantise with torchao.
+    Raises UnsupportedError on a format that is not in FORMATS, and on an `asked` that requests anything but
+    dequantisation of this format or quantisation with torchao.
     """
     found: dict[str, Any] = {}
     part = None
@@ -67,24 +67,24 @@ def take_quantization(config: Any, asked: Any) -> Quantization | None:
 
 
 def method_of(quantization: Any) -> str:
-    """The method's name in a quantization_config."""
+    """Return the method's name in a quantization_config."""
     return _method(_settings(quantization))
 
 
 def _undoes(asked: Any) -> bool:
-    """True for a quantization_config that dequantises."""
+    """Return True for a quantization_config that requests dequantisation."""
     return bool(asked.get("dequantize") if isinstance(asked, dict) else getattr(asked, "dequantize", False))
 
 
 def _settings(quantization: Any) -> dict[str, Any]:
-    """A quantization_config, which may be a dict, an object of transformers or None, as a dict."""
+    """Convert a quantization_config (a dict, an object of transformers or None) to a dict."""
     if quantization is None or isinstance(quantization, dict):
         return quantization or {}
     return dict(quantization.to_dict())
 
 
 def _method(settings: Mapping[str, Any] | None) -> str:
-    """The method's name in a config: gptq, awq, ..."""
+    """Return the method's name in a config: gptq, awq, ..."""
     if not settings:
         return "nothing"
     bits = next((f"bitsandbytes ({name[8:]})" for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)), None)

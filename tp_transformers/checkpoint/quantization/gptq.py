@@ -1,9 +1,9 @@
 """GPTQ: integers packed along the input features, with a scale and a zero point for every group of them.
 
 X.qweight  (in * bits / 32, out) int32
-X.qzeros   (groups, out * bits / 32) int32; less 1 in the first version of the format
+X.qzeros   (groups, out * bits / 32) int32; stored minus 1 in the first version of the format
 X.scales   (groups, out)
-X.g_idx    (in) int32: the group of every input feature, which follow one another unless `desc_act`
+X.g_idx    (in) int32: the group of every input feature; consecutive unless `desc_act`
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Gptq(Format):
     group: int | None
     """Input features that share a scale; None for all."""
     ordered: bool
-    """True if `g_idx` says which group a feature is of: any rank may need any group."""
+    """True if groups are given by `g_idx` (`desc_act`): any rank may need any group."""
     less_one: bool
-    """True if stored zero points are 1 too low."""
+    """True if zero points are stored minus 1."""
     rules: tuple[tuple[re.Pattern[str], Gptq], ...] = ()
-    """Patterns of names of modules, the first of which counts, and what is of them: `dynamic` in a config."""
+    """(pattern of module names, their settings), `dynamic` in a config; the first match applies."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Gptq:
@@ -63,7 +63,7 @@ class Gptq(Format):
             raise refused(f"GPTQ in {bits} bits, in the version {version}, in words of {words}", expected)
         rules = []
         for key, changes in (settings.get("dynamic") or {}).items():
-            if not key.startswith("-:"):  # of which modules are not quantised
+            if not key.startswith("-:"):  # "-:" excludes modules from quantisation
                 try:
                     pattern = re.compile(key.removeprefix("+:"))
                 except re.error as error:
@@ -74,7 +74,7 @@ class Gptq(Format):
         return cls(bits, None if group < 1 else group, bool(settings.get("desc_act")), version == "gptq", tuple(rules))
 
     def of_module(self, module: str) -> Gptq:
-        """The settings of one module."""
+        """Return the settings of one module."""
         return next((found for pattern, found in self.rules if pattern.match(module)), self)
 
     def read_first(self, tensors: Tensors) -> list[str]:
@@ -120,10 +120,10 @@ class Gptq(Format):
 
 
 def _decode(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """In the dtype of the scales, as the library does it."""
+    """Decode in the dtype of the scales, as the library does."""
     rows, columns = shape
     scales, zeros = parts["scales"].t(), parts["zeros"]
-    if form.less_one and form.bits != 3:  # a value that overflows carries to the next
+    if form.less_one and form.bits != 3:  # add 1 to all packed values; an overflow carries into the next value
         zeros = zeros + sum(1 << at for at in range(0, 31, form.bits))
     offsets = unpack(zeros, form.bits, rows).t().to(torch.int16)
     if form.less_one and form.bits == 3:

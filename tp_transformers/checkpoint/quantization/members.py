@@ -1,7 +1,7 @@
-"""The stored tensors of packed weights: the indices that each rank holds of them, for saves of a packed model.
+"""Layouts of the stored tensors of packed weights, for saves of a packed model.
 
-A rank holds some indices of one dim of a stored tensor, for one parameter or several. At the ends of groups, two ranks
-may hold the same indices.
+A rank holds ranges of one dim of a stored tensor, for one parameter or several. At group boundaries two ranks may hold
+the same indices.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from .packed import HeldWeight, PackedWeight, packed_weights
 
 @dataclass(frozen=True)
 class PackedCheckpoint:
-    """The parts of a checkpoint that a packed model keeps beside its parameters."""
+    """Data of a quantised checkpoint that a packed model keeps for saves."""
 
     quantization: Quantization
     beside: Mapping[str, torch.Tensor]
-    """Tensors of quantised weights that no value depends on."""
+    """Stored tensors that no weight value depends on."""
     unpacked: Sequence[str]
-    """Quantised parameters that are dequantised all the same."""
+    """Quantised parameters that were dequantised anyway."""
 
 
 PACKED_CHECKPOINT: Mark[PackedCheckpoint] = Mark("tp_packed_checkpoint")
-"""On a model with packed weights."""
+"""Set on models with packed weights."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The indices that a rank holds of a stored tensor."""
+    """Shape and dtype of a stored tensor, and the ranges that a rank holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     dim: int | None
-    """The dim that is cut; None where all is held."""
+    """The sharded dim; None if the rank holds the full tensor."""
     ranges: tuple[Range, ...] = ()
     scalar: torch.Tensor | None = None
-    """The value of a tensor without dims."""
+    """The value of a zero-dim tensor."""
 
 
 Pieces = list[tuple[int | None, Sequence[Place], torch.Tensor]]
-"""Parts of one stored tensor: the dim that is cut, what of it is where in a part, and the part."""
+"""Shards of one stored tensor: (sharded dim, places of the indices in the shard, shard)."""
 
 
 class Members:
@@ -76,7 +76,7 @@ class Members:
                     self._pieces.setdefault(origin.name, []).append((dim, places, decoded.parts[key]))
 
     def outlines(self) -> dict[str, Outline]:
-        """The tensors that are held, by name."""
+        """Return the outlines of the rank's stored tensors, by name."""
         return {name: self._outline(self._shapes[name], pieces) for name, pieces in self._pieces.items()}
 
     def _outline(self, shape: tuple[int, ...], pieces: Pieces) -> Outline:
@@ -88,7 +88,7 @@ class Members:
         return Outline(shape, part.dtype, dim, ranges, None if shape or part.is_meta else part.cpu())
 
     def local(self, name: str, outline: Outline, layout: Layout | None, rank: int) -> torch.Tensor:
-        """What `rank`, this one, holds of a tensor in its `layout`: a view of its part, where that has it in order."""
+        """Return the shard of `rank` (this rank) in `layout`; a view if the indices are contiguous in memory."""
         pieces = self._pieces.get(name, [])
         complete = next((part for dim, _, part in pieces if dim is None), None)
         if layout is None:
@@ -117,9 +117,9 @@ class Members:
 
 
 def member_layouts(ranks: Sequence[Mapping[str, Outline]]) -> dict[str, tuple[Outline, Layout | None]]:
-    """An outline and the layout of every tensor, from the outlines of every rank.
+    """Combine the outlines of all ranks into an outline and the layout of every tensor.
 
-    Raises UnsupportedError where the ranks together do not hold all of one.
+    Raises UnsupportedError if the ranks together do not hold a full tensor.
     """
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: _layout(name, [rank.get(name) for rank in ranks]) for name in names}
@@ -145,9 +145,9 @@ def _layout(name: str, held: Sequence[Outline | None]) -> tuple[Outline, Layout 
 
 
 def packed_state(model: nn.Module, group: TensorParallelGroup) -> dict[str, torch.Tensor]:
-    """This rank's part of every stored tensor of the packed weights, in the names of the checkpoint.
+    """Return this rank's shards of the stored tensors of packed weights, by their names in the checkpoint.
 
-    All ranks have to call it. Raises UnsupportedError where a quantised weight is not packed.
+    Collective: call on all ranks. Raises UnsupportedError if a quantised weight is not packed.
     """
     with group.agree():
         kept = PACKED_CHECKPOINT.find(model)
@@ -167,7 +167,7 @@ def place_members(
     group: TensorParallelGroup,
     members: Members | None = None,
 ) -> dict[str, torch.Tensor]:
-    """This rank's part of every tensor, which knows its layout; on the meta device without `members`."""
+    """Return this rank's shards, marked with their `ParamShard`; on the meta device if there are no `members`."""
     state = {}
     for name, (outline, layout) in layouts.items():
         if members is None:
@@ -181,7 +181,7 @@ def place_members(
 
 
 def beside(kept: PackedCheckpoint, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The tensors beside those `names`: of modules that have one of them, or with names that begin with one."""
+    """Select tensors of `kept.beside` in modules that have one of `names`, or whose names extend one of them."""
     modules = {owner for name in names for owner in _owners(name)}
     return {
         name: tensor

@@ -1,7 +1,9 @@
-"""MXFP4 (GPT-OSS): experts in 4 bits, and an exponent for every 32 values along their input features.
+"""MXFP4 (GPT-OSS): experts in 4 bits, with one exponent for every 32 values along their input features.
 
-Stored are `NAME_blocks` (experts, out, in / 32, 16), two values a byte, and `NAME_scales` (experts, out, in / 32); the
-parameter NAME is (experts, in, out). Where a rank's part of a block is stored, the last two dims of blocks are one.
+NAME_blocks  (experts, out, in / 32, 16) uint8, two values per byte; packed pre-sharded checkpoints merge the last dims
+NAME_scales  (experts, out, in / 32) uint8
+
+The parameter NAME is (experts, in, out).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .format import Format, Tensors, bundle, member, unfit
 _BLOCK, _BIAS = 32, 127
 _HALF = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _PAIRS = torch.stack((_HALF.repeat(16), _HALF.repeat_interleave(16)), -1).view(torch.int64).flatten()
-"""The two float32 that a byte stands for, its low half first, as one word: they are looked up together."""
+"""Byte -> its two float32 values, low half first, as one int64, so that one lookup gives both."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Mxfp4(Format):
 
 
 def _decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """The power of a scale is multiplied in two parts, since float32 does not hold the highest."""
+    """Multiply by the scale in two factors, since the largest power of two overflows float32."""
     pairs, scales = parts["pairs"], parts["scales"]
     values = _PAIRS.to(pairs.device).index_select(0, pairs.flatten().int()).view(torch.float32)
     powers = scales.to(torch.int32).unsqueeze(-1) - _BIAS

@@ -1,4 +1,4 @@
-"""Safetensors headers -> the place of every tensor in its file, as a lazy tensor. Trusts no header."""
+"""Safetensors headers -> one lazy tensor per stored tensor. Headers are validated, not trusted."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ HEADER_LIMIT = 100_000_000
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """Open shard files and the lazy tensors in them. Use as a context manager: it closes every file on every path."""
+    """Open checkpoint files and the lazy tensors in them; a context manager that closes every file."""
 
     def __init__(
         self, files: Iterable[str | os.PathLike[str] | Source], *, weight_map: Mapping[str, str] | None = None
     ) -> None:
         """Open `files`, sources or paths, and read their headers.
 
-        `weight_map` is the index's {tensor name: file name}, where there is one; it is held against the headers.
-        Raises CheckpointError on a file that is missing, truncated, not safetensors, or at odds with the index.
+        `weight_map`, the {tensor name: file name} of an index, is compared to the headers.
+        Raises CheckpointError on a file that is missing, truncated, not safetensors, or inconsistent with the index.
         """
         self.sources: list[Source] = []
         self.tensors: dict[str, LazyTensor] = {}
@@ -76,16 +76,16 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     @property
     def opened(self) -> Sequence[Source | None]:
-        """The files of the checkpoint, in the same order on all ranks; None for one that is not opened here."""
+        """The files, in the same order on all ranks; None for a file that this rank has not opened."""
         return self.sources
 
     @property
     def signature(self) -> object:
-        """A value that is the same on all ranks if they read the same checkpoint, whatever its files hold."""
+        """A value that is equal on all ranks if they read the same list of files; contents are not compared."""
         return [os.path.basename(source.name) for source in self.sources]
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where a file is not the one that was opened, or was written to since."""
+        """Raise CheckpointError if a file was replaced or modified since it was opened."""
         for source in self.sources:
             source.check_unchanged()
 
@@ -98,7 +98,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> None:
-    """Raise CheckpointError on no files at all, on another format (`.bin`), and on paths outside a local `folder`."""
+    """Raise CheckpointError if there are no files, on other formats (`.bin`), and on paths outside a local `folder`."""
     where = f"checkpoint {folder}"
     if not paths:
         raise CheckpointError(where, got="no weight files", expected="safetensors files", fix="Add them.")
@@ -124,9 +124,9 @@ def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> No
 
 
 def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The `weight_map` {tensor name: file name} and the `metadata` of the index of a checkpoint in several files.
+    """Read the `weight_map` {tensor name: file name} and the `metadata` of an index file.
 
-    Raises CheckpointError, with the file, on an index that cannot be read or is not of that form.
+    Raises CheckpointError, with the file, on an unreadable or malformed index.
     """
     try:
         content = json.loads(Path(path).read_bytes().decode(), object_pairs_hook=_without_duplicates)
@@ -151,9 +151,9 @@ def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, 
 def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) -> dict[str, Stored]:
     """Parse and check the header of a safetensors file: {name: lazy tensor}, in file order.
 
-    `metadata` are entries that the file's own metadata has to have.
+    `metadata` lists entries that the file's `__metadata__` must have.
 
-    Raises CheckpointError on all but a well-formed header with tensors that lie inside the file.
+    Raises CheckpointError on a malformed header, on gaps or overlaps, and on tensors outside the file.
     """
     if source.size < 8:
         raise _malformed(source, f"{source.size} bytes", "at least the 8 bytes of a header length")
@@ -168,8 +168,8 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     source.header_hash = hashlib.blake2b(text, digest_size=16).hexdigest()
     try:
         header = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse)
-        json.dumps(header, ensure_ascii=False).encode()  # halves of surrogate pairs are not text
-    except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, UnicodeDecodeError and ours
+        json.dumps(header, ensure_ascii=False).encode()  # raises on unpaired surrogates
+    except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, Unicode*Error and our own
         raise _malformed(source, f"a header that is not JSON ({error})", "a JSON header in UTF-8") from None
     if not isinstance(header, dict):
         raise _malformed(source, f"a header that is a JSON {type(header).__name__}", "a JSON object")
@@ -195,7 +195,7 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError where a key occurs twice: readers differ in the one that they take."""
+    """Build a JSON object. Raises ValueError on a duplicate key: parsers differ in the value that they keep."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

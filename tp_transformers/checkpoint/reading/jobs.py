@@ -1,9 +1,9 @@
-"""Slice requests -> jobs: the reads that one thread makes at a time, in file order.
+"""Slice requests -> jobs: the unit of work of a reading thread, in file order.
 
-Bytes of a file that are the destination's in the same order are read straight into place, and neighbours of the file by
-one call, whatever tensors they belong to. Rows are read in the way that `costs` finds cheapest. Bytes in the page cache
-can be copied out of a memory map into any strides and dtype; other bytes for another device, another dtype or strided
-memory pass through a staging buffer.
+A contiguous range of the file whose bytes equal the destination's is read straight into place; neighbouring ranges take
+one call, also across tensors. Strided rows use the method that `costs` estimates as cheapest. Bytes in the page cache
+can be copied out of a memory map into any strides and dtype; other bytes for another device, dtype or strided memory go
+through a staging buffer.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from .local_file import LocalFile
 from .memory import Pages, Staging, copy
 
 JOB_BYTES = 16 << 20
-"""Most bytes that one job reads: enough to make a call and a copy to a device cheap, few enough to share the work and
-to bound the staging buffers, which are as large."""
+"""Most bytes per job: large enough to amortise a call and a copy to a device, small enough to balance threads and to
+bound the staging buffers, which have this size."""
 
 _BUFFERS_A_CALL = 512
 
 
 @dataclass(frozen=True)
 class Request:
-    """Read `tensor` into `destination`: of the same shape, but of any strides, device and dtype to cast to."""
+    """Read `tensor` into `destination`, which has the same shape and any strides, device and dtype (cast to it)."""
 
     tensor: Stored
     destination: torch.Tensor
 
     @property
     def is_direct(self) -> bool:
-        """True if it is one run of the file, with the destination's bytes in the same order."""
+        """True if it is one contiguous range of the file whose bytes equal the destination's, in the same order."""
         return self.tensor.rows == 1 and is_same_memory(self.destination, self.tensor.dtype)
 
 
 @dataclass
 class Method:
-    """Totals of one way to read."""
+    """Totals of one method to read."""
 
     nbytes: int = 0
     """Bytes of destinations."""
     copied: int = 0
-    """Bytes copied into memory: more than `nbytes` for whole rows."""
+    """Bytes copied into memory: more than `nbytes` if complete rows are read."""
     seconds: float = 0.0
     """Summed over threads."""
 
@@ -58,13 +58,13 @@ class Statistics:
     """Totals of one call of `read`."""
 
     methods: dict[str, Method] = field(default_factory=dict)
-    """Totals by way: `contiguous`, and the ways of `costs`."""
+    """Totals by method: `contiguous`, and the methods of `costs`."""
     seconds: float = 0.0
     peak_buffer: int = 0
-    """Bytes of all buffers beside the destinations."""
+    """Bytes of all buffers besides the destinations."""
 
     def add(self, other: Statistics) -> None:
-        """Add the totals of a call that came after."""
+        """Add the totals of a later call."""
         for name, way in other.methods.items():
             total = self.methods.setdefault(name, Method())
             total.nbytes, total.copied = total.nbytes + way.nbytes, total.copied + way.copied
@@ -74,12 +74,12 @@ class Statistics:
 
 
 def is_same_memory(destination: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True if a file's values of `dtype` are the bytes of `destination`, in the same order."""
+    """Return True if values of `dtype` in a file have the same bytes, in the same order, as in `destination`."""
     return destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous()
 
 
 class Context:
-    """Staging buffers, page clearing and totals that the jobs of one call share."""
+    """State shared by the jobs of one call: staging buffers, page clearing and totals."""
 
     def __init__(self, staging: Staging | None, statistics: Statistics) -> None:
         self.staging, self.statistics, self.pages = staging, statistics, Pages()
@@ -96,7 +96,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Job:
-    """One box, or several that are neighbours in the file and read into place."""
+    """The read of one block, or of several neighbouring blocks that are read into place."""
 
     pieces: Sequence[Request]
     method: str
@@ -117,7 +117,7 @@ class Job:
         return self.method != "map" and not is_same_memory(self.pieces[0].destination, self.pieces[0].tensor.dtype)
 
     def run(self, context: Context) -> None:
-        """Read the pieces, through a staging buffer where `is_staged`."""
+        """Read the blocks, through a staging buffer if `is_staged`."""
         began = perf_counter()
         box, destination = self.pieces[0].tensor, self.pieces[0].destination
         if len(self.pieces) > 1:
@@ -138,7 +138,7 @@ class Job:
 
 
 def _read_blocks(box: Stored, destination: torch.Tensor) -> int:
-    """Whole rows into a buffer, and out of it the runs."""
+    """Read complete rows into a buffer, and copy the ranges out of it."""
     buffer = torch.empty(max(min(BLOCK_BYTES, box.span), box.shortest_run), dtype=torch.uint8)
     copied = 0
     for part, place in box.cut(destination, len(buffer), by_span=True):
@@ -162,17 +162,17 @@ _READERS: dict[str, Callable[[Stored, torch.Tensor], int]] = {
     "blocks": _read_blocks,
     "map": _read_map,
 }
-"""Name of a way to read -> the function that reads a box into a host tensor and returns how many bytes it copied."""
+"""Name of a method -> a function that reads a block into a host tensor and returns the number of bytes copied."""
 
 
 def cut(request: Request) -> Iterator[Request]:
-    """The boxes of `request`, cut to JOB_BYTES each."""
+    """Split `request` into blocks of at most JOB_BYTES."""
     for box, destination in request.tensor.boxes(request.destination):
         yield from (Request(*part) for part in box.cut(destination, JOB_BYTES))
 
 
 def order(pieces: Sequence[Request], mapped: Sequence[Source]) -> Iterator[Job]:
-    """Pieces in file order -> jobs in file order."""
+    """Group blocks in file order into jobs in file order."""
     together: list[Request] = []
     nbytes = 0
     for piece in pieces:
@@ -198,7 +198,7 @@ def order(pieces: Sequence[Request], mapped: Sequence[Source]) -> Iterator[Job]:
 
 
 def _method(piece: Request, is_mapped: bool) -> str:
-    """How to read a piece that is not read into place: out of the map only bytes in the page cache."""
+    """Choose the method for a block that is not read into place: `map` only for bytes in the page cache."""
     box = piece.tensor
     if is_mapped:
         assert isinstance(box.source, LocalFile)
