@@ -72,7 +72,7 @@ def convert(
             result.unexpected.update(_targets(name, converter))
             continue
         if name not in groups:
-            groups[name] = _Group(name, converter, WholeModel(model, shapes))
+            groups[name] = _Group(name, converter, FullModel(model, shapes))
         groups[name].sources.append((key, pattern, tensors[key]))
 
     for group in groups.values():
@@ -108,8 +108,8 @@ def dtype_policy(dtype_plan: Mapping[str, torch.dtype] | None) -> Callable[[str]
     patterns, by_group, _ = build_glob_alternation(list(dtype_plan))
 
     def policy(name: str) -> torch.dtype | None:
-        found = patterns.search(name)
-        return dtype_plan[by_group[found.lastgroup]] if found is not None and found.lastgroup is not None else None
+        match = patterns.search(name)
+        return dtype_plan[by_group[match.lastgroup]] if match is not None and match.lastgroup is not None else None
 
     return policy
 
@@ -120,7 +120,7 @@ def _targets(first_target: str, converter: WeightConverter) -> list[str]:
     return [first_target.replace(first, target) for target in converter.target_patterns]
 
 
-class WholeModel:
+class FullModel:
     """A wrapper of a model that returns parameters in their full shapes, which converters compare to."""
 
     def __init__(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
@@ -139,7 +139,7 @@ class WholeModel:
 class _Group:
     """Checkpoint tensors that one converter turns into one or more parameters."""
 
-    def __init__(self, first_target: str, converter: WeightConverter, model: WholeModel) -> None:
+    def __init__(self, first_target: str, converter: WeightConverter, model: FullModel) -> None:
         self.first_target, self.converter, self.model = first_target, converter, model
         self.sources: list[tuple[str, str, LazyTensor]] = []
         self.results: dict[str, torch.Tensor] = {}

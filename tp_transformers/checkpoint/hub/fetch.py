@@ -28,7 +28,7 @@ from ...slices.source import Source
 from ...slices.stored import Stored
 from ...torch_api import world
 from ..reading.jobs import Request
-from .fetch_plan import CONNECTIONS, Bytes, Need, Part, Positions, divide, pieces
+from .fetch_plan import CONNECTIONS, Bytes, FetchRange, Need, Positions, divide, pieces
 
 _NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
@@ -49,16 +49,18 @@ def fetch(
     # 1. Exchange needs.
     with group.agree():
         numbers = {id(source): number for number, source in enumerate(sources)}
-        mine = [
-            Need(group.rank, numbers[id(piece.tensor.source)], piece.tensor, piece.destination)
+        own = [
+            Need(group.rank, numbers[id(block.tensor.source)], block.tensor, block.destination)
             for request in requests
-            for piece in pieces(request)
+            for block in pieces(request)
         ]
-        parts = [(need.file, need.stored) for need in mine]
-        told = [(file, part.offset, part.stored_shape, part.dtype, part.selection) for file, part in parts]
+        slices = [(need.file, need.stored) for need in own]
+        encoded = [
+            (file, stored.offset, stored.stored_shape, stored.dtype, stored.selection) for file, stored in slices
+        ]
     needs: list[Need] = []
-    for rank, others in enumerate(group.gather(told)):
-        needs += mine if rank == group.rank else [_need(rank, sources, *other) for other in others]
+    for rank, entries in enumerate(group.gather(encoded)):
+        needs += own if rank == group.rank else [_need(rank, sources, *entry) for entry in entries]
     # 2. Divide the fetches; all ranks compute the same result.
     blocks, ranges = divide(needs, group.size)
     count = max(-(-len(blocks) // group.size), *map(len, ranges))
@@ -95,7 +97,12 @@ class _Round:
     """One block of every rank, and one range of this rank's own."""
 
     def __init__(
-        self, number: int, group: TensorParallelGroup, sources: Sequence[Source], blocks: list[Part], ranges: list[Part]
+        self,
+        number: int,
+        group: TensorParallelGroup,
+        sources: Sequence[Source],
+        blocks: list[FetchRange],
+        ranges: list[FetchRange],
     ) -> None:
         self.group, self.sources = group, sources
         self.stop = (number + 1) * group.size
@@ -114,8 +121,8 @@ class _Round:
         for block in self.blocks[self.group.rank : self.group.rank + 1]:
             self.bytes = np.empty(block.stop - block.start, dtype=np.uint8)
             jobs.append(partial(self.sources[block.file].read, block.start, [self.bytes.data]))
-        for part in self.ranges:
-            jobs.append(partial(self.sources[part.file].read, part.start, list(_places(part))))
+        for own_range in self.ranges:
+            jobs.append(partial(self.sources[own_range.file].read, own_range.start, list(_places(own_range))))
         return jobs
 
     def prepare(self) -> None:
@@ -124,8 +131,8 @@ class _Round:
             for need in block.of(self.group.rank):
                 len(need.memory)
         rank, ranks = self.group.rank, range(self.group.size)
-        self.sizes = [(self._size(rank, other), self._size(other, rank)) for other in ranks]
-        self.outgoing, self.incoming = (np.empty(max(each), dtype=np.uint8) for each in zip(*self.sizes, strict=True))
+        self.sizes = [(self._size(rank, peer), self._size(peer, rank)) for peer in ranks]
+        self.outgoing, self.incoming = (np.empty(max(sizes), dtype=np.uint8) for sizes in zip(*self.sizes, strict=True))
 
     def deliver(self, channel: dist.ProcessGroup | None) -> int:
         """Exchange the fetched blocks; return how many needed bytes this rank got.
@@ -133,26 +140,26 @@ class _Round:
         A rank that fails still sends and receives as many bytes as its peers expect, and then raises.
         """
         rank, size, errors = self.group.rank, self.group.size, list[Exception]()
-        count = sum(int(need.within(part.start, part.stop)[1].sum()) for part in self.ranges for need in part.needs)
+        count = sum(int(need.within(item.start, item.stop)[1].sum()) for item in self.ranges for need in item.needs)
         for step in range(size):
-            to, owner = (rank + step) % size, (rank - step) % size
-            sent, got = self.outgoing[: self.sizes[to][0]], self.incoming[: self.sizes[owner][1]]
-            with _kept(errors):
-                self._pack(to, sent)
+            receiver, owner = (rank + step) % size, (rank - step) % size
+            sent, received = self.outgoing[: self.sizes[receiver][0]], self.incoming[: self.sizes[owner][1]]
+            with _catch(errors):
+                self._pack(receiver, sent)
             if step:
-                _swap(channel, sent, to, got, owner)
-            with _kept(errors):
-                self._unpack(owner, got if step else sent)
-            count += len(got)
+                _swap(channel, sent, receiver, received, owner)
+            with _catch(errors):
+                self._unpack(owner, received if step else sent)
+            count += len(received)
         if errors:
             raise errors[0]
-        for number, parts in ((self.stop - 1, self.blocks), (self.number, self.ranges)):
-            for need in (need for part in parts for need in part.needs if need.last_part <= number):
+        for number, fetched in ((self.stop - 1, self.blocks), (self.number, self.ranges)):
+            for need in (need for item in fetched for need in item.needs if need.last_range <= number):
                 need.finish()
         self.bytes, self.outgoing, self.incoming = None, _NOTHING, _NOTHING
         return count
 
-    def _portions(self, owner: int, rank: int) -> Iterator[tuple[Need, Positions, Positions, Positions]]:
+    def _needs_in_block(self, owner: int, rank: int) -> Iterator[tuple[Need, Positions, Positions, Positions]]:
         """Yield the needs of `rank` in the block of `owner`: (need, offsets in the block, lengths, positions)."""
         for block in self.blocks[owner : owner + 1]:
             for need in block.of(rank):
@@ -161,12 +168,12 @@ class _Round:
 
     def _size(self, owner: int, rank: int) -> int:
         """Count the bytes of the block of `owner` that `rank` needs."""
-        return sum(int(lengths.sum()) for _, _, lengths, _ in self._portions(owner, rank))
+        return sum(int(lengths.sum()) for _, _, lengths, _ in self._needs_in_block(owner, rank))
 
     def _pack(self, rank: int, packed: Bytes) -> None:
         """Copy the bytes of this rank's block that `rank` needs into `packed`, one after the other."""
         filled = 0
-        for _, offsets, lengths, _ in self._portions(self.group.rank, rank):
+        for _, offsets, lengths, _ in self._needs_in_block(self.group.rank, rank):
             assert self.bytes is not None
             ends = filled + np.cumsum(lengths)
             _copy(packed, ends - lengths, self.bytes, offsets, lengths)
@@ -175,24 +182,24 @@ class _Round:
     def _unpack(self, owner: int, packed: Bytes) -> None:
         """Copy the bytes packed by `owner` for this rank into place."""
         taken = 0
-        for need, _, lengths, positions in self._portions(owner, self.group.rank):
+        for need, _, lengths, positions in self._needs_in_block(owner, self.group.rank):
             ends = taken + np.cumsum(lengths)
             _copy(np.frombuffer(need.memory, dtype=np.uint8), positions, packed, ends - lengths, lengths)
             taken = int(ends[-1]) if len(ends) else taken
 
 
-def _places(part: Part) -> Iterator[memoryview]:
-    """Yield buffers for the consecutive bytes of a part; gaps go to scratch memory."""
-    runs = []
-    for need in part.needs:
-        for offset, length, position in zip(*need.within(part.start, part.stop), strict=True):
-            runs.append((int(offset), need.memory[position : position + length]))
-    reached = part.start
-    for offset, place in sorted(runs, key=itemgetter(0)):
+def _places(fetch_range: FetchRange) -> Iterator[memoryview]:
+    """Yield buffers for the consecutive bytes of a range; gaps go to scratch memory."""
+    ranges = []
+    for need in fetch_range.needs:
+        for offset, length, position in zip(*need.within(fetch_range.start, fetch_range.stop), strict=True):
+            ranges.append((int(offset), need.memory[position : position + length]))
+    reached = fetch_range.start
+    for offset, buffer in sorted(ranges, key=itemgetter(0)):
         if offset > reached:
             yield memoryview(bytearray(offset - reached))
-        yield place
-        reached = offset + len(place)
+        yield buffer
+        reached = offset + len(buffer)
 
 
 def _copy(target: Bytes, starts: Positions, source: Bytes, offsets: Positions, lengths: Positions) -> None:
@@ -203,19 +210,19 @@ def _copy(target: Bytes, starts: Positions, source: Bytes, offsets: Positions, l
         regular = [np.diff(starts[1:-1]), np.diff(offsets[1:-1]), lengths[1:-1]]
         if all(values.min() == values.max() for values in regular):
             rows = (len(lengths) - 2, int(lengths[1]))
-            to = np.lib.stride_tricks.as_strided(target[starts[1] :], rows, (int(regular[0][0]), 1))
-            to[...] = np.lib.stride_tricks.as_strided(source[offsets[1] :], rows, (int(regular[1][0]), 1))
+            destination = np.lib.stride_tricks.as_strided(target[starts[1] :], rows, (int(regular[0][0]), 1))
+            destination[...] = np.lib.stride_tricks.as_strided(source[offsets[1] :], rows, (int(regular[1][0]), 1))
             singly = range(0, len(lengths), len(lengths) - 1)
     for index in singly:
         start, offset, length = int(starts[index]), int(offsets[index]), int(lengths[index])
         target[start : start + length] = source[offset : offset + length]
 
 
-def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, got: Bytes, sender: int) -> None:
+def _swap(channel: dist.ProcessGroup | None, sent: Bytes, receiver: int, got: Bytes, sender: int) -> None:
     """Send `sent` to one rank while receiving `got` from another."""
     works = []
     if len(sent):
-        works.append(dist.isend(torch.from_numpy(sent), group=channel, group_dst=to))
+        works.append(dist.isend(torch.from_numpy(sent), group=channel, group_dst=receiver))
     if len(got):
         works.append(dist.irecv(torch.from_numpy(got), group=channel, group_src=sender))
     for work in works:
@@ -224,7 +231,7 @@ def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, got: Bytes, s
 
 
 @contextmanager
-def _kept(errors: list[Exception]) -> Iterator[None]:
+def _catch(errors: list[Exception]) -> Iterator[None]:
     """Catch an error of the block and append it to `errors`."""
     try:
         yield
@@ -242,17 +249,17 @@ def _gloo(group: TensorParallelGroup) -> Iterator[dist.ProcessGroup | None]:
     if group.size == 1 or "gloo" in dist.get_backend_config(group.process_group):
         yield group.process_group
         return
-    known = group.gather(len(world.pg_names))
-    made = [
+    counts = group.gather(len(world.pg_names))
+    groups = [
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        for _ in range(max(known) - known[group.rank])
+        for _ in range(max(counts) - counts[group.rank])
     ]
-    made.append(dist.new_group(group.global_ranks, backend="gloo", use_local_synchronization=True))
+    groups.append(dist.new_group(group.global_ranks, backend="gloo", use_local_synchronization=True))
     try:
-        yield made[-1]
+        yield groups[-1]
     finally:
-        for each in made:
-            dist.destroy_process_group(each)
+        for created in groups:
+            dist.destroy_process_group(created)
 
 
 @contextmanager

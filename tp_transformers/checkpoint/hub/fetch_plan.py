@@ -35,15 +35,15 @@ Positions = NDArray[np.int64]
 class Need:
     """The slice of one stored tensor that a rank needs; on that rank, also its destination."""
 
-    last_part = -1
-    """Index of the last part that it needs bytes of."""
+    last_range = -1
+    """Index of the last fetched range that has bytes of it."""
 
     def __init__(self, rank: int, file: int, stored: Stored, destination: torch.Tensor | None = None) -> None:
         self.rank, self.file, self.stored, self.destination = rank, file, stored, destination
         self.start, self.stop = stored.start, stored.stop
 
     @cached_property
-    def _runs(self) -> tuple[Positions, Positions, Positions]:
+    def _ranges(self) -> tuple[Positions, Positions, Positions]:
         """(offsets in the file, lengths, positions in the destination), in file order, in bytes."""
         offsets, lengths = np.array(self.stored.runs(), dtype=np.int64).reshape(-1, 2).T
         positions = np.cumsum(lengths) - lengths
@@ -52,12 +52,12 @@ class Need:
 
     def spans(self) -> list[tuple[int, int]]:
         """Return (start, stop) of every contiguous range, in file order."""
-        offsets, lengths, _ = self._runs
+        offsets, lengths, _ = self._ranges
         return list(zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True))
 
     def within(self, start: int, stop: int) -> tuple[Positions, Positions, Positions]:
-        """Return `_runs` clipped to the bytes [start, stop) of the file."""
-        offsets, lengths, positions = self._runs
+        """Return `_ranges` clipped to the bytes [start, stop) of the file."""
+        offsets, lengths, positions = self._ranges
         low = int(np.searchsorted(offsets + lengths, start, "right"))
         high = int(np.searchsorted(offsets, stop, "left"))
         offsets, lengths, positions = offsets[low:high], lengths[low:high], positions[low:high]
@@ -84,12 +84,12 @@ class Need:
         if self.destination is not None and self._values is not self.destination:
             copy(self._values, self.destination)
         self.destination = None
-        for name in ("_runs", "_values"):
+        for name in ("_ranges", "_values"):
             self.__dict__.pop(name, None)
 
 
 @dataclass
-class Part:
+class FetchRange:
     """A contiguous range of a file that one request fetches, and the needs that it serves."""
 
     file: int
@@ -108,10 +108,10 @@ def pieces(request: Request) -> Iterator[Request]:
     if request.tensor.nbytes:
         is_direct = is_same_memory(request.destination, request.tensor.dtype)
         limit = request.tensor.nbytes if is_direct else BLOCK_BYTES
-        yield from (Request(*part) for part in request.tensor.cut(request.destination, limit))
+        yield from (Request(*block) for block in request.tensor.cut(request.destination, limit))
 
 
-def divide(needs: Iterable[Need], size: int) -> tuple[list[Part], list[list[Part]]]:
+def divide(needs: Iterable[Need], size: int) -> tuple[list[FetchRange], list[list[FetchRange]]]:
     """Return (blocks, ranges by rank): rank i fetches block j if j % size == i, for all; ranges are for itself only.
 
     A tensor is fetched in ranges if all its needs are long contiguous ranges that do not overlap, else in blocks.
@@ -119,28 +119,30 @@ def divide(needs: Iterable[Need], size: int) -> tuple[list[Part], list[list[Part
     tensors: dict[tuple[int, int], list[Need]] = defaultdict(list)
     for need in needs:
         tensors[need.file, need.stored.offset].append(need)
-    together: list[Need] = []
-    alone: list[list[Need]] = [[] for _ in range(size)]
-    for some in tensors.values():
-        is_long = min(need.stored.shortest_run for need in some) >= DIRECT_BYTES
-        spans = sorted(span for need in some for span in need.spans()) if is_long else []
+    shared: list[Need] = []
+    separate: list[list[Need]] = [[] for _ in range(size)]
+    for tensor_needs in tensors.values():
+        is_long = min(need.stored.shortest_run for need in tensor_needs) >= DIRECT_BYTES
+        spans = sorted(span for need in tensor_needs for span in need.spans()) if is_long else []
         overlap = any(start < stop for (_, stop), (start, _) in pairwise(spans))
-        for need in some:
-            (alone[need.rank] if is_long and not overlap else together).append(need)
-    blocks = _cut([(need.file, need.start, need.stop) for need in together], together, BLOCK_BYTES)
-    ranges = [_cut([(need.file, *span) for need in own for span in need.spans()], own, RANGE_BYTES) for own in alone]
+        for need in tensor_needs:
+            (separate[need.rank] if is_long and not overlap else shared).append(need)
+    blocks = _split([(need.file, need.start, need.stop) for need in shared], shared, BLOCK_BYTES)
+    ranges = [
+        _split([(need.file, *span) for need in own for span in need.spans()], own, RANGE_BYTES) for own in separate
+    ]
     return blocks, ranges
 
 
-def _cut(spans: Iterable[tuple[int, int, int]], needs: Iterable[Need], limit: int) -> list[Part]:
-    """Split the union of `spans` (file, start, stop) into parts of at most `limit` bytes in file order, with `needs`.
+def _split(spans: Iterable[tuple[int, int, int]], needs: Iterable[Need], limit: int) -> list[FetchRange]:
+    """Split the union of `spans` (file, start, stop) into ranges of at most `limit` bytes in file order, with `needs`.
 
-    Spans are joined over gaps that make up at most 1/GAP_SHARE of a part.
+    Spans are joined over gaps that make up at most 1/GAP_SHARE of a range.
     """
-    parts: list[Part] = []
+    ranges: list[FetchRange] = []
     for file, start, stop in sorted(spans):
-        if parts and parts[-1].file == file:
-            last = parts[-1]
+        if ranges and ranges[-1].file == file:
+            last = ranges[-1]
             gap = max(start - last.stop, 0)
             start = max(start, last.stop)
             length = last.stop - last.start
@@ -148,13 +150,13 @@ def _cut(spans: Iterable[tuple[int, int, int]], needs: Iterable[Need], limit: in
                 last.gaps += gap
                 start = last.stop = min(stop, last.start + limit)
         while start < stop:
-            parts.append(Part(file, start, min(start + limit, stop)))
-            start = parts[-1].stop
-    starts = [(part.file, part.start) for part in parts]
+            ranges.append(FetchRange(file, start, min(start + limit, stop)))
+            start = ranges[-1].stop
+    starts = [(fetch_range.file, fetch_range.start) for fetch_range in ranges]
     for need in needs:
         number = max(bisect_right(starts, (need.file, need.start)) - 1, 0)
-        while number < len(parts) and (parts[number].file, parts[number].start) < (need.file, need.stop):
-            parts[number].needs.append(need)
-            need.last_part = number
+        while number < len(ranges) and (ranges[number].file, ranges[number].start) < (need.file, need.stop):
+            ranges[number].needs.append(need)
+            need.last_range = number
             number += 1
-    return parts
+    return ranges

@@ -27,7 +27,7 @@ from ..reading.header import HEADER_LIMIT, check_files, read_header, read_index
 from ..reading.local_file import LocalFile
 from .fetch_plan import CONNECTIONS
 from .remote_file import RemoteFile
-from .tries import ask_hub, refused, resolve
+from .tries import ask_hub, hub_error, resolve
 
 HEAD_BYTES = 256 << 10
 """Most bytes of the first request for a file's header."""
@@ -63,8 +63,8 @@ class Weights:
         """Return the path of a file in the local cache; None if it is not cached or `force_download` is set."""
         if self.download.get("force_download"):
             return None
-        where = self.download.get("cache_dir")
-        path = try_to_load_from_cache(self.repository, self.path(file), cache_dir=where, revision=self.revision)
+        cache_dir = self.download.get("cache_dir")
+        path = try_to_load_from_cache(self.repository, self.path(file), cache_dir=cache_dir, revision=self.revision)
         return path if isinstance(path, str) else None
 
     def open(self, file: str, **remote: Any) -> RemoteFile:
@@ -89,13 +89,13 @@ def pin(
     def commit() -> str:
         url = hf_hub_url(repository, "config.json", revision=revision, subfolder=subfolder or None)
         try:
-            found = resolve(url, token).commit_hash
+            commit_hash = resolve(url, token).commit_hash
         except EntryNotFoundError as error:
             answer = error.response if isinstance(error, HfHubHTTPError) else None
-            found = answer.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT) if answer is not None else None
-            if found is None:
-                raise refused(url, error) from error
-        return str(found)
+            commit_hash = answer.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT) if answer is not None else None
+            if commit_hash is None:
+                raise hub_error(url, error) from error
+        return str(commit_hash)
 
     return _on_rank_0(group, commit)
 
@@ -116,13 +116,13 @@ def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str
     Raises CheckpointError on all ranks if there are no safetensors files, or they cannot be read.
     """
     files, metadata = _on_rank_0(group, lambda: _find(weights))
-    everyone = group.everywhere(lambda: {file: weights.cached(file) for file in files})
-    cached = everyone[group.rank]
-    missing = sorted({file for paths in everyone for file, path in paths.items() if not path})
-    found = group.together(lambda: _inquire_all(weights, missing[group.rank :: group.size]))
-    everywhere = {file: remote for some in group.gather(found) for file, remote in some.items()}
+    cached_by_rank = group.everywhere(lambda: {file: weights.cached(file) for file in files})
+    cached = cached_by_rank[group.rank]
+    missing = sorted({file for paths in cached_by_rank for file, path in paths.items() if not path})
+    resolved = group.together(lambda: _inquire_all(weights, missing[group.rank :: group.size]))
+    remote_arguments = {file: remote for per_rank in group.gather(resolved) for file, remote in per_rank.items()}
     with group.agree():
-        opened = [cached[file] or weights.open(file, **everywhere[file]) for file in files]
+        opened = [cached[file] or weights.open(file, **remote_arguments[file]) for file in files]
         if "dtype" not in metadata:
             metadata["dtype"] = _dtype(opened[0])
     return opened, metadata
@@ -144,8 +144,8 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
         return [single], {}
     if index is None and weights.file is None:
         index = _variant("model.safetensors.index.json", weights.variant)
-    how = {**weights.download, "_raise_exceptions_for_missing_entries": False}
-    path = index and ask_hub(weights.url(index), partial(cached_file, weights.repository, index, **how))
+    options = {**weights.download, "_raise_exceptions_for_missing_entries": False}
+    path = index and ask_hub(weights.url(index), partial(cached_file, weights.repository, index, **options))
     if path is None:
         for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
             if _exists(weights, _variant(name, weights.variant)):
@@ -201,7 +201,7 @@ def _inquire(weights: Weights, file: str, *, closed: threading.Event | None = No
     try:
         metadata = resolve(weights.url(file), weights.token, closed)
     except EntryNotFoundError as error:
-        raise refused(weights.url(file), error) from error
+        raise hub_error(weights.url(file), error) from error
     assert metadata.size is not None
     remote = {"size": metadata.size, "etag": metadata.etag, "location": metadata.location}
     source = weights.open(file, **remote, closed=closed)  # do not close it: other threads share `closed`

@@ -15,7 +15,7 @@ from huggingface_hub.utils import build_hf_headers, get_session
 
 from ...errors import CheckpointError
 from ...slices.source import Source
-from .tries import TRANSIENT, Pace, StalledError, Tries, TryAgainError, asked_wait, refused, resolve, within
+from .tries import TRANSIENT, Pace, StalledError, Tries, TryAgainError, hub_error, requested_wait, resolve, within
 from .urls import BAD_URL, HTTPError, followed, origin, printable, shown
 
 PROGRESS_BYTES = 1 << 20
@@ -120,11 +120,11 @@ class RemoteFile(Source):
                 headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
             headers |= {"Range": f"bytes={target.position}-{target.stop - 1}", "Accept-Encoding": "identity"}
             timeout = (constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT, None, None)
-            asked = get_session().stream("GET", location, headers=headers, timeout=timeout, follow_redirects=False)
-            answer = within(asked.__enter__, late=lambda _: asked.__exit__(None, None, None))
+            request = get_session().stream("GET", location, headers=headers, timeout=timeout, follow_redirects=False)
+            answer = within(request.__enter__, late=lambda _: request.__exit__(None, None, None))
         except BAD_URL as error:
             raise self._misserved(f"a URL that cannot be asked ({error})", "one of http or https", location) from error
-        stack.push(asked)
+        stack.push(request)
         return answer
 
     def _check(self, answer: Any, location: str, target: _Target) -> int:
@@ -137,7 +137,7 @@ class RemoteFile(Source):
         if status in _REDIRECTS:
             self._follow(answer.headers.get("Location"), status, location, target)
         if status in TRANSIENT:
-            raise TryAgainError(f"status {status}", asked_wait(answer.headers))
+            raise TryAgainError(f"status {status}", requested_wait(answer.headers))
         if status in _EXPIRED and location != self.url:
             self._resolve_anew(location)
             raise TryAgainError(f"status {status} from {urlsplit(location).hostname}", 0)
@@ -148,37 +148,37 @@ class RemoteFile(Source):
 
     def _check_range(self, headers: Mapping[str, str], location: str, target: _Target) -> int:
         """Check the headers of a range response; return its end offset in the file. Raises as `_check`."""
-        given = headers.get("Content-Range", "")
-        found = re.fullmatch(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", given)
-        if not found or not int(found[1]) == target.position <= int(found[2]) < target.stop:
+        content_range = headers.get("Content-Range", "")
+        match = re.fullmatch(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", content_range)
+        if not match or not int(match[1]) == target.position <= int(match[2]) < target.stop:
             got = f"Content-Range {headers.get('Content-Range')!r}"
             raise self._misserved(got, f"bytes {target.position}-{target.stop - 1} of {self.size}", location)
-        if found[3] not in (str(self.size), "*"):
-            raise self._changed(f"{found[3]} bytes", f"{self.size} bytes", location)
+        if match[3] not in (str(self.size), "*"):
+            raise self._changed(f"{match[3]} bytes", f"{self.size} bytes", location)
         self._compare(location, headers.get("ETag"))
         encoding = headers.get("Content-Encoding", "identity")
         if encoding.strip().lower() != "identity":
             raise self._misserved(f"Content-Encoding {encoding}", "the bytes as they are", location)
-        expected = int(found[2]) + 1 - target.position
+        expected = int(match[2]) + 1 - target.position
         if (length := headers.get("Content-Length", str(expected))) != str(expected):
             raise self._misserved(f"a body of {length} bytes", str(expected), location)
         return target.position + expected
 
-    def _follow(self, given: str | None, status: int, location: str, target: _Target) -> None:
+    def _follow(self, redirect: str | None, status: int, location: str, target: _Target) -> None:
         """Follow a redirect: raises TryAgainError, or CheckpointError if the redirect is invalid."""
-        if given is None:
+        if redirect is None:
             raise self._misserved(f"status {status} without Location", "a redirect that says where to", location)
         target.redirects += 1
         try:
-            found = followed(location, given)
+            redirected = followed(location, redirect)
         except ValueError as error:
-            got = f"a redirect to {shown(given)} ({error})"
+            got = f"a redirect to {shown(redirect)} ({error})"
             raise self._misserved(got, "one to a URL of http or https", location) from None
         if target.redirects > MOST_REDIRECTS:
-            got = f"{target.redirects} redirects one after the other, the last to {shown(found)}"
+            got = f"{target.redirects} redirects one after the other, the last to {shown(redirected)}"
             raise self._misserved(got, f"at most {MOST_REDIRECTS}", location)
-        self.location = found
-        raise TryAgainError(f"a redirect to {urlsplit(found).hostname}", 0)
+        self.location = redirected
+        raise TryAgainError(f"a redirect to {urlsplit(redirected).hostname}", 0)
 
     def _compare(self, location: str, etag: str | None) -> None:
         """Raise CheckpointError if a host sends another ETag than before."""
@@ -198,7 +198,7 @@ class RemoteFile(Source):
             try:
                 metadata = resolve(self.url, self._token, self._closed)
             except EntryNotFoundError as error:
-                raise refused(self.url, error) from error
+                raise hub_error(self.url, error) from error
             if (metadata.etag, metadata.size) != (self.etag, self.size):
                 got = f"ETag {metadata.etag} and {metadata.size} bytes"
                 raise self._changed(got, f"ETag {self.etag} and {self.size} bytes", self.url)

@@ -90,30 +90,30 @@ class Tries:
         """Wait before the next try. Raises CheckpointError if `error`, of a request to `url`, is final."""
         self.count += 1
         kind = "" if isinstance(error, TryAgainError) else f"{type(error).__name__}: "
-        what, where = printable(f"{kind}{error}").rstrip("."), f" URL: {shown(url)}" if url else ""
-        asked = getattr(error, "wait", None)
-        if asked and (asked > LONGEST_RETRY_AFTER or self.waited + asked > LONGEST_WAITED):
+        reason, url_text = printable(f"{kind}{error}").rstrip("."), f" URL: {shown(url)}" if url else ""
+        requested = getattr(error, "wait", None)
+        if requested and (requested > LONGEST_RETRY_AFTER or self.waited + requested > LONGEST_WAITED):
             raise CheckpointError(
                 self.subject,
-                got=f"{what} and the server's wish to wait {asked:.0f} s, after {self.waited:.0f} s",
+                got=f"{reason} and the server's wish to wait {requested:.0f} s, after {self.waited:.0f} s",
                 expected=f"waits of at most {LONGEST_RETRY_AFTER:.0f} s, and {LONGEST_WAITED:.0f} s in all",
-                fix=f"Load again later, with a token where you had none, or load from disk.{where}",
+                fix=f"Load again later, with a token where you had none, or load from disk.{url_text}",
             ) from error
         if self.count < TRIES:
             wait = min(FIRST_WAIT * 2 ** (self.count - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
-            if asked is not None:
-                self.waited += asked
-                wait = asked and asked + wait
+            if requested is not None:
+                self.waited += requested
+                wait = requested and requested + wait
             if isinstance(error, StalledError) or wait >= LOGGED_WAIT:
                 text = "%s: %s; try %d of %d in %.0f s. Interrupt the process (Ctrl-C) to stop.%s"
-                logger.warning(text, self.subject, what, self.count + 1, TRIES, wait, where)
+                logger.warning(text, self.subject, reason, self.count + 1, TRIES, wait, url_text)
             if not self.closed.wait(wait):
                 return
         raise CheckpointError(
             self.subject,
-            got=f"{what} in {self.count} tries",
+            got=f"{reason} in {self.count} tries",
             expected=getattr(error, "expected", TryAgainError.expected),
-            fix=getattr(error, "fix", TryAgainError.fix) + where,
+            fix=getattr(error, "fix", TryAgainError.fix) + url_text,
         ) from error
 
 
@@ -184,18 +184,18 @@ def resolve(url: str, token: str | bool | None = None, closed: threading.Event |
     try:
         metadata: HfFileMetadata = ask_hub(url, question, closed)
     except BAD_URL as error:
-        raise _no_hub(url, f"an answer that cannot be read: {error}") from error
+        raise _invalid_response(url, f"an answer that cannot be read: {error}") from error
     if not metadata.commit_hash or not metadata.etag or metadata.size is None:
-        raise _no_hub(url, "an answer without commit, ETag or size")
+        raise _invalid_response(url, "an answer without commit, ETag or size")
     if not 0 <= metadata.size < 1 << 63:
-        raise _no_hub(url, f"a size of {metadata.size} bytes")
+        raise _invalid_response(url, f"a size of {metadata.size} bytes")
     try:
         return replace(metadata, location=followed(url, metadata.location))
     except ValueError as error:
-        raise _no_hub(url, f"a redirect to {shown(metadata.location)}: {error}") from None
+        raise _invalid_response(url, f"a redirect to {shown(metadata.location)}: {error}") from None
 
 
-def _no_hub(url: str, got: str) -> CheckpointError:
+def _invalid_response(url: str, got: str) -> CheckpointError:
     expected, fix = "what the Hugging Face Hub answers", "Check HF_ENDPOINT, proxies and firewalls."
     return CheckpointError(shown(url), got=printable(got), expected=expected, fix=fix)
 
@@ -215,25 +215,25 @@ def ask_hub(url: str, question: Callable[[], T], closed: threading.Event | None 
             cause = error if isinstance(error, HTTPError) else error.__cause__
             if isinstance(cause, HfHubHTTPError):
                 if cause.response.status_code not in TRANSIENT:
-                    raise refused(url, cause) from error
-                cause = TryAgainError(f"status {cause.response.status_code}", asked_wait(cause.response.headers))
+                    raise hub_error(url, cause) from error
+                cause = TryAgainError(f"status {cause.response.status_code}", requested_wait(cause.response.headers))
             elif not isinstance(cause, HTTPError):
                 raise
             tries.again(cause)
 
 
-def asked_wait(headers: Mapping[str, str]) -> float | None:
+def requested_wait(headers: Mapping[str, str]) -> float | None:
     """Parse the seconds that a server asks to wait, from its rate limit or Retry-After header."""
     try:
         limit = parse_ratelimit_headers(headers)
     except ValueError:  # numbers of more digits than Python reads
         limit = None
-    asked = re.fullmatch(r"\s*([0-9]{1,9})\s*", headers.get("Retry-After", ""))
-    seconds = limit.reset_in_seconds if limit and not limit.remaining else int(asked[1]) if asked else None
+    match = re.fullmatch(r"\s*([0-9]{1,9})\s*", headers.get("Retry-After", ""))
+    seconds = limit.reset_in_seconds if limit and not limit.remaining else int(match[1]) if match else None
     return None if seconds is None else float(min(seconds, 1 << 62))
 
 
-def refused(url: str, error: Exception) -> CheckpointError:
+def hub_error(url: str, error: Exception) -> CheckpointError:
     """Build the error for a request that the Hub rejected."""
     name = urlsplit(url).path.lstrip("/")
     access = "For a private or gated repository, log in with `hf auth login` or pass token=."

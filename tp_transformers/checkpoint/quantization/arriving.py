@@ -56,16 +56,16 @@ class Arriving:
     """Substrings of the names of modules that stay in floating point."""
 
     @classmethod
-    def of(cls, asked: Any, device: torch.device) -> Arriving:
+    def of(cls, requested: Any, device: torch.device) -> Arriving:
         """Parse transformers' TorchAoConfig. Raises UnsupportedError if it does not work on this `device`."""
-        config = getattr(asked, "quant_type", None)
+        config = getattr(requested, "quant_type", None)
         if config is None:
-            raise _refused(f"a {type(asked).__name__}", "a TorchAoConfig")
-        if getattr(asked, "include_input_output_embeddings", False):
-            raise _refused("quantised embeddings", "linears alone")
-        found = cls(config, tuple(asked.modules_to_not_convert or ()))
+            raise _unsupported(f"a {type(requested).__name__}", "a TorchAoConfig")
+        if getattr(requested, "include_input_output_embeddings", False):
+            raise _unsupported("quantised embeddings", "linears alone")
+        arriving = cls(config, tuple(requested.modules_to_not_convert or ()))
         try:
-            found.quantised(torch.ones(64, 256, dtype=torch.bfloat16, device=device)).decoded()
+            arriving.quantised(torch.ones(64, 256, dtype=torch.bfloat16, device=device)).decoded()
         except ImportError:
             raise UnsupportedError(
                 "quantization_config",
@@ -74,8 +74,8 @@ class Arriving:
                 fix="pip install 'tp-transformers[torchao]'.",
             ) from None
         except Exception as error:
-            raise _refused(f"{type(config).__name__} ({str(error).splitlines()[0][:200]})", _WEIGHTS) from None
-        return found
+            raise _unsupported(f"{type(config).__name__} ({str(error).splitlines()[0][:200]})", _WEIGHTS) from None
+        return arriving
 
     @property
     def group(self) -> int | None:
@@ -93,13 +93,13 @@ class Arriving:
             if isinstance(module, nn.Linear)
             and module is not head
             and f"{name}.weight" not in tied
-            and not any(part in name for part in self.excluded)
+            and not any(substring in name for substring in self.excluded)
         ]
 
     def check(self, name: str, shape: torch.Size) -> None:
         """Raise UnsupportedError if a shard does not consist of complete groups."""
         if self.group is not None and shape[-1] % self.group:
-            raise _refused(f"{name}, of which this rank has {shape[-1]} columns", f"groups of {self.group}")
+            raise _unsupported(f"{name}, of which this rank has {shape[-1]} columns", f"groups of {self.group}")
 
     def quantised(self, weight: torch.Tensor) -> ArrivedWeight:
         """Quantise a weight with torchao."""
@@ -113,6 +113,6 @@ class Arriving:
         return ArrivedWeight(linear.weight.detach(), weight.dtype)
 
 
-def _refused(got: str, expected: str) -> UnsupportedError:
+def _unsupported(got: str, expected: str) -> UnsupportedError:
     fix = "Choose another, or other ranks; or leave out quantization_config."
     return UnsupportedError("quantization_config with tp_plan", got=got, expected=expected, fix=fix)

@@ -21,7 +21,7 @@ import torch
 
 from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.lazy import LazyTensor
-from .format import Format, Tensors, bundle, member, packed, refused, unfit, unpack
+from .format import Format, Tensors, bundle, inconsistent, member, packed, unpack, unsupported
 
 _PACKED = "pack-quantized"
 _MICRO = {
@@ -70,15 +70,15 @@ class Scheme:
         bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
         expected = f"{', '.join(_FORMATS)}, of integers or float8, with scales by tensor, channel, group or block"
         if form not in _FORMATS:
-            raise refused(f"compressed-tensors in the format {form}", expected)
+            raise unsupported(f"compressed-tensors in the format {form}", expected)
         micro = _MICRO.get(form)
         strategies = ("tensor", "channel", "group", "block") if micro is None else (micro[1],)
         if strategy not in strategies or str(weights.get("actorder")).lower() == "group":
             order = f" ordered by {weights.get('actorder')}" if weights.get("actorder") else ""
-            raise refused(f"compressed-tensors with scales by {strategy}{order}", expected)
+            raise unsupported(f"compressed-tensors with scales by {strategy}{order}", expected)
         is_odd = (kind, bits) != ("float", micro[0]) if micro else kind == "float" and (bits != 8 or form == _PACKED)
         if is_odd or not 1 <= bits <= 8 or (micro is not None and not weights.get("symmetric", True)):
-            raise refused(f"compressed-tensors in {kind} of {bits} bits in the format {form}", expected)
+            raise unsupported(f"compressed-tensors in {kind} of {bits} bits in the format {form}", expected)
         rows, columns = block.split("x") if isinstance(block, str) else block or (0, 0)
         return cls(
             tuple(group.get("targets", ())),
@@ -141,11 +141,11 @@ class Scheme:
         elif not self.is_packed:
             return stored
         else:
-            outline = member(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
-            columns = int(outline[-1]) if outline[:-1] == list(values.shape[:-1]) else -1
+            full_shape = member(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
+            columns = int(full_shape[-1]) if full_shape[:-1] == list(values.shape[:-1]) else -1
         if self.along.members(columns) != stored:
-            got = f"{scales.shape[-1]} groups of {self.group} columns" if self.group else f"the shape {outline}"
-            raise unfit(name, f"{got}, and values of shape {tuple(values.shape)}", "those of one weight")
+            got = f"{scales.shape[-1]} groups of {self.group} columns" if self.group else f"the shape {full_shape}"
+            raise inconsistent(name, f"{got}, and values of shape {tuple(values.shape)}", "those of one weight")
         return columns
 
     def _by_block(self, ndim: int, scales: LazyTensor) -> tuple[Cut | None, ...]:
@@ -174,15 +174,15 @@ class Compressed(Format):
         rotated = settings.get("transform_config") or {}
         status = settings.get("quantization_status") or "compressed"
         if sparse != "dense" or rotated.get("config_groups") or status != "compressed":
-            what = f"sparsity ({sparse})" if sparse != "dense" else "transforms" if rotated else f"the status {status}"
-            raise refused(f"compressed-tensors with {what}", "compressed weights without sparsity and transforms")
+            kind = f"sparsity ({sparse})" if sparse != "dense" else "transforms" if rotated else f"the status {status}"
+            raise unsupported(f"compressed-tensors with {kind}", "compressed weights without sparsity and transforms")
         groups = (settings.get("config_groups") or {}).values()
         default = settings.get("format") or "dense"
         return cls(tuple(Scheme.of(group, default) for group in groups if group.get("weights")))
 
     def read_first(self, tensors: Tensors) -> list[str]:
-        are_wanted = any(scheme.is_packed and scheme.group is None for scheme in self.schemes)
-        return [name for name in tensors if are_wanted and name.endswith(".weight_shape")]
+        needs_shapes = any(scheme.is_packed and scheme.group is None for scheme in self.schemes)
+        return [name for name in tensors if needs_shapes and name.endswith(".weight_shape")]
 
     def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         result: dict[str, LazyTensor] = {}
@@ -192,7 +192,7 @@ class Compressed(Format):
             if kind in ("weight", "weight_packed") and module in scales:
                 result[f"{module}.weight"] = self._scheme(module, kind == "weight_packed").weight(tensors, module)
             elif kind == "weight_packed":
-                raise unfit(f"{module}.weight_scale", "no such tensor", f"one for {name}")
+                raise inconsistent(f"{module}.weight_scale", "no such tensor", f"one for {name}")
             elif not (module in scales and kind.startswith("weight_")) and not _NOT_WEIGHTS.search(name):
                 result[name] = tensor
         return result
@@ -201,10 +201,10 @@ class Compressed(Format):
         """Find the scheme of a module: the first that names it, else the first with targets other than patterns."""
         fitting = [scheme for scheme in self.schemes if scheme.is_packed == is_packed]
         named = [scheme for scheme in fitting if scheme.targets_by_name(module)]
-        others = [scheme for scheme in fitting if not all(target.startswith("re:") for target in scheme.targets)]
-        if not named and not others:
-            raise unfit(f"{module}.weight", "no group of the config for it", "one")
-        return (named or others)[0]
+        defaults = [scheme for scheme in fitting if not all(target.startswith("re:") for target in scheme.targets)]
+        if not named and not defaults:
+            raise inconsistent(f"{module}.weight", "no group of the config for it", "one")
+        return (named or defaults)[0]
 
 
 def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:

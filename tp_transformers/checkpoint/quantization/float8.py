@@ -17,7 +17,7 @@ from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
 from ..reading.memory import from_float8
-from .format import Format, Tensors, bundle, refused, unfit
+from .format import Format, Tensors, bundle, inconsistent, unsupported
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE, _ACTIVATION_SCALE = "_scale_inv", ".activation_scale"
@@ -35,7 +35,7 @@ class Float8(Format):
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Float8:
         if settings.get("expert_dtype", "fp8") != "fp8":
-            raise refused(f"fp8 and experts in {settings['expert_dtype']}", "one in FP8 alone")
+            raise unsupported(f"fp8 and experts in {settings['expert_dtype']}", "one in FP8 alone")
         block = settings.get("weight_block_size")
         return cls(None if block is None else (int(block[0]), int(block[1])))
 
@@ -51,12 +51,12 @@ class Float8(Format):
         }
         if stays_packed:
             result = {
-                name: _bundle(name, each, tensors[name + _SCALE]) if isinstance(each, Scaled) else each
-                for name, each in result.items()
+                name: _bundle(name, weight, tensors[name + _SCALE]) if isinstance(weight, Scaled) else weight
+                for name, weight in result.items()
             }
         for name, tensor in result.items():
             if tensor.dtype in _FLOAT8:
-                raise unfit(name, f"{tensor.dtype} without {name + _SCALE}", "a scale for each of its blocks")
+                raise inconsistent(name, f"{tensor.dtype} without {name + _SCALE}", "a scale for each of its blocks")
         return result
 
     def _is_consumed(self, name: str, tensors: Mapping[str, LazyTensor]) -> bool:
@@ -68,9 +68,9 @@ class Float8(Format):
     def _product(self, name: str, values: LazyTensor, scales: LazyTensor) -> Scaled:
         if values.dtype not in _FLOAT8 or values.ndim < 2:
             got = f"{values.dtype} of shape {tuple(values.shape)} with scales"
-            raise unfit(name, got, "a matrix of float8_e4m3fn or float8_e5m2")
+            raise inconsistent(name, got, "a matrix of float8_e4m3fn or float8_e5m2")
         if not scales.dtype.is_floating_point:
-            raise unfit(name, f"scales in {scales.dtype}", "scales in floating point")
+            raise inconsistent(name, f"scales in {scales.dtype}", "scales in floating point")
         block = (*(1,) * (values.ndim - 2), *(self.block or values.shape[-2:]))
         if scales.numel() == 1:  # one scale for the whole tensor, even if the config has blocks
             block = tuple(values.shape)
@@ -79,7 +79,7 @@ class Float8(Format):
         try:
             return Scaled(values, scales, block)
         except ValueError as error:
-            raise unfit(name, str(error), "one scale a block") from None
+            raise inconsistent(name, str(error), "one scale a block") from None
 
 
 def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:

@@ -76,17 +76,17 @@ def bundle(
     try:
         return Bundle(members, shape, dtype, decode)
     except ValueError as error:
-        raise unfit(name, str(error), f"members of a tensor of shape {tuple(shape)}") from None
+        raise inconsistent(name, str(error), f"members of a tensor of shape {tuple(shape)}") from None
 
 
 def member(tensors: Tensors, name: str, ndim: int, *dtypes: torch.dtype) -> LazyTensor:
     """Look up the stored tensor `name`. Raises CheckpointError if it is missing or has other dims or dtypes."""
     tensor = tensors.get(name)
     if tensor is None:
-        raise unfit(name, "no such tensor", "one for the others of its weight")
+        raise inconsistent(name, "no such tensor", "one for the others of its weight")
     if tensor.ndim != ndim or tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise unfit(name, f"{tensor.dtype} of shape {tuple(tensor.shape)}", f"{expected} of {ndim} dims")
+        raise inconsistent(name, f"{tensor.dtype} of shape {tuple(tensor.shape)}", f"{expected} of {ndim} dims")
     return tensor
 
 
@@ -115,17 +115,17 @@ def count_groups(module: str, columns: int, group: int | None, scales: LazyTenso
     count = -(-columns // (group or columns))
     if not len(scales) == len(zeros) == count:
         got = f"{len(scales)} groups of scales and {len(zeros)} of zero points"
-        raise unfit(f"{module}.scales", got, f"{count}, of {group} of {columns} features each")
+        raise inconsistent(f"{module}.scales", got, f"{count}, of {group} of {columns} features each")
     return count
 
 
-def unfit(name: str, got: str, expected: str) -> CheckpointError:
+def inconsistent(name: str, got: str, expected: str) -> CheckpointError:
     """Build the error for a tensor that is inconsistent with the config."""
     fix = "Download the checkpoint again; if it is whole, its config's quantization_config does not describe it."
     return CheckpointError(f"tensor {name}", got=got, expected=expected, fix=fix)
 
 
-def refused(got: str, expected: str, fix: str | None = None) -> UnsupportedError:
+def unsupported(got: str, expected: str, fix: str | None = None) -> UnsupportedError:
     """Build the error for a checkpoint in an unsupported format or variant."""
     fix = fix or "Choose such a checkpoint of the model, or load this one without tp_plan."
     return UnsupportedError("tp_plan", got=f"a checkpoint quantised with {got}", expected=expected, fix=fix)

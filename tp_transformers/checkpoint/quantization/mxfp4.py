@@ -18,7 +18,7 @@ import torch
 from ...slices.bundle import Cut, Member, Parts
 from ...slices.composed import Transpose, merge_last
 from ...slices.lazy import LazyTensor
-from .format import Format, Tensors, bundle, member, unfit
+from .format import Format, Tensors, bundle, inconsistent, member
 
 _BLOCK, _BIAS = 32, 127
 _HALF = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -40,23 +40,23 @@ class Mxfp4(Format):
         result = dict(tensors)
         for name in sorted(tensors):
             if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" not in tensors:
-                raise unfit(name, "scales without blocks", "both")
+                raise inconsistent(name, "scales without blocks", "both")
             if not name.endswith("_blocks"):
                 continue
-            whole = name.removesuffix("_blocks")
+            param = name.removesuffix("_blocks")
             blocks = member(tensors, name, 3 if tensors[name].ndim == 3 else 4, torch.uint8)
-            scales = member(tensors, f"{whole}_scales", 3, torch.uint8)
+            scales = member(tensors, f"{param}_scales", 3, torch.uint8)
             experts, rows, *width = blocks.shape
             if width[-1] * 2 % _BLOCK or (len(width) == 2 and width[-1] * 2 != _BLOCK):
-                raise unfit(name, f"blocks of {width[-1]} bytes", f"{_BLOCK // 2}")
+                raise inconsistent(name, f"blocks of {width[-1]} bytes", f"{_BLOCK // 2}")
             lead = (Cut(0), Cut(1))
             members = {
                 "pairs": Member(merge_last(blocks) if blocks.ndim == 4 else blocks, (*lead, Cut(2, 2)), name),
-                "scales": Member(scales, (*lead, Cut(2, _BLOCK)), f"{whole}_scales"),
+                "scales": Member(scales, (*lead, Cut(2, _BLOCK)), f"{param}_scales"),
             }
-            values = bundle(whole, members, (experts, rows, math.prod(width) * 2), torch.float32, _decode)
-            del result[name], result[f"{whole}_scales"]
-            result[whole] = Transpose(values, 1, 2)
+            values = bundle(param, members, (experts, rows, math.prod(width) * 2), torch.float32, _decode)
+            del result[name], result[f"{param}_scales"]
+            result[param] = Transpose(values, 1, 2)
         return result
 
     def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored tensors in memory."""
-        return sum(part.nbytes for decoded, *_ in self.places for part in decoded.parts.values())
+        return sum(tensor.nbytes for decoded, *_ in self.places for tensor in decoded.parts.values())
 
     def decoded(self) -> torch.Tensor:
         """Decode to a contiguous tensor."""
@@ -66,17 +66,17 @@ def pack(
     shard: LazyTensor, dtype: torch.dtype, device: torch.device
 ) -> tuple[PackedWeight, list[tuple[Stored, torch.Tensor]]] | None:
     """Create a packed weight and the reads that fill it; None if a part of it is not quantised."""
-    whole = torch.empty(shard.shape, dtype=dtype, device=device)  # only for strides and offsets of views
+    full = torch.empty(shard.shape, dtype=dtype, device=device)  # only for strides and offsets of views
     places, reads = [], []
-    for leaf, view in shard.pieces(whole):
-        if isinstance(leaf, Decoded):
-            places.append((leaf, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
-        elif view.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+    for source, view in shard.pieces(full):
+        if isinstance(source, Decoded):
+            places.append((source, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
+        elif view.untyped_storage()._cdata == full.untyped_storage()._cdata:
             return None
-        elif isinstance(leaf, Stored):
-            reads.append((leaf, view))
+        elif isinstance(source, Stored):
+            reads.append((source, view))
         else:
-            leaf.fill(view)
+            source.fill(view)
     if not places or math.prod(shard.shape) == 0:
         return None
     return PackedWeight(shard.shape, dtype, device, places), reads
@@ -114,14 +114,17 @@ def without_packed(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor
     Raises UnsupportedError if `move` would change their dtype.
     """
     packed = packed_weights(model)
-    if any(move(torch.empty(0, dtype=each.dtype, device=each.device)).dtype != each.dtype for each in packed.values()):
+    if any(
+        move(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype != weight.dtype
+        for weight in packed.values()
+    ):
         refuse_packed(model, "another dtype")
     owners = [module for module in model.modules() if PACKED.find(module)]
-    held = [{name: module._parameters[name] for name in PACKED.of(module)} for module in owners]
-    for module, placeholders in zip(owners, held, strict=True):
+    saved = [{name: module._parameters[name] for name in PACKED.of(module)} for module in owners]
+    for module, placeholders in zip(owners, saved, strict=True):
         module._parameters.update(dict.fromkeys(placeholders))
     try:
         yield
     finally:
-        for module, placeholders in zip(owners, held, strict=True):
+        for module, placeholders in zip(owners, saved, strict=True):
             module._parameters.update(placeholders)

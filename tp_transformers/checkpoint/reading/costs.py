@@ -35,29 +35,29 @@ _SECONDS_A_BYTE_COPIED = 1 / 12e9
 _SECONDS_A_BYTE_INTO_BLOCK = 1 / 16e9
 """Time to copy from the page cache into a buffer that is in the CPU cache."""
 _SECONDS_A_BYTE_OUT_OF_BLOCK = 1 / 20e9
-_SECONDS_A_RUN = 10e-9
+_SECONDS_A_RANGE = 10e-9
 """Overhead per range of a strided copy."""
 _SECONDS_A_BYTE_MAPPED = 1 / 200e9
 """Time to map and unmap the pages of the span."""
 
 
-def costs(box: Stored, *, may_map: bool) -> dict[str, float]:
+def costs(block: Stored, *, may_map: bool) -> dict[str, float]:
     """Estimate the seconds of each method to read the block `box`; `map` only if its bytes are in the page cache."""
-    runs = box.rows * _SECONDS_A_RUN
-    blocks = max(box.span / BLOCK_BYTES, 1)
+    range_seconds = block.rows * _SECONDS_A_RANGE
+    blocks = max(block.span / BLOCK_BYTES, 1)
     estimates = {
-        "reads": box.rows * _SECONDS_A_READ + box.nbytes * _SECONDS_A_BYTE_COPIED,
+        "reads": block.rows * _SECONDS_A_READ + block.nbytes * _SECONDS_A_BYTE_COPIED,
         "blocks": blocks * _SECONDS_A_READ
-        + box.span * _SECONDS_A_BYTE_INTO_BLOCK
-        + box.nbytes * _SECONDS_A_BYTE_OUT_OF_BLOCK
-        + runs,
+        + block.span * _SECONDS_A_BYTE_INTO_BLOCK
+        + block.nbytes * _SECONDS_A_BYTE_OUT_OF_BLOCK
+        + range_seconds,
     }
     if may_map:
-        estimates["map"] = box.span * _SECONDS_A_BYTE_MAPPED + box.nbytes * _SECONDS_A_BYTE_COPIED + runs
+        estimates["map"] = block.span * _SECONDS_A_BYTE_MAPPED + block.nbytes * _SECONDS_A_BYTE_COPIED + range_seconds
     return estimates
 
 
-def cheapest(box: Stored, *, may_map: bool) -> str:
+def cheapest(block: Stored, *, may_map: bool) -> str:
     """Return the cheapest method to read the rows of the block `box`."""
-    estimates = costs(box, may_map=may_map)
+    estimates = costs(block, may_map=may_map)
     return min(estimates, key=estimates.__getitem__)

@@ -57,9 +57,9 @@ def load_distributed_checkpoint(state: dict[str, Any], folder: str | os.PathLike
     try:
         load(state, storage_reader=_Reader(os.fspath(folder)), planner=_Planner())
     except CheckpointException as error:
-        for found in dict(sorted(error.failures.items())).values():
-            if isinstance(found[0], CheckpointError):
-                raise agreed(CheckpointError(str(found[0]))) from None
+        for failure in dict(sorted(error.failures.items())).values():
+            if isinstance(failure[0], CheckpointError):
+                raise agreed(CheckpointError(str(failure[0]))) from None
         raise
 
 
@@ -80,15 +80,15 @@ class _Reader(FileSystemReader):
         """Return the metadata, or a CheckpointError for `_Planner` to raise: torch reads one from here as no file."""
         content = (Path(self.path) / ".metadata").read_bytes()
         try:
-            found = _Unpickler(io.BytesIO(content)).load()
-            files = [PurePath(info.relative_path) for info in found.storage_data.values()]
+            metadata = _Unpickler(io.BytesIO(content)).load()
+            files = [PurePath(info.relative_path) for info in metadata.storage_data.values()]
         except Exception as error:  # a damaged pickle raises anything
             return self._fault(f"metadata that cannot be read ({error_text(error)})")
         outside = next((file for file in files if file.is_absolute() or ".." in file.parts), None)
         if outside is not None:
             return self._fault(f"metadata that names {outside}, outside the folder")
-        found.storage_meta = StorageMeta(load_id=self.load_id)
-        return found
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
     def _fault(self, got: str) -> CheckpointError:
         expected = "what torch.distributed.checkpoint writes, and no other classes"

@@ -26,8 +26,8 @@ class FileMap:
 
     def parameter(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return a contiguous tensor of `nbytes` from `offset` on, whose storage is exactly these bytes."""
-        found = torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes, offset=offset)
-        return found.view(dtype).view(tuple(shape))
+        tensor = torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes, offset=offset)
+        return tensor.view(dtype).view(tuple(shape))
 
     def view(
         self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]

@@ -99,13 +99,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> None:
     """Raise CheckpointError if there are no files, on other formats (`.bin`), and on paths outside a local `folder`."""
-    where = f"checkpoint {folder}"
+    subject = f"checkpoint {folder}"
     if not paths:
-        raise CheckpointError(where, got="no weight files", expected="safetensors files", fix="Add them.")
+        raise CheckpointError(subject, got="no weight files", expected="safetensors files", fix="Add them.")
     for path in paths:
         if not path.endswith(".safetensors"):
             raise CheckpointError(
-                where,
+                subject,
                 got=f"the file {os.path.basename(path)}",
                 expected="safetensors files, of which a rank can read its slices alone",
                 fix="Convert once, in one process without tp_plan: AutoModelForCausalLM.from_pretrained(folder)"
@@ -116,7 +116,7 @@ def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> No
         for path in paths:
             if os.path.commonpath([root, os.path.abspath(path)]) != root:
                 raise CheckpointError(
-                    where,
+                    subject,
                     got=f"an index that names {path}",
                     expected="files inside the checkpoint's own folder",
                     fix="Do not load it unless you trust where it comes from; correct the index.",
@@ -167,27 +167,27 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     text = source.read_bytes(8, length)
     source.header_hash = hashlib.blake2b(text, digest_size=16).hexdigest()
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse)
+        header = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_reject_constant)
         json.dumps(header, ensure_ascii=False).encode()  # raises on unpaired surrogates
     except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, Unicode*Error and our own
         raise _malformed(source, f"a header that is not JSON ({error})", "a JSON header in UTF-8") from None
     if not isinstance(header, dict):
         raise _malformed(source, f"a header that is a JSON {type(header).__name__}", "a JSON object")
-    said = header.pop("__metadata__", None)
-    said = {} if said is None else said
-    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
-        raise _malformed(source, f"the __metadata__ {said!r}", "strings by name")
+    declared = header.pop("__metadata__", None)
+    declared = {} if declared is None else declared
+    if not isinstance(declared, dict) or not all(isinstance(value, str) for value in declared.values()):
+        raise _malformed(source, f"the __metadata__ {declared!r}", "strings by name")
     for key, value in (metadata or {}).items():
-        if said.get(key) != value:
-            got, fix = f"{key} {said.get(key)!r} in its metadata", "The file is another one than was written here."
+        if declared.get(key) != value:
+            got, fix = f"{key} {declared.get(key)!r} in its metadata", "The file is another one than was written here."
             raise source.fault(got, f"{key} {value!r}", fix)
     tensors = {name: _stored(source, name, entry, data_start=8 + length) for name, entry in header.items()}
     tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
     position, before = 8 + length, "the header"
     for name, stored in tensors.items():
         if stored.offset != position:
-            what = f"{name} and {before} in the same bytes" if stored.offset < position else f"a gap before {name}"
-            raise _malformed(source, what, "tensors one after the other")
+            problem = f"{name} and {before} in the same bytes" if stored.offset < position else f"a gap before {name}"
+            raise _malformed(source, problem, "tensors one after the other")
         position, before = stored.offset + stored.nbytes, name
     if position != source.size:
         raise _malformed(source, f"{source.size - position} bytes after the last tensor", "an end after it")
@@ -196,14 +196,14 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object. Raises ValueError on a duplicate key: parsers differ in the value that they keep."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return found
+    return result
 
 
-def _refuse(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no number of JSON")
 
 

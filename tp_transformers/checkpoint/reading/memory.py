@@ -84,8 +84,8 @@ def copy(values: torch.Tensor, destination: torch.Tensor) -> None:
     if destination.device.type != "cpu":
         destination.copy_(values, non_blocking=True)
     elif values.ndim == 3:
-        for each, place in zip(values, destination, strict=True):
-            copy(each, place)
+        for matrix, place in zip(values, destination, strict=True):
+            copy(matrix, place)
     elif values.dtype == torch.float8_e4m3fn != destination.dtype and values.ndim:
         step = max(_TILE_ELEMENTS * len(values) // max(values.numel(), 1), 1)
         for tile, place in zip(values.split(step), destination.split(step), strict=True):

@@ -18,7 +18,7 @@ import torch
 
 from ...ranks.group import bind_thread
 from .costs import BLOCK_BYTES
-from .jobs import Context, Job, Request, Statistics, cut, order
+from .jobs import Context, Job, Request, Statistics, order, split
 from .local_file import LocalFile
 from .memory import Staging
 
@@ -34,11 +34,11 @@ def read(
     """
     began = perf_counter()
     statistics = Statistics()
-    pieces = [piece for request in requests for piece in cut(request)]
-    pieces.sort(key=lambda piece: (piece.tensor.source.name, piece.tensor.start))
+    blocks = [block for request in requests for block in split(request)]
+    blocks.sort(key=lambda block: (block.tensor.source.name, block.tensor.start))
     with ExitStack() as stack:
-        mapped = _mapped(pieces)
-        jobs = deque(order(pieces, mapped))
+        mapped = _mapped(blocks)
+        jobs = deque(order(blocks, mapped))
         staged = [job for job in jobs if job.is_staged]
         staging = None
         if staged:
@@ -56,15 +56,15 @@ def read(
     return statistics
 
 
-def _mapped(pieces: Sequence[Request]) -> list[LocalFile]:
+def _mapped(blocks: Sequence[Request]) -> list[LocalFile]:
     """Map the files that have a block which cannot be read straight into place; return them."""
-    found = []
-    for source, group in groupby(pieces, key=attrgetter("tensor.source")):
-        if isinstance(source, LocalFile) and not all(piece.is_direct for piece in group):
+    mapped = []
+    for source, group in groupby(blocks, key=attrgetter("tensor.source")):
+        if isinstance(source, LocalFile) and not all(block.is_direct for block in group):
             with suppress(OSError, ValueError):  # a file system without maps, or a truncated file
                 source.map()
-                found.append(source)
-    return found
+                mapped.append(source)
+    return mapped
 
 
 def _check_unchanged(mapped: Sequence[LocalFile]) -> None:
@@ -96,17 +96,17 @@ def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[i
         except BaseException as error:
             finished.put(error)
 
-    left = len(jobs)
+    remaining = len(jobs)
     torch_threads = torch.get_num_threads()
-    workers = [threading.Thread(target=work, name=f"read-{index}") for index in range(min(threads, left))]
+    workers = [threading.Thread(target=work, name=f"read-{index}") for index in range(min(threads, remaining))]
     try:
         for worker in workers:
             worker.start()
-        while left:
+        while remaining:
             result = finished.get()
             if isinstance(result, BaseException):
                 raise result
-            left -= 1
+            remaining -= 1
             progress(result)
     finally:
         stop.set()

@@ -55,8 +55,8 @@ class LoadReport:
             f"buffers {size(self.peak_buffer)}",
             f"shares {shares}",
         ]
-        others = {"mapped": self.mapped, "prefetched": self.prefetched, "sampled": self.sampled}
-        notes += [f"{name} {size(nbytes)}" for name, nbytes in others.items() if nbytes]
+        optional = {"mapped": self.mapped, "prefetched": self.prefetched, "sampled": self.sampled}
+        notes += [f"{name} {size(nbytes)}" for name, nbytes in optional.items() if nbytes]
         if self.fallbacks:
             notes.append(f"{len(self.fallbacks)} parameters converted whole ({self.fallbacks[0]}, ...)")
         return "; ".join(notes)

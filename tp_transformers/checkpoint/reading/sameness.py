@@ -77,8 +77,8 @@ def check_same_files(group: TensorParallelGroup, checkpoint: Checkpoint) -> int:
 
 
 def _commit(path: str) -> str | None:
-    found = _COMMIT.search(path)
-    return found and found[1]
+    match = _COMMIT.search(path)
+    return match and match[1]
 
 
 def _samplers(number: int, file: Mapping[int, View]) -> list[int]:
@@ -90,17 +90,17 @@ def _samplers(number: int, file: Mapping[int, View]) -> list[int]:
     return sorted(ranks[number % len(ranks)] for ranks in readers.values()) if len(readers) > 1 else []
 
 
-def _compare(file: Mapping[int, View] | None, what: str, values: Mapping[int, object]) -> None:
+def _compare(file: Mapping[int, View] | None, trait: str, values: Mapping[int, object]) -> None:
     """Raise CheckpointError if ranks have different `values`; None is unknown and not compared."""
     known = {rank: value for rank, value in values.items() if value is not None}
     first = min(known, default=0)
     for rank, value in known.items():
         if value != known[first]:
-            where = f" ({file[rank]['path']})" if file is not None else ""
+            path = f" ({file[rank]['path']})" if file is not None else ""
             raise agreed(
                 CheckpointError(
                     f"checkpoint file {file[first]['path']}" if file is not None else "the checkpoint",
-                    got=f"another {what} on rank {rank}{where} than on rank {first}",
+                    got=f"another {trait} on rank {rank}{path} than on rank {first}",
                     expected="the same on all ranks",
                     fix="One of them is another checkpoint, or an older copy; copy or download it again.",
                 )

@@ -50,15 +50,15 @@ class LocalShard(ShardTensor):
                     size=self.tp_shard.shape,
                 ),
             )
-            for chunk in map(self._chunk, self._kept(piece for piece in layout.split.pieces if piece.rank == rank))
+            for chunk in map(self._chunk, self._clipped(piece for piece in layout.split.pieces if piece.rank == rank))
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk(piece) for piece in self._held]
+        return [self._chunk(piece) for piece in self._local_pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         dim = self._layout.dim
-        for piece in self._held:
+        for piece in self._local_pieces:
             if index.offset is None or piece.start == index.offset[dim]:
                 return self.plain().narrow(dim, piece.local, piece.length)
         raise ValueError(f"{index.fqn}: this rank holds nothing from {index.offset} on")
@@ -68,15 +68,15 @@ class LocalShard(ShardTensor):
         return self.tp_shard.layout
 
     @property
-    def _held(self) -> Iterator[Piece]:
+    def _local_pieces(self) -> Iterator[Piece]:
         """The ranges that this rank holds, including those that other ranks hold too."""
         rank, local, pieces = self.tp_shard.group.rank, 0, []
         for start, stop in self._layout.split.ranges[rank]:
             pieces.append(Piece(rank, local, start, stop - start))
             local += stop - start
-        return self._kept(pieces)
+        return self._clipped(pieces)
 
-    def _kept(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def _clipped(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """Clip `pieces` to the rows that FSDP leaves on this rank, with offsets in its FSDP shard."""
         start, stop = self.tp_shard.rows if self._layout.dim == 0 else (0, self.tp_shard.local_shape[self._layout.dim])
         for piece in pieces:

@@ -58,8 +58,8 @@ class SaveFolder:
         try:
             self.is_locked = self._enter()
             with named(path, "folder"):
-                for left in path.glob(f"{STAGING}*") if self.is_locked else ():
-                    shutil.rmtree(left, ignore_errors=True)
+                for stale in path.glob(f"{STAGING}*") if self.is_locked else ():
+                    shutil.rmtree(stale, ignore_errors=True)
                 self.staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=path))
         except BaseException:
             self._leave()

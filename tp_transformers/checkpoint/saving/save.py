@@ -30,7 +30,7 @@ from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import local_tensor, shard_of, whole_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ...transformers_api import custom_object_save, revert_weight_conversion
-from ..conversion.convert import WholeModel
+from ..conversion.convert import FullModel
 from ..quantization.format import Format
 from ..quantization.members import PACKED_CHECKPOINT, packed_state
 from ..quantization.packed import packed_weights
@@ -65,7 +65,7 @@ def save_pretrained(
         CheckpointError: the folder is not writable, another save is running in it, or it holds a pre-sharded
             checkpoint.
     """
-    _refuse_arguments(variant, unsupported)
+    _check_arguments(variant, unsupported)
     group, folder = GROUP.of(model), Path(save_directory)
     # 1. Assign tensors to files: from shapes alone, so equal on all ranks.
     contents = _Contents(model, max_shard_size, variant, save_original_format)
@@ -81,18 +81,18 @@ def save_pretrained(
         group.together(lambda: files.finish(model) if files is not None else None)
 
 
-def _refuse_arguments(variant: str | None, others: dict[str, Any]) -> None:
+def _check_arguments(variant: str | None, arguments: dict[str, Any]) -> None:
     """Raise UnsupportedError on arguments of transformers' `save_pretrained` that are set and not supported here."""
-    others.pop("safe_serialization", None)  # files are always safetensors
-    if others.get("distributed_checkpoint"):
+    arguments.pop("safe_serialization", None)  # files are always safetensors
+    if arguments.get("distributed_checkpoint"):
         raise UnsupportedError(
             "save_pretrained of a tensor-parallel model does not take distributed_checkpoint. For a file a rank, call "
             "tp_transformers.save_sharded(model, folder); it loads at any number of ranks."
         )
-    given = sorted(name for name, value in others.items() if value not in (None, False))
-    if given:
+    names = sorted(name for name, value in arguments.items() if value not in (None, False))
+    if names:
         raise UnsupportedError(
-            f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; a "
+            f"save_pretrained of a tensor-parallel model does not take {', '.join(names)}. Save to a folder first; a "
             "plain model that is loaded from it takes them all."
         )
     if variant == VARIANT:
@@ -114,7 +114,7 @@ class _Contents:
         self.tensors = dense | packed
         """This rank's tensors of the model."""
         self.meta = {name: whole_like(tensor) for name, tensor in self.tensors.items()}
-        full_model: Any = WholeModel(model, {name: self.meta[name].shape for name in dense})
+        full_model: Any = FullModel(model, {name: self.meta[name].shape for name in dense})
         self.revert: Revert = partial(revert_weight_conversion, full_model) if save_original_format else dict
         """Converts full tensors back to the names and tensors of the checkpoint that the model was loaded from."""
         if packed:
@@ -126,7 +126,7 @@ class _Contents:
         self.weights_name = weights if variant is None else weights.replace(".", f".{variant}.")
         self.index_name = index if variant is None else f"model.safetensors.index.{variant}.json"
         pattern = self.weights_name.replace(".safetensors", "{suffix}.safetensors")
-        self.cut = split_torch_state_dict_into_shards(
+        self.split = split_torch_state_dict_into_shards(
             self.state, filename_pattern=pattern, max_shard_size=max_shard_size
         )
 
@@ -167,33 +167,33 @@ class _Files:
         self.contents, self.writers = contents, dict[str, Writer]()
         self.place = stack.enter_context(SaveFolder(folder))
         with named(folder, "folder"):
-            _refuse_sharded(folder)
-            self.names = _names(self.place, contents.cut.filename_to_tensors)
+            _check_not_sharded(folder)
+            self.names = _names(self.place, contents.split.filename_to_tensors)
             self.before = names_in(folder / contents.index_name)
-        for file, names in contents.cut.filename_to_tensors.items():
+        for file, names in contents.split.filename_to_tensors.items():
             writer = Writer(self.place.staging / self.names[file], {name: contents.state[name] for name in names})
             self.writers[file] = stack.enter_context(closing(writer))
 
     def write(self, values: dict[str, Tensor]) -> None:
         """Write full tensors of the model to their files."""
         for target, value in self.contents.revert(values).items():
-            self.writers[self.contents.cut.tensor_to_filename[target]].write(target, value)
+            self.writers[self.contents.split.tensor_to_filename[target]].write(target, value)
 
     def finish(self, model: PreTrainedModel) -> None:
         """Write configs and index, move all files into place, and remove those of an earlier save."""
-        place, cut = self.place, self.contents.cut
+        place, split = self.place, self.contents.split
         weights_name, index_name = self.contents.weights_name, self.contents.index_name
         for writer in self.writers.values():
             writer.finish()
         write_configs(model, place.staging)
         with named(place.path, "folder"):
             configs = config_last({path.name for path in place.staging.iterdir()} - set(self.names.values()))
-            earlier = weights_name if cut.is_sharded and os.path.lexists(place.path / weights_name) else None
+            earlier = weights_name if split.is_sharded and os.path.lexists(place.path / weights_name) else None
         written = [*configs, *self.names.values()]
-        if cut.is_sharded:
+        if split.is_sharded:
             total = sum(whole_like(param).numel() for param in model.parameters())
-            weight_map = {name: self.names[file] for name, file in cut.tensor_to_filename.items()}
-            index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": weight_map}
+            weight_map = {name: self.names[file] for name, file in split.tensor_to_filename.items()}
+            index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": weight_map}
             write_text(place.staging / index_name, json.dumps(index, indent=2, sort_keys=True) + "\n")
             written = [*self.names.values(), *configs]
             # Readers use the index once there is no single weights file; the config is the second to last step.
@@ -202,7 +202,7 @@ class _Files:
         place.remove(_old_weights(place, weights_name, index_name, before=self.before, keep=written))
 
 
-def _refuse_sharded(folder: Path) -> None:
+def _check_not_sharded(folder: Path) -> None:
     """Raise CheckpointError if the folder holds a pre-sharded checkpoint: loads reject ordinary weights beside one."""
     if os.path.lexists(folder / MANIFEST_NAME):
         raise CheckpointError(
@@ -244,12 +244,12 @@ def _old_weights(
     belong to a concurrent save.
     """
     stem = re.escape(weights_name.removesuffix(".safetensors"))
-    pieces = re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}\.safetensors")
+    pattern = re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}\.safetensors")
     try:
-        found = sorted(path.name for path in place.path.iterdir() if pieces.fullmatch(path.name))
+        files = sorted(path.name for path in place.path.iterdir() if pattern.fullmatch(path.name))
     except OSError:  # the next save removes them
-        found = []
-    old = [name for name in found if place.is_locked or name in before]
+        files = []
+    old = [name for name in files if place.is_locked or name in before]
     return [name for name in (weights_name, index_name, *old) if name not in keep]
 
 
@@ -258,8 +258,8 @@ def _convertible_groups(contents: _Contents, group: TensorParallelGroup) -> list
     groups: dict[str, list[str]] = {}
     for name in contents.meta:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
-    alone = [contents.revert({name: contents.meta[name] for name in names}) for names in groups.values()]
-    shapes = {name: tensor.shape for part in alone for name, tensor in part.items()}
+    reverted = [contents.revert({name: contents.meta[name] for name in names}) for names in groups.values()]
+    shapes = {name: tensor.shape for tensors in reverted for name, tensor in tensors.items()}
     if shapes == {name: tensor.shape for name, tensor in contents.state.items()}:
         return list(groups.values())
     if group.rank == 0:

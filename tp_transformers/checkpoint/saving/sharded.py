@@ -94,9 +94,9 @@ def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None
 def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
     """Write the files of one replica, then the manifest."""
     dense, packed = saved_state(model)
-    everyone = group.gather((secrets.token_hex(4), sample(model, group)))
-    warn_of_drift([values for _, values in everyone], group.rank)
-    state, save = dense | packed, everyone[0][0]
+    per_rank = group.gather((secrets.token_hex(4), sample(model, group)))
+    warn_of_drift([values for _, values in per_rank], group.rank)
+    state, save = dense | packed, per_rank[0][0]
     path = rank_path(folder, save, group.rank, group.size)
 
     def write() -> RankFile:
@@ -141,12 +141,12 @@ def check_save(
     model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile], state: Mapping[str, torch.Tensor]
 ) -> Manifest:
     """Build the manifest of files that are all written, and check the files as a load would. Raises CheckpointError."""
-    whole = {name: (whole_like(tensor), layout_of(tensor)) for name, tensor in state.items()}
+    full = {name: (whole_like(tensor), layout_of(tensor)) for name, tensor in state.items()}
     manifest = Manifest(
         folder,
         save,
         tuple(files),
-        {name: WholeTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in whole.items()},
+        {name: WholeTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in full.items()},
         tuple(identity(entry) for entry in getattr(model, "_weight_conversions", None) or ()),
         str(model.dtype).removeprefix("torch."),
         untyped(model).tp_source,
@@ -176,18 +176,18 @@ def complete_save(model: PreTrainedModel, manifest: Manifest, place: SaveFolder)
             place.remove(keep)
         raise
     with suppress(OSError):  # the next save removes them
-        found = [path.name for path in manifest.folder.iterdir() if RANK_FILE.match(path.name)]
-        place.remove(name for name in found if name not in keep and (place.is_locked or name in before))
+        rank_files = [path.name for path in manifest.folder.iterdir() if RANK_FILE.match(path.name)]
+        place.remove(name for name in rank_files if name not in keep and (place.is_locked or name in before))
 
 
 def refuse_ordinary_weights(folder: Path) -> None:
     """Raise CheckpointError if the folder holds ordinary weights, which a load could take instead."""
     with named(folder, "folder"):
-        found = ordinary_weights(folder)
-    if found:
+        weights = ordinary_weights(folder)
+    if weights:
         raise CheckpointError(
             f"save_sharded to {folder}",
-            got=f"a folder that holds {found[0]}",
+            got=f"a folder that holds {weights[0]}",
             expected="a folder without other weights",
             fix="Choose another folder; one inside this one will do.",
         )

@@ -67,7 +67,7 @@ class ShardedCheckpoint(Checkpoint):
         for name, tensor in manifest.tensors.items():
             if tensor.layout is not None and tensor.layout not in covers:
                 covers[tensor.layout] = tensor.layout.split.cover(rank)
-            self.tensors[name] = _Whole(self, name, tensor, covers[tensor.layout], home=rank % len(manifest.files))
+            self.tensors[name] = _FullTensor(self, name, tensor, covers[tensor.layout], home=rank % len(manifest.files))
 
     def shards(self, rank: int) -> dict[str, Stored]:
         """Return the tensors in the file of `rank`.
@@ -92,7 +92,7 @@ class ShardedCheckpoint(Checkpoint):
         return self.manifest.save, self.manifest.files
 
 
-class _Whole(Expression):
+class _FullTensor(Expression):
     """A full tensor read from the rank files; a selection opens only the files that it needs."""
 
     def __init__(
@@ -100,30 +100,30 @@ class _Whole(Expression):
     ) -> None:
         """`cover` maps each range to a file; a replicated tensor is read from the file of rank `home`."""
         self.checkpoint, self.name, self.cover, self.home = checkpoint, name, cover, home
-        self.cut_dim = None if tensor.layout is None else tensor.layout.dim
+        self.sharded_dim = None if tensor.layout is None else tensor.layout.dim
         self.shape, self.dtype = torch.Size(tensor.shape), tensor.dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
         """Select the ranges from the shards; along a dim that is not sharded, the same ranges from every shard."""
-        if self.cut_dim is None:
+        if self.sharded_dim is None:
             return self._shard(self.home).select(dim, ranges)
-        if dim != self.cut_dim:
+        if dim != self.sharded_dim:
             return self._all().select(dim, ranges)
-        parts: list[LazyTensor] = []
+        selected: list[LazyTensor] = []
         for start, stop in ranges:
             for piece in self.cover:
                 low, high = max(start - piece.start, 0), min(stop - piece.start, piece.length)
                 if low < high:
-                    parts.append(self._shard(piece.rank).select(dim, [(piece.local + low, piece.local + high)]))
-        return concat(parts, dim) if parts else self._shard(self.home).select(dim, [])
+                    selected.append(self._shard(piece.rank).select(dim, [(piece.local + low, piece.local + high)]))
+        return concat(selected, dim) if selected else self._shard(self.home).select(dim, [])
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         yield from self._all().pieces(destination)
 
     def _all(self) -> LazyTensor:
-        if self.cut_dim is None:
+        if self.sharded_dim is None:
             return self._shard(self.home)
-        return self.select(self.cut_dim, [(0, self.shape[self.cut_dim])])
+        return self.select(self.sharded_dim, [(0, self.shape[self.sharded_dim])])
 
     def _shard(self, rank: int) -> Stored:
         return self.checkpoint.shards(rank)[self.name]
@@ -132,22 +132,22 @@ class _Whole(Expression):
 def _open(folder: Path, file: RankFile) -> LocalFile:
     path = folder / file.name
     if not path.is_file():
-        raise _other(path, got="no such file", expected=f"the file of {file.size} bytes that was saved")
+        raise _changed(path, got="no such file", expected=f"the file of {file.size} bytes that was saved")
     source = LocalFile(path)
     if source.size != file.size:
         source.close()
-        raise _other(path, got=f"{source.size} bytes", expected=f"{file.size}, as they were saved")
+        raise _changed(path, got=f"{source.size} bytes", expected=f"{file.size}, as they were saved")
     return source
 
 
 def _checked_header(source: Source, manifest: Manifest, rank: int) -> dict[str, Stored]:
     """Read the tensors in the file of `rank`. Raises CheckpointError if they differ from the manifest."""
     header = read_header(source, metadata={"save": manifest.save, "rank": str(rank)})
-    found = {name: (stored.dtype, tuple(stored.shape)) for name, stored in header.items()}
+    actual = {name: (stored.dtype, tuple(stored.shape)) for name, stored in header.items()}
     expected = {name: (tensor.dtype, tensor.local_shape(rank)) for name, tensor in manifest.tensors.items()}
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            raise _other(source.name, got=f"{found.get(name)} for {name}", expected=f"{expected.get(name)}")
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
+            raise _changed(source.name, got=f"{actual.get(name)} for {name}", expected=f"{expected.get(name)}")
     return header
 
 
@@ -157,14 +157,14 @@ def _fault(folder: Path, file: RankFile) -> str | None:
         with _open(folder, file) as source:
             buffer, crc32 = memoryview(bytearray(min(_CHUNK, max(source.size, 1)))), 0
             for start in range(0, source.size, len(buffer)):
-                part = buffer[: min(len(buffer), source.size - start)]
-                source.read(start, [part])
-                crc32 = zlib.crc32(part, crc32)
+                chunk = buffer[: min(len(buffer), source.size - start)]
+                source.read(start, [chunk])
+                crc32 = zlib.crc32(chunk, crc32)
     except CheckpointError as error:
         return str(error)
     return None if f"{crc32:08x}" == file.crc32 else f"{file.name}: got checksum {crc32:08x}, expected {file.crc32}"
 
 
-def _other(path: str | Path, *, got: str, expected: str) -> CheckpointError:
+def _changed(path: str | Path, *, got: str, expected: str) -> CheckpointError:
     fix = "The folder was copied in part or changed; copy it again as a whole, or save the model again."
     return CheckpointError(f"checkpoint file {path}", got=got, expected=expected, fix=fix)

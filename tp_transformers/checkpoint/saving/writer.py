@@ -27,7 +27,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 def make_folder(folder: Path) -> None:
     """Create a folder if it is missing, and sync its directory entry to disk. Raises CheckpointError on failure."""
     try:
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        created = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         got = "a symbolic link that leads nowhere" if folder.is_symlink() else "a file of that name"
@@ -39,7 +39,7 @@ def make_folder(folder: Path) -> None:
         raise CheckpointError(
             f"folder {folder}", got=got, expected="a folder, or room for one", fix=_remedy(error)
         ) from error
-    for path in made:
+    for path in created:
         sync_folder(path.parent)
 
 
