@@ -50,9 +50,9 @@ def check_same_files(group: TensorParallelGroup, checkpoint: Checkpoint) -> int:
     Raises CheckpointError on all ranks, with the file and the rank, if two ranks have opened different files.
     """
     views = (_view(source) if source is not None else None for source in checkpoint.opened)
-    everyone = group.everywhere(lambda: (checkpoint.signature, list(views)))
-    _compare(None, "list of files", dict(enumerate(signature for signature, _ in everyone)))
-    by_file = zip(*(opened for _, opened in everyone), strict=True)
+    per_rank = group.everywhere(lambda: (checkpoint.signature, list(views)))
+    _compare(None, "list of files", dict(enumerate(signature for signature, _ in per_rank)))
+    by_file = zip(*(opened for _, opened in per_rank), strict=True)
     files = [{rank: seen for rank, seen in enumerate(ranks) if seen is not None} for ranks in by_file]
     for file in files:
         for trait in ("size", "header", "commit", "etag"):
