@@ -1,4 +1,4 @@
-"""Checkpoints: files to bytes (index, source), bytes to parameters (reader, conversion), and back (saving)."""
+"""Checkpoints: from files or the Hub into parameters (reading, hub, conversion, quantization), and back (saving)."""
 
 from __future__ import annotations
 

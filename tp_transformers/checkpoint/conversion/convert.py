@@ -1,7 +1,7 @@
 """transformers' renamings and converters -> a lazy expression over checkpoint tensors for every model parameter.
 
-Converters are expressed by `operations`, so that slices of their results read slices of their sources. A converter
-that cannot be expressed falls back: transformers itself converts its complete sources, and the result is sliced.
+Converters are rewritten with lazy `operations`, so slices of their results read slices of their sources. A converter
+that has no lazy equivalent falls back: transformers converts its complete sources, and the result is sliced.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Conversion:
-    """A checkpoint in terms of a model."""
+    """The lazy values of a model's parameters and buffers, from a checkpoint."""
 
     expressions: dict[str, LazyTensor] = field(default_factory=dict)
-    """Model parameter or buffer -> its whole value, lazily."""
+    """Model parameter or buffer -> its full value, lazily."""
     unexpected: set[str] = field(default_factory=set)
-    """Checkpoint tensors (renamed) that the model has no place for."""
+    """Checkpoint tensors (renamed) that the model does not have."""
     fallbacks: list[str] = field(default_factory=list)
     """Parameters that need complete sources."""
     beside: Mapping[str, LazyTensor] = field(default_factory=dict)
@@ -45,10 +45,10 @@ def convert(
     shapes: Mapping[str, torch.Size],
     weight_mapping: Sequence[Any] | None,
 ) -> Conversion:
-    """Express the parameters and buffers of `model`, of whole `shapes`, in terms of the checkpoint's `tensors`.
+    """Build lazy values for the parameters and buffers of `model` from the checkpoint's `tensors`.
 
-    `weight_mapping` are transformers' transforms for the model, in their order. Raises CheckpointError where a
-    converter cannot take the tensors that there are for it.
+    `shapes` are full shapes; `weight_mapping` are transformers' transforms for the model, in their order. Raises
+    CheckpointError if a converter cannot convert its tensors.
     """
     renamings = [entry for entry in weight_mapping or () if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping or () if isinstance(entry, WeightConverter)]
@@ -72,7 +72,7 @@ def convert(
             result.unexpected.update(_targets(name, converter))
             continue
         if name not in groups:
-            groups[name] = _Group(name, converter, WholeModel(model, shapes))
+            groups[name] = _Group(name, converter, FullModel(model, shapes))
         groups[name].sources.append((key, pattern, tensors[key]))
 
     for group in groups.values():
@@ -86,13 +86,13 @@ def convert(
             )
         else:
             result.expressions.update({target: group.take(expressed, target) for target in targets})
-    # transformers reverts these on save.
+    # Transformers reverts these on save.
     untyped(model)._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]
     return result
 
 
 def identity(entry: Any) -> list[Any]:
-    """A name, as JSON, for a transform of transformers that is the same in other processes."""
+    """Return a JSON identifier of a transform of transformers, equal across processes."""
     return [
         type(entry).__name__,
         [*entry.source_patterns],
@@ -102,32 +102,32 @@ def identity(entry: Any) -> list[Any]:
 
 
 def dtype_policy(dtype_plan: Mapping[str, torch.dtype] | None) -> Callable[[str], torch.dtype | None]:
-    """A function from a parameter's name to the dtype that transformers' `dtype_plan` keeps it in, or None."""
+    """Return a function from a parameter's name to its dtype in transformers' `dtype_plan`, or None."""
     if not dtype_plan:
         return lambda name: None
     patterns, by_group, _ = build_glob_alternation(list(dtype_plan))
 
     def policy(name: str) -> torch.dtype | None:
-        found = patterns.search(name)
-        return dtype_plan[by_group[found.lastgroup]] if found is not None and found.lastgroup is not None else None
+        match = patterns.search(name)
+        return dtype_plan[by_group[match.lastgroup]] if match is not None and match.lastgroup is not None else None
 
     return policy
 
 
 def _targets(first_target: str, converter: WeightConverter) -> list[str]:
-    """The names of everything that the converter makes."""
+    """Return the names of all results of the converter."""
     first = converter.target_patterns[0]
     return [first_target.replace(first, target) for target in converter.target_patterns]
 
 
-class WholeModel:
-    """A model whose parameters are seen whole, whatever this rank holds of them: converters measure against them."""
+class FullModel:
+    """A wrapper of a model that returns parameters in their full shapes, which converters compare to."""
 
     def __init__(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
         self.model, self.shapes = model, shapes
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """A meta tensor of the parameter's whole shape. Raises AttributeError where there is none."""
+        """Return a meta tensor of the parameter's full shape. Raises AttributeError for unknown names."""
         if name not in self.shapes:
             raise AttributeError(f"{type(self.model).__name__} has no parameter {name}")
         return torch.empty(self.shapes[name], device="meta")
@@ -139,13 +139,13 @@ class WholeModel:
 class _Group:
     """Checkpoint tensors that one converter turns into one or more parameters."""
 
-    def __init__(self, first_target: str, converter: WeightConverter, model: WholeModel) -> None:
+    def __init__(self, first_target: str, converter: WeightConverter, model: FullModel) -> None:
         self.first_target, self.converter, self.model = first_target, converter, model
         self.sources: list[tuple[str, str, LazyTensor]] = []
         self.results: dict[str, torch.Tensor] = {}
 
     def take(self, values: dict[str, Any], target: str) -> Any:
-        """Take `target` from the result of the converter. Raises CheckpointError where it is not there."""
+        """Pop `target` from the results of the converter. Raises CheckpointError if it is missing."""
         if target not in values:
             raise CheckpointError(
                 f"{target}: the converter of {self.sources[0][0]} gave {', '.join(sorted(values)) or 'nothing'} instead"
@@ -153,7 +153,7 @@ class _Group:
         return values.pop(target)
 
     def value(self, target: str) -> torch.Tensor:
-        """The whole value of `target`, by transformers' own code for all targets together; each is kept until taken."""
+        """Return the full value of `target`. Transformers converts all targets at once; others are kept until taken."""
         if target not in self.results:
             converter = copy.deepcopy(self.converter)
             for key, pattern, tensor in self.sources:

@@ -1,9 +1,9 @@
 """The operations of transformers' converters, on lazy tensors: a slice of a result reads slices of its sources.
 
-transformers itself runs on empty tensors of the same shapes, and so decides on names, on sizes that come from the
-config or the model, on tensors that an operation leaves alone, and on errors. The table below says only where the
-values of its results come from. A new operation is one entry. An operation that is not in the table, or that depends on
-values, is not expressed, and the caller reads its complete sources.
+Each operation of transformers runs on empty tensors of the same shapes. That gives the names, the sizes that depend on
+the config or the model, the tensors that it returns unchanged, and its errors. The table below only maps results to
+source tensors; a new operation is one entry. For an operation that is not in the table, or that depends on values, the
+caller reads the complete sources.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ Sources = Sequence[tuple[str, str, LazyTensor]]
 """Input of a converter: (checkpoint name, source pattern that it matched, tensor), in checkpoint order."""
 
 _SHORTEST_ROW = 64
-"""Bytes of a row that are worth a read of their own; permuting smaller ones is left to whole tensors."""
+"""Fewest bytes of a row to read by itself; tensors with shorter rows are read completely and then permuted."""
 
 
 def express(converter: WeightConverter, target: str, sources: Sources, model: Any) -> dict[str, LazyTensor] | None:
-    """Results of `converter` on `sources`: {parameter name: lazy tensor}; None where it cannot be expressed.
+    """Apply `converter` lazily to `sources`: {parameter name: lazy tensor}; None if it has no lazy equivalent.
 
-    `target` is the name of the first result; operations ask `model` for its config and for whole shapes. Raises
-    CheckpointError where transformers cannot convert tensors of these shapes (an expert is missing).
+    `target` is the name of the first result; operations read config and full shapes from `model`. Raises
+    CheckpointError if transformers cannot convert tensors of these shapes (for example, an expert is missing).
     """
-    if not all(map(_is_known, converter.operations)):
+    if not all(map(_is_in_table, converter.operations)):
         return None
     lazily = copy.deepcopy(converter)
-    lazily.operations = [_Expressed(operation, target, sources) for operation in converter.operations]
+    lazily.operations = [_LazyOperation(operation, target, sources) for operation in converter.operations]
     for name, pattern, tensor in sources:
         lazily.add_tensor(target, name, pattern, tensor)
     try:
         values = lazily.convert(target, model=model, config=model.config)
-        return {name: _only(value) for name, value in values.items()}
-    except ValueError:  # the table or an expression does not apply
+        return {name: _single(value) for name, value in values.items()}
+    except ValueError:  # a table entry or a lazy operation does not apply
         return None
 
 
-def _is_known(operation: Any) -> bool:
-    """True for an operation of transformers itself that the table describes, not for another of its name."""
+def _is_in_table(operation: Any) -> bool:
+    """Return True for transformers' own operations in the table, not for other classes of the same name."""
     name = type(operation).__name__
     return name in _TABLE and getattr(core_model_loading, name, None) is type(operation)
 
 
-class _Expressed:
-    """Stands in for an operation of transformers; takes and gives lazy tensors."""
+class _LazyOperation:
+    """The lazy version of an operation of transformers: takes and returns lazy tensors."""
 
     def __init__(self, operation: Any, target: str, sources: Sources) -> None:
         self.operation, self.target, self.sources = operation, target, sources
 
     def convert(self, tensors: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-        """Name the results as transformers does, and express them as the table does."""
-        likes = {pattern: _each(value, _like) for pattern, value in tensors.items()}
-        given = {
-            id(like): tensor
+        """Run transformers on meta tensors for names and shapes, and the table for the lazy results."""
+        metas = {pattern: _map(value, _meta) for pattern, value in tensors.items()}
+        lazy_by_id = {
+            id(meta): tensor
             for pattern, value in tensors.items()
-            for like, tensor in zip(_listed(likes[pattern]), _listed(value), strict=True)
+            for meta, tensor in zip(_as_list(metas[pattern]), _as_list(value), strict=True)
         }
 
         def run(values: dict[str, Any]) -> dict[str, Any]:
@@ -75,21 +75,21 @@ class _Expressed:
             return results
 
         try:
-            results = run(likes)
+            results = run(metas)
         except Exception as error:
             raise self._inconvertible(error) from error
-        wanted = [_only(result) for result in results.values()]
-        if all(id(like) in given for like in wanted):  # an operation that finds nothing to do hands back what it took
-            made = [given[id(like)] for like in wanted]
+        expected = [_single(result) for result in results.values()]
+        if all(id(meta) in lazy_by_id for meta in expected):  # an operation with nothing to do returns its inputs
+            lazy = [lazy_by_id[id(meta)] for meta in expected]
         else:
-            lists = {pattern: _listed(value) for pattern, value in tensors.items()}
-            made = _TABLE[type(self.operation).__name__](_Step(self.operation, lists, wanted, arguments, run))
-        if [tensor.shape for tensor in made] != [like.shape for like in wanted]:
+            lists = {pattern: _as_list(value) for pattern, value in tensors.items()}
+            lazy = _TABLE[type(self.operation).__name__](_Step(self.operation, lists, expected, arguments, run))
+        if [tensor.shape for tensor in lazy] != [meta.shape for meta in expected]:
             raise ValueError(f"{self.operation}: other shapes than transformers gives")
-        # A list stays a list: that is how the next operation knows what it has.
+        # A list stays a list: the next operation distinguishes them.
         return {
             pattern: [tensor] if isinstance(result, list) else tensor
-            for (pattern, result), tensor in zip(results.items(), made, strict=True)
+            for (pattern, result), tensor in zip(results.items(), lazy, strict=True)
         }
 
     def _inconvertible(self, error: Exception) -> CheckpointError:
@@ -104,72 +104,72 @@ class _Expressed:
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation, its inputs, and transformers' result."""
+    """One operation, its inputs, and transformers' results on meta tensors."""
 
     operation: Any
     sources: dict[str, list[LazyTensor]]
-    """By pattern, in the order of transformers."""
-    wanted: list[torch.Tensor]
-    """Meta tensors: the results, in the order of transformers."""
+    """Inputs by pattern, in transformers' order."""
+    expected: list[torch.Tensor]
+    """The results as meta tensors, in transformers' order."""
     arguments: dict[str, Any]
     run: Callable[[dict[str, Any]], dict[str, Any]]
 
     @property
     def only_source(self) -> LazyTensor:
-        """Raises ValueError where there is more than one."""
+        """The single input. Raises ValueError if there are several."""
         ((tensor,),) = self.sources.values()
         return tensor
 
 
-def _merge(step: _Step) -> list[LazyTensor]:
-    """n tensors of a pattern -> one with a new dim."""
+def _stack(step: _Step) -> list[LazyTensor]:
+    """Stack the tensors of each pattern along a new dim."""
     return [Stack(tensors, step.operation.dim % (tensors[0].ndim + 1)) for tensors in step.sources.values()]
 
 
-def _unmerge(step: _Step) -> list[LazyTensor]:
-    """One tensor -> each index of a dim, which goes."""
-    made: list[LazyTensor] = []
+def _unbind(step: _Step) -> list[LazyTensor]:
+    """Unbind each tensor along a dim."""
+    results: list[LazyTensor] = []
     for (tensor,) in step.sources.values():
         dim = step.operation.dim % tensor.ndim
-        made += [Squeeze(tensor.select(dim, [(index, index + 1)]), dim) for index in range(tensor.shape[dim])]
-    return made
+        results += [Squeeze(tensor.select(dim, [(index, index + 1)]), dim) for index in range(tensor.shape[dim])]
+    return results
 
 
 def _concatenate(step: _Step) -> list[LazyTensor]:
-    """All tensors, pattern by pattern in the converter's order, -> one after the other."""
+    """Concatenate all tensors, pattern by pattern in the converter's order."""
     patterns = [pattern for pattern in step.arguments["source_patterns"] if pattern in step.sources]
     tensors = [tensor for pattern in patterns for tensor in step.sources[pattern]]
     return [Concat(tensors, step.operation.dim % tensors[0].ndim)]
 
 
-def _cut(step: _Step) -> list[LazyTensor]:
-    """One tensor -> consecutive ranges of a dim, as long as transformers cuts them."""
+def _split(step: _Step) -> list[LazyTensor]:
+    """Split one tensor along a dim, into the lengths that transformers computes."""
     source = step.only_source
     dim = step.operation.dim % source.ndim
-    made: list[LazyTensor] = []
+    results: list[LazyTensor] = []
     start = 0
-    for like in step.wanted:
-        made.append(source.select(dim, [(start, start + like.shape[dim])]))
-        start += like.shape[dim]
-    return made
+    for meta in step.expected:
+        results.append(source.select(dim, [(start, start + meta.shape[dim])]))
+        start += meta.shape[dim]
+    return results
 
 
 def _first_rows(step: _Step) -> list[LazyTensor]:
-    """One tensor -> its first rows, as many as transformers keeps. Raises ValueError where it adds rows."""
-    source, (like,) = step.only_source, step.wanted
-    if like.shape[0] > source.shape[0]:
+    """Keep the first rows, as many as transformers keeps. Raises ValueError if it adds rows."""
+    source, (meta,) = step.only_source, step.expected
+    if meta.shape[0] > source.shape[0]:
         raise ValueError(f"{step.operation}: rows that the source does not have")
-    return [source.select(0, [(0, like.shape[0])])]
+    return [source.select(0, [(0, meta.shape[0])])]
 
 
 def _transpose(step: _Step) -> list[LazyTensor]:
-    """One tensor -> two of its dims swapped."""
+    """Swap two dims of one tensor."""
     source = step.only_source
     return [Transpose(source, step.operation.dim0 % source.ndim, step.operation.dim1 % source.ndim)]
 
 
 def _permute(step: _Step) -> list[LazyTensor]:
-    """Each tensor -> the rows of a dim in another order: the one into which transformers itself puts their indices."""
+    """Reorder the rows of a dim of each tensor; transformers gives the order by permuting their indices."""
     indices: dict[str, Any] = {}
     dims = []
     for pattern, (tensor,) in step.sources.items():
@@ -180,50 +180,50 @@ def _permute(step: _Step) -> list[LazyTensor]:
         shape[dim] = -1
         indices[pattern] = torch.arange(tensor.shape[dim]).view(shape)
         dims.append(dim)
-    orders = [_only(order).flatten().tolist() for order in step.run(indices).values()]
+    orders = [_single(order).flatten().tolist() for order in step.run(indices).values()]
     sources = [tensor for (tensor,) in step.sources.values()]
-    return [permute(*each) for each in zip(sources, dims, orders, strict=True)]
+    return [permute(*entry) for entry in zip(sources, dims, orders, strict=True)]
 
 
 def _fuse_experts(step: _Step) -> list[LazyTensor]:
-    """Lists of all experts -> for every target, its share of each list merged, one after the other."""
+    """Chunk each list of experts over the targets; for each target, stack its chunks and concatenate them."""
     operation, targets = step.operation, step.arguments["target_patterns"]
-    parts: list[list[LazyTensor]] = [[] for _ in targets]
+    per_target: list[list[LazyTensor]] = [[] for _ in targets]
     for pattern in step.arguments["source_patterns"]:
-        shares = operation.split_list_into_chunks(step.sources[pattern], chunks=len(targets))
-        for part, share in zip(parts, shares, strict=True):
-            part.append(Stack(share, operation.stack_dim))
-    return [Concat(part, operation.concat_dim) for part in parts]
+        chunks = operation.split_list_into_chunks(step.sources[pattern], chunks=len(targets))
+        for stacks, chunk in zip(per_target, chunks, strict=True):
+            stacks.append(Stack(chunk, operation.stack_dim))
+    return [Concat(stacks, operation.concat_dim) for stacks in per_target]
 
 
 _TABLE: dict[str, Callable[[_Step], list[LazyTensor]]] = {
-    "Chunk": _cut,
+    "Chunk": _split,
     "Concatenate": _concatenate,
     "ErnieFuseAndSplitTextVisionExperts": _fuse_experts,
     "Inkling2UnpadVocab": _first_rows,
     "Interleave": _permute,
-    "MergeModulelist": _merge,
+    "MergeModulelist": _stack,
     "PermuteForRope": _permute,
-    "Split": _cut,
-    "SplitModulelist": _unmerge,
+    "Split": _split,
+    "SplitModulelist": _unbind,
     "Transpose": _transpose,
 }
-"""Name of an operation's class in transformers -> its results, in the order in which transformers gives them."""
+"""Name of an operation's class in transformers -> a function that builds its results, in transformers' order."""
 
 
-def _like(tensor: LazyTensor) -> torch.Tensor:
+def _meta(tensor: LazyTensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _each(value: Any, function: Callable[[Any], Any]) -> Any:
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     return [function(item) for item in value] if isinstance(value, list) else function(value)
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _only(value: Any) -> Any:
-    """The tensor of a result, which may stand in a list. Raises ValueError where there are several."""
-    (tensor,) = _listed(value)
+def _single(value: Any) -> Any:
+    """Return the tensor of a result, which may be in a list. Raises ValueError if there are several."""
+    (tensor,) = _as_list(value)
     return tensor

@@ -1,12 +1,12 @@
-"""Requests for remote bytes -> few large ranges, each fetched by one rank and passed on to those that need it.
+"""Requests for remote bytes -> few large ranges, each fetched by one rank and sent to the ranks that need it.
 
-A tensor of which ranks need long runs of bytes, none of them the same, is fetched by those ranks, straight into place.
-For all other tensors (row-parallel shards, which are one short run a row; norms; replicated heads) the ranks exchange
-their needs, cut the union into blocks in file order, and fetch block i on rank i mod size. So together they fetch a
-checkpoint once, in ranges of megabytes, whatever the plan.
+If ranks need long, disjoint ranges of a tensor, each fetches its own straight into place. For all other tensors
+(row-parallel shards with one short range per row, norms, replicated heads) the ranks exchange their needs, split the
+union into blocks in file order, and fetch block i on rank i % size. So together they fetch a checkpoint once, in ranges
+of megabytes, for any plan.
 
-They go in rounds: each rank fetches one block and one range of its own, all agree that none has failed, and the bytes
-of the blocks go round. Requests of the next rounds are under way meanwhile.
+They work in rounds: each rank fetches one block and one range of its own, all vote that none has failed, and then
+exchange the bytes of the blocks. Requests of the next rounds run meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...slices.source import Source
 from ...slices.stored import Stored
 from ...torch_api import world
 from ..reading.jobs import Request
-from .fetch_plan import CONNECTIONS, Bytes, Need, Part, Positions, divide, pieces
+from .fetch_plan import CONNECTIONS, Bytes, FetchRange, Need, Positions, divide, pieces
 
 _NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
@@ -40,30 +40,32 @@ def fetch(
     *,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Fill the destinations of all ranks' `requests`; all ranks call it, with the same files as `sources`.
+    """Fill the destinations of all ranks' `requests`. Collective: call on all ranks with the same files as `sources`.
 
     `progress` is called with byte counts of this rank's requests. Holds CONNECTIONS blocks in memory.
 
-    Raises CheckpointError on all ranks where one cannot fetch its part; `sources` are closed then.
+    Raises CheckpointError on all ranks if one cannot fetch its ranges; `sources` are closed then.
     """
     # 1. Exchange needs.
     with group.agree():
         numbers = {id(source): number for number, source in enumerate(sources)}
-        mine = [
-            Need(group.rank, numbers[id(piece.tensor.source)], piece.tensor, piece.destination)
+        own = [
+            Need(group.rank, numbers[id(block.tensor.source)], block.tensor, block.destination)
             for request in requests
-            for piece in pieces(request)
+            for block in pieces(request)
         ]
-        parts = [(need.file, need.stored) for need in mine]
-        told = [(file, part.offset, part.stored_shape, part.dtype, part.selection) for file, part in parts]
+        slices = [(need.file, need.stored) for need in own]
+        encoded = [
+            (file, stored.offset, stored.stored_shape, stored.dtype, stored.selection) for file, stored in slices
+        ]
     needs: list[Need] = []
-    for rank, others in enumerate(group.gather(told)):
-        needs += mine if rank == group.rank else [_need(rank, sources, *other) for other in others]
-    # 2. Divide the fetches, alike on all ranks.
+    for rank, entries in enumerate(group.gather(encoded)):
+        needs += own if rank == group.rank else [_need(rank, sources, *entry) for entry in entries]
+    # 2. Divide the fetches; all ranks compute the same result.
     blocks, ranges = divide(needs, group.size)
     count = max(-(-len(blocks) // group.size), *map(len, ranges))
     rounds = [_Round(number, group, sources, blocks, ranges[group.rank]) for number in range(count)]
-    # 3. Fetch it, round by round.
+    # 3. Fetch round by round.
     pool = partial(ThreadPoolExecutor, CONNECTIONS, initializer=bind_thread, initargs=(group.device,))
     with _gloo(group) as channel, pool() as executor, _closed_on_failure(sources):
         waiting, under_way = iter(rounds), deque[tuple[_Round, list[Future[None]]]]()
@@ -95,7 +97,12 @@ class _Round:
     """One block of every rank, and one range of this rank's own."""
 
     def __init__(
-        self, number: int, group: TensorParallelGroup, sources: Sequence[Source], blocks: list[Part], ranges: list[Part]
+        self,
+        number: int,
+        group: TensorParallelGroup,
+        sources: Sequence[Source],
+        blocks: list[FetchRange],
+        ranges: list[FetchRange],
     ) -> None:
         self.group, self.sources = group, sources
         self.stop = (number + 1) * group.size
@@ -105,117 +112,117 @@ class _Round:
         self.bytes: Bytes | None = None
         """Bytes of this rank's block, once it is fetched."""
         self.sizes: list[tuple[int, int]] = []
-        """For every rank, how many bytes it gets of this rank's block, and this rank of its block."""
+        """For every peer, the bytes that it needs of this rank's block, and that this rank needs of its block."""
         self.outgoing = self.incoming = _NOTHING
 
     def jobs(self) -> list[Callable[[], None]]:
-        """This rank's requests, each to be called in a thread of its own."""
+        """Return this rank's requests, each to be called in a thread of its own."""
         jobs: list[Callable[[], None]] = []
         for block in self.blocks[self.group.rank : self.group.rank + 1]:
             self.bytes = np.empty(block.stop - block.start, dtype=np.uint8)
             jobs.append(partial(self.sources[block.file].read, block.start, [self.bytes.data]))
-        for part in self.ranges:
-            jobs.append(partial(self.sources[part.file].read, part.start, list(_places(part))))
+        for own_range in self.ranges:
+            jobs.append(partial(self.sources[own_range.file].read, own_range.start, list(_places(own_range))))
         return jobs
 
     def prepare(self) -> None:
-        """Allocate memory for the blocks, and for bytes that ranks pass on, before any rank waits."""
+        """Allocate memory for received blocks and for the exchange, before any rank waits for another."""
         for block in self.blocks:
             for need in block.of(self.group.rank):
                 len(need.memory)
         rank, ranks = self.group.rank, range(self.group.size)
-        self.sizes = [(self._size(rank, other), self._size(other, rank)) for other in ranks]
-        self.outgoing, self.incoming = (np.empty(max(each), dtype=np.uint8) for each in zip(*self.sizes, strict=True))
+        self.sizes = [(self._size(rank, peer), self._size(peer, rank)) for peer in ranks]
+        self.outgoing, self.incoming = (np.empty(max(sizes), dtype=np.uint8) for sizes in zip(*self.sizes, strict=True))
 
     def deliver(self, channel: dist.ProcessGroup | None) -> int:
-        """Pass the blocks on, once all are fetched; returns how many bytes this rank has got that it needs.
+        """Exchange the fetched blocks; return how many needed bytes this rank got.
 
-        A rank that fails still sends and receives as many bytes as the others expect, and then raises.
+        A rank that fails still sends and receives as many bytes as its peers expect, and then raises.
         """
         rank, size, errors = self.group.rank, self.group.size, list[Exception]()
-        count = sum(int(need.within(part.start, part.stop)[1].sum()) for part in self.ranges for need in part.needs)
+        count = sum(int(need.within(item.start, item.stop)[1].sum()) for item in self.ranges for need in item.needs)
         for step in range(size):
-            to, owner = (rank + step) % size, (rank - step) % size
-            sent, got = self.outgoing[: self.sizes[to][0]], self.incoming[: self.sizes[owner][1]]
-            with _kept(errors):
-                self._pack(to, sent)
+            receiver, owner = (rank + step) % size, (rank - step) % size
+            sent, received = self.outgoing[: self.sizes[receiver][0]], self.incoming[: self.sizes[owner][1]]
+            with _catch(errors):
+                self._pack(receiver, sent)
             if step:
-                _swap(channel, sent, to, got, owner)
-            with _kept(errors):
-                self._unpack(owner, got if step else sent)
-            count += len(got)
+                _swap(channel, sent, receiver, received, owner)
+            with _catch(errors):
+                self._unpack(owner, received if step else sent)
+            count += len(received)
         if errors:
             raise errors[0]
-        for number, parts in ((self.stop - 1, self.blocks), (self.number, self.ranges)):
-            for need in (need for part in parts for need in part.needs if need.last_part <= number):
+        for number, fetched in ((self.stop - 1, self.blocks), (self.number, self.ranges)):
+            for need in (need for item in fetched for need in item.needs if need.last_range <= number):
                 need.finish()
         self.bytes, self.outgoing, self.incoming = None, _NOTHING, _NOTHING
         return count
 
-    def _portions(self, owner: int, rank: int) -> Iterator[tuple[Need, Positions, Positions, Positions]]:
-        """The needs of `rank` in the block of `owner`: (need, offsets in the block, lengths, positions)."""
+    def _needs_in_block(self, owner: int, rank: int) -> Iterator[tuple[Need, Positions, Positions, Positions]]:
+        """Yield the needs of `rank` in the block of `owner`: (need, offsets in the block, lengths, positions)."""
         for block in self.blocks[owner : owner + 1]:
             for need in block.of(rank):
                 offsets, lengths, positions = need.within(block.start, block.stop)
                 yield need, offsets - block.start, lengths, positions
 
     def _size(self, owner: int, rank: int) -> int:
-        """Bytes of the block of `owner` that `rank` needs."""
-        return sum(int(lengths.sum()) for _, _, lengths, _ in self._portions(owner, rank))
+        """Count the bytes of the block of `owner` that `rank` needs."""
+        return sum(int(lengths.sum()) for _, _, lengths, _ in self._needs_in_block(owner, rank))
 
     def _pack(self, rank: int, packed: Bytes) -> None:
         """Copy the bytes of this rank's block that `rank` needs into `packed`, one after the other."""
         filled = 0
-        for _, offsets, lengths, _ in self._portions(self.group.rank, rank):
+        for _, offsets, lengths, _ in self._needs_in_block(self.group.rank, rank):
             assert self.bytes is not None
             ends = filled + np.cumsum(lengths)
             _copy(packed, ends - lengths, self.bytes, offsets, lengths)
             filled = int(ends[-1]) if len(ends) else filled
 
     def _unpack(self, owner: int, packed: Bytes) -> None:
-        """Copy the bytes that `owner` has packed for this rank into place."""
+        """Copy the bytes packed by `owner` for this rank into place."""
         taken = 0
-        for need, _, lengths, positions in self._portions(owner, self.group.rank):
+        for need, _, lengths, positions in self._needs_in_block(owner, self.group.rank):
             ends = taken + np.cumsum(lengths)
             _copy(np.frombuffer(need.memory, dtype=np.uint8), positions, packed, ends - lengths, lengths)
             taken = int(ends[-1]) if len(ends) else taken
 
 
-def _places(part: Part) -> Iterator[memoryview]:
-    """Buffers for the consecutive bytes of a part; bytes that nobody needs go to scratch memory."""
-    runs = []
-    for need in part.needs:
-        for offset, length, position in zip(*need.within(part.start, part.stop), strict=True):
-            runs.append((int(offset), need.memory[position : position + length]))
-    reached = part.start
-    for offset, place in sorted(runs, key=itemgetter(0)):
+def _places(fetch_range: FetchRange) -> Iterator[memoryview]:
+    """Yield buffers for the consecutive bytes of a range; gaps go to scratch memory."""
+    ranges = []
+    for need in fetch_range.needs:
+        for offset, length, position in zip(*need.within(fetch_range.start, fetch_range.stop), strict=True):
+            ranges.append((int(offset), need.memory[position : position + length]))
+    reached = fetch_range.start
+    for offset, buffer in sorted(ranges, key=itemgetter(0)):
         if offset > reached:
             yield memoryview(bytearray(offset - reached))
-        yield place
-        reached = offset + len(place)
+        yield buffer
+        reached = offset + len(buffer)
 
 
 def _copy(target: Bytes, starts: Positions, source: Bytes, offsets: Positions, lengths: Positions) -> None:
     """Copy `lengths[i]` bytes of `source` from `offsets[i]` to `starts[i]` of `target`, for all i."""
     singly = range(len(lengths))
     if len(lengths) > 3:
-        # All but the first and the last, which may be cut, are mostly the rows of a matrix: one copy of two dims.
+        # All but the first and the last, which may be clipped, are mostly rows of a matrix: one strided 2D copy.
         regular = [np.diff(starts[1:-1]), np.diff(offsets[1:-1]), lengths[1:-1]]
         if all(values.min() == values.max() for values in regular):
             rows = (len(lengths) - 2, int(lengths[1]))
-            to = np.lib.stride_tricks.as_strided(target[starts[1] :], rows, (int(regular[0][0]), 1))
-            to[...] = np.lib.stride_tricks.as_strided(source[offsets[1] :], rows, (int(regular[1][0]), 1))
+            destination = np.lib.stride_tricks.as_strided(target[starts[1] :], rows, (int(regular[0][0]), 1))
+            destination[...] = np.lib.stride_tricks.as_strided(source[offsets[1] :], rows, (int(regular[1][0]), 1))
             singly = range(0, len(lengths), len(lengths) - 1)
     for index in singly:
         start, offset, length = int(starts[index]), int(offsets[index]), int(lengths[index])
         target[start : start + length] = source[offset : offset + length]
 
 
-def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, got: Bytes, sender: int) -> None:
-    """Send `sent` to one rank while another one fills `got`."""
+def _swap(channel: dist.ProcessGroup | None, sent: Bytes, receiver: int, got: Bytes, sender: int) -> None:
+    """Send `sent` to one rank while receiving `got` from another."""
     works = []
     if len(sent):
-        works.append(dist.isend(torch.from_numpy(sent), group=channel, group_dst=to))
+        works.append(dist.isend(torch.from_numpy(sent), group=channel, group_dst=receiver))
     if len(got):
         works.append(dist.irecv(torch.from_numpy(got), group=channel, group_src=sender))
     for work in works:
@@ -224,8 +231,8 @@ def _swap(channel: dist.ProcessGroup | None, sent: Bytes, to: int, got: Bytes, s
 
 
 @contextmanager
-def _kept(errors: list[Exception]) -> Iterator[None]:
-    """Add the error that the block raises to `errors`."""
+def _catch(errors: list[Exception]) -> Iterator[None]:
+    """Catch an error of the block and append it to `errors`."""
     try:
         yield
     except Exception as error:
@@ -234,30 +241,30 @@ def _kept(errors: list[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _gloo(group: TensorParallelGroup) -> Iterator[dist.ProcessGroup | None]:
-    """A process group that sends between CPUs: the axis' own, or a new one where the user started it without gloo.
+    """Yield a process group for CPU tensors: that of the `tp` axis, or a new one if it was created without gloo.
 
-    torch names a group of some ranks by the number of groups that its process knows. Ranks may know different numbers
-    (other groups of the user), so those that know less first make groups of themselves alone.
+    Torch names a new group after the number of groups in its process. That number may differ between ranks (other
+    groups of the user), so ranks with fewer groups first create groups of one.
     """
     if group.size == 1 or "gloo" in dist.get_backend_config(group.process_group):
         yield group.process_group
         return
-    known = group.gather(len(world.pg_names))
-    made = [
+    counts = group.gather(len(world.pg_names))
+    groups = [
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        for _ in range(max(known) - known[group.rank])
+        for _ in range(max(counts) - counts[group.rank])
     ]
-    made.append(dist.new_group(group.global_ranks, backend="gloo", use_local_synchronization=True))
+    groups.append(dist.new_group(group.global_ranks, backend="gloo", use_local_synchronization=True))
     try:
-        yield made[-1]
+        yield groups[-1]
     finally:
-        for each in made:
-            dist.destroy_process_group(each)
+        for created in groups:
+            dist.destroy_process_group(created)
 
 
 @contextmanager
 def _closed_on_failure(sources: Sequence[Source]) -> Iterator[None]:
-    """Close the sources where the block fails, so that threads which read them stop."""
+    """Close the sources if the block fails, so that threads reading them stop."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""The ranks' needs of remote files -> the ranges that each rank fetches: arithmetic that every rank does alike."""
+"""Byte ranges that ranks need of remote files -> the ranges that each rank fetches. Same result on every rank."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from ..reading.jobs import Request, is_same_memory
 from ..reading.memory import copy
 
 CONNECTIONS = 6
-"""Requests that a rank has under way at a time."""
+"""Concurrent requests per rank."""
 DIRECT_BYTES = 4 << 20
-"""Runs of at least as many bytes are fetched by the rank that needs them."""
+"""Contiguous ranges of at least this many bytes are fetched by the rank that needs them."""
 RANGE_BYTES = 32 << 20
-"""The most that a rank fetches for itself by one request."""
+"""Most bytes per request that a rank makes for itself."""
 BLOCK_BYTES = 16 << 20
-"""The most that a rank fetches for all by one request, and the most that it stages of one tensor."""
+"""Most bytes per request that a rank makes for all, and most bytes staged of one tensor."""
 GAP_SHARE = 64
-"""Bytes that nobody needs are fetched where they join needed ones, up to this part of a range."""
+"""Gaps between needed bytes are fetched too, up to 1/GAP_SHARE of a range."""
 
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]
 
 
 class Need:
-    """One rank's slice of one stored tensor; on that rank, also its destination."""
+    """The slice of one stored tensor that a rank needs; on that rank, also its destination."""
 
-    last_part = -1
-    """Number of the last part that it takes something from."""
+    last_range = -1
+    """Index of the last fetched range that has bytes of it."""
 
     def __init__(self, rank: int, file: int, stored: Stored, destination: torch.Tensor | None = None) -> None:
         self.rank, self.file, self.stored, self.destination = rank, file, stored, destination
         self.start, self.stop = stored.start, stored.stop
 
     @cached_property
-    def _runs(self) -> tuple[Positions, Positions, Positions]:
+    def _ranges(self) -> tuple[Positions, Positions, Positions]:
         """(offsets in the file, lengths, positions in the destination), in file order, in bytes."""
         offsets, lengths = np.array(self.stored.runs(), dtype=np.int64).reshape(-1, 2).T
         positions = np.cumsum(lengths) - lengths
@@ -51,13 +51,13 @@ class Need:
         return offsets[order], lengths[order], positions[order]
 
     def spans(self) -> list[tuple[int, int]]:
-        """(start, stop) of every run, in file order."""
-        offsets, lengths, _ = self._runs
+        """Return (start, stop) of every contiguous range, in file order."""
+        offsets, lengths, _ = self._ranges
         return list(zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True))
 
     def within(self, start: int, stop: int) -> tuple[Positions, Positions, Positions]:
-        """The runs, as `_runs`, cut to the bytes [start, stop) of the file."""
-        offsets, lengths, positions = self._runs
+        """Return `_ranges` clipped to the bytes [start, stop) of the file."""
+        offsets, lengths, positions = self._ranges
         low = int(np.searchsorted(offsets + lengths, start, "right"))
         high = int(np.searchsorted(offsets, stop, "left"))
         offsets, lengths, positions = offsets[low:high], lengths[low:high], positions[low:high]
@@ -70,77 +70,79 @@ class Need:
         assert self.destination is not None
         if is_same_memory(self.destination, self.stored.dtype):
             return self.destination
-        # Pinned on the way to a GPU: a copy from other memory would go through a buffer of the driver's.
+        # Pinned for copies to a GPU: the driver would stage pageable memory in a buffer of its own.
         pinned = self.destination.device.type != "cpu"
         return torch.empty(self.stored.shape, dtype=self.stored.dtype, pin_memory=pinned)
 
     @property
     def memory(self) -> memoryview:
-        """Memory for the bytes: the destination's, or a tensor beside it until `finish`."""
+        """Memory for the bytes: the destination's, or a temporary tensor until `finish`."""
         return byte_view(self._values)
 
     def finish(self) -> None:
-        """Copy bytes that were read beside the destination into it, and drop both."""
+        """Copy a temporary tensor to the destination, and drop both."""
         if self.destination is not None and self._values is not self.destination:
             copy(self._values, self.destination)
         self.destination = None
-        for name in ("_runs", "_values"):
+        for name in ("_ranges", "_values"):
             self.__dict__.pop(name, None)
 
 
 @dataclass
-class Part:
-    """Consecutive bytes of a file that one request fetches, and the needs that they meet."""
+class FetchRange:
+    """A contiguous range of a file that one request fetches, and the needs that it serves."""
 
     file: int
     start: int
     stop: int
     needs: list[Need] = field(default_factory=list)
     gaps: int = 0
-    """Bytes that nobody needs."""
+    """Bytes in the range that no rank needs."""
 
     def of(self, rank: int) -> list[Need]:
         return [need for need in self.needs if need.rank == rank]
 
 
 def pieces(request: Request) -> Iterator[Request]:
-    """The request, in pieces of BLOCK_BYTES where its bytes cannot go straight into place."""
+    """Split the request into blocks of BLOCK_BYTES, unless its bytes go straight into place."""
     if request.tensor.nbytes:
         is_direct = is_same_memory(request.destination, request.tensor.dtype)
         limit = request.tensor.nbytes if is_direct else BLOCK_BYTES
-        yield from (Request(*part) for part in request.tensor.cut(request.destination, limit))
+        yield from (Request(*block) for block in request.tensor.cut(request.destination, limit))
 
 
-def divide(needs: Iterable[Need], size: int) -> tuple[list[Part], list[list[Part]]]:
-    """(blocks: rank i fetches those of a number i mod size; for every rank, the ranges for itself alone).
+def divide(needs: Iterable[Need], size: int) -> tuple[list[FetchRange], list[list[FetchRange]]]:
+    """Return (blocks, ranges by rank): rank i fetches block j if j % size == i, for all; ranges are for itself only.
 
-    Alone are fetched tensors of which all ranks need long runs, none of them the same bytes.
+    A tensor is fetched in ranges if all its needs are long contiguous ranges that do not overlap, else in blocks.
     """
     tensors: dict[tuple[int, int], list[Need]] = defaultdict(list)
     for need in needs:
         tensors[need.file, need.stored.offset].append(need)
-    together: list[Need] = []
-    alone: list[list[Need]] = [[] for _ in range(size)]
-    for some in tensors.values():
-        is_long = min(need.stored.shortest_run for need in some) >= DIRECT_BYTES
-        spans = sorted(span for need in some for span in need.spans()) if is_long else []
+    shared: list[Need] = []
+    separate: list[list[Need]] = [[] for _ in range(size)]
+    for tensor_needs in tensors.values():
+        is_long = min(need.stored.shortest_run for need in tensor_needs) >= DIRECT_BYTES
+        spans = sorted(span for need in tensor_needs for span in need.spans()) if is_long else []
         overlap = any(start < stop for (_, stop), (start, _) in pairwise(spans))
-        for need in some:
-            (alone[need.rank] if is_long and not overlap else together).append(need)
-    blocks = _cut([(need.file, need.start, need.stop) for need in together], together, BLOCK_BYTES)
-    ranges = [_cut([(need.file, *span) for need in own for span in need.spans()], own, RANGE_BYTES) for own in alone]
+        for need in tensor_needs:
+            (separate[need.rank] if is_long and not overlap else shared).append(need)
+    blocks = _split([(need.file, need.start, need.stop) for need in shared], shared, BLOCK_BYTES)
+    ranges = [
+        _split([(need.file, *span) for need in own for span in need.spans()], own, RANGE_BYTES) for own in separate
+    ]
     return blocks, ranges
 
 
-def _cut(spans: Iterable[tuple[int, int, int]], needs: Iterable[Need], limit: int) -> list[Part]:
-    """The union of `spans` (file, start, stop) as parts of at most `limit` bytes in file order, which meet `needs`.
+def _split(spans: Iterable[tuple[int, int, int]], needs: Iterable[Need], limit: int) -> list[FetchRange]:
+    """Split the union of `spans` (file, start, stop) into ranges of at most `limit` bytes in file order, with `needs`.
 
-    Spans are joined over gaps as long as those are a GAP_SHARE-th of a part at most.
+    Spans are joined over gaps that make up at most 1/GAP_SHARE of a range.
     """
-    parts: list[Part] = []
+    ranges: list[FetchRange] = []
     for file, start, stop in sorted(spans):
-        if parts and parts[-1].file == file:
-            last = parts[-1]
+        if ranges and ranges[-1].file == file:
+            last = ranges[-1]
             gap = max(start - last.stop, 0)
             start = max(start, last.stop)
             length = last.stop - last.start
@@ -148,13 +150,13 @@ def _cut(spans: Iterable[tuple[int, int, int]], needs: Iterable[Need], limit: in
                 last.gaps += gap
                 start = last.stop = min(stop, last.start + limit)
         while start < stop:
-            parts.append(Part(file, start, min(start + limit, stop)))
-            start = parts[-1].stop
-    starts = [(part.file, part.start) for part in parts]
+            ranges.append(FetchRange(file, start, min(start + limit, stop)))
+            start = ranges[-1].stop
+    starts = [(fetch_range.file, fetch_range.start) for fetch_range in ranges]
     for need in needs:
         number = max(bisect_right(starts, (need.file, need.start)) - 1, 0)
-        while number < len(parts) and (parts[number].file, parts[number].start) < (need.file, need.stop):
-            parts[number].needs.append(need)
-            need.last_part = number
+        while number < len(ranges) and (ranges[number].file, ranges[number].start) < (need.file, need.stop):
+            ranges[number].needs.append(need)
+            need.last_range = number
             number += 1
-    return parts
+    return ranges

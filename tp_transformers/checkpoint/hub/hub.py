@@ -1,7 +1,7 @@
-"""Names on the Hub -> sources of one commit; only config and index are kept on disk.
+"""Repository names -> remote files of one commit; only config and index are stored on disk.
 
-Rank 0 finds out which files there are; then the ranks divide the files among themselves, ask the Hub once for each and
-read its header, and tell the others.
+Rank 0 lists the files. The ranks divide them, each resolves its files on the Hub and reads their headers, and all
+gather the results.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from ..reading.header import HEADER_LIMIT, check_files, read_header, read_index
 from ..reading.local_file import LocalFile
 from .fetch_plan import CONNECTIONS
 from .remote_file import RemoteFile
-from .tries import ask_hub, refused, resolve
+from .tries import ask_hub, hub_error, resolve
 
 HEAD_BYTES = 256 << 10
-"""Most bytes of a file that are fetched at first for its header."""
+"""Most bytes of the first request for a file's header."""
 HEAD_SHARE = 1024
-"""Part of a file that is fetched at first for its header, if that is less than HEAD_BYTES."""
+"""The first request for a header fetches 1/HEAD_SHARE of the file, at most HEAD_BYTES."""
 
 T = TypeVar("T")
 
 
 class Weights:
-    """The place on the Hub where `from_pretrained` looks for weights."""
+    """The repository, revision and subfolder where `from_pretrained` looks for weights."""
 
     def __init__(self, arguments: Mapping[str, Any], download: Mapping[str, Any]) -> None:
-        """The place that the `arguments` of transformers' `_get_resolved_checkpoint_files` mean."""
+        """Read the `arguments` of transformers' `_get_resolved_checkpoint_files`."""
         self.repository = str(arguments["pretrained_model_name_or_path"])
         self.variant: str | None = arguments["variant"]
         self.use_safetensors: bool | None = arguments["use_safetensors"]
         self.file: str | None = arguments.get("transformers_explicit_filename")
-        """The file, or index, that the config names."""
+        """File or index named by the config."""
         self.revision = str(download["revision"])
         self.subfolder: str = download.get("subfolder") or ""
         self.token: str | bool | None = download.get("token")
         self.download = download
-        """Arguments of `cached_file`, those above included."""
+        """All arguments for `cached_file`."""
 
     def url(self, file: str) -> str:
         return hf_hub_url(self.repository, file, revision=self.revision, subfolder=self.subfolder or None)
@@ -60,48 +60,48 @@ class Weights:
         return posixpath.join(self.subfolder, file)
 
     def cached(self, file: str) -> str | None:
-        """Path of a file that was downloaded before, if it was and may be used."""
+        """Return the path of a file in the local cache; None if it is not cached or `force_download` is set."""
         if self.download.get("force_download"):
             return None
-        where = self.download.get("cache_dir")
-        path = try_to_load_from_cache(self.repository, self.path(file), cache_dir=where, revision=self.revision)
+        cache_dir = self.download.get("cache_dir")
+        path = try_to_load_from_cache(self.repository, self.path(file), cache_dir=cache_dir, revision=self.revision)
         return path if isinstance(path, str) else None
 
     def open(self, file: str, **remote: Any) -> RemoteFile:
-        """A file that is `remote`, as `RemoteFile` takes it."""
+        """Open a remote file; `remote` are arguments of `RemoteFile`."""
         name = f"{self.repository}@{self.revision[:8]}/{self.path(file)}"
         return RemoteFile(self.url(file), name=name, token=self.token, **remote)
 
 
 def is_on_hub(name: str | os.PathLike[str] | None, *, local_files_only: bool = False) -> bool:
-    """True for a name to be looked up on the Hub, unless the Hub may not be asked."""
+    """Return True if `name` is not a local path and the Hub may be queried."""
     return name is not None and not os.path.exists(name) and not local_files_only and not is_offline_mode()
 
 
 def pin(
     group: TensorParallelGroup, repository: str, revision: str | None, *, token: str | bool | None, subfolder: str = ""
 ) -> str:
-    """The commit that `revision` is now, the same one on all ranks.
+    """Resolve `revision` to a commit, the same on all ranks.
 
-    Raises CheckpointError on all ranks where there is no such repository or revision, or no access to it.
+    Raises CheckpointError on all ranks if the repository or revision does not exist, or access is denied.
     """
 
     def commit() -> str:
         url = hf_hub_url(repository, "config.json", revision=revision, subfolder=subfolder or None)
         try:
-            found = resolve(url, token).commit_hash
+            commit_hash = resolve(url, token).commit_hash
         except EntryNotFoundError as error:
             answer = error.response if isinstance(error, HfHubHTTPError) else None
-            found = answer.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT) if answer is not None else None
-            if found is None:
-                raise refused(url, error) from error
-        return str(found)
+            commit_hash = answer.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT) if answer is not None else None
+            if commit_hash is None:
+                raise hub_error(url, error) from error
+        return str(commit_hash)
 
     return _on_rank_0(group, commit)
 
 
 def check_index(weights: Weights) -> None:
-    """Raise CheckpointError where the index of a checkpoint that is on this machine is not one that can be read."""
+    """Raise CheckpointError if the index of a checkpoint is on this machine but unreadable."""
     name = weights.file or _variant("model.safetensors.index.json", weights.variant)
     local = os.path.join(weights.repository, weights.path(name))
     path = local if os.path.isfile(local) else weights.cached(name)
@@ -110,32 +110,32 @@ def check_index(weights: Weights) -> None:
 
 
 def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str | RemoteFile], dict[str, Any]]:
-    """The files of a checkpoint on the Hub, and transformers' "sharded metadata", with its `dtype`.
+    """Open the files of a checkpoint on the Hub; also return transformers' "sharded metadata", with its `dtype`.
 
-    Files that were downloaded before are read from the cache; the others are remote, their headers fetched already.
-    Raises CheckpointError on all ranks where there are no safetensors files, or where they cannot be read.
+    Cached files are paths; the others are remote, their headers fetched already.
+    Raises CheckpointError on all ranks if there are no safetensors files, or they cannot be read.
     """
     files, metadata = _on_rank_0(group, lambda: _find(weights))
-    everyone = group.everywhere(lambda: {file: weights.cached(file) for file in files})
-    cached = everyone[group.rank]
-    missing = sorted({file for paths in everyone for file, path in paths.items() if not path})
-    found = group.together(lambda: _inquire_all(weights, missing[group.rank :: group.size]))
-    everywhere = {file: remote for some in group.gather(found) for file, remote in some.items()}
+    cached_by_rank = group.everywhere(lambda: {file: weights.cached(file) for file in files})
+    cached = cached_by_rank[group.rank]
+    missing = sorted({file for paths in cached_by_rank for file, path in paths.items() if not path})
+    resolved = group.together(lambda: _inquire_all(weights, missing[group.rank :: group.size]))
+    remote_arguments = {file: remote for per_rank in group.gather(resolved) for file, remote in per_rank.items()}
     with group.agree():
-        opened = [cached[file] or weights.open(file, **everywhere[file]) for file in files]
+        opened = [cached[file] or weights.open(file, **remote_arguments[file]) for file in files]
         if "dtype" not in metadata:
             metadata["dtype"] = _dtype(opened[0])
     return opened, metadata
 
 
 def _on_rank_0(group: TensorParallelGroup, compute: Callable[[], T]) -> T:
-    """The value of `compute()` on rank 0, on all ranks; they fail together."""
+    """Return the value of `compute()` on rank 0, on all ranks; they fail together."""
     value = group.together(lambda: compute() if group.rank == 0 else None)
     return cast(T, group.gather(value)[0])
 
 
 def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
-    """Names of the weight files, in the order of transformers, and the metadata of their index."""
+    """List the weight files, in transformers' order, and return the metadata of their index."""
     single = weights.file or _variant("model.safetensors", weights.variant)
     index = single if single.endswith(".index.json") else None
     if weights.use_safetensors is False:
@@ -144,8 +144,8 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
         return [single], {}
     if index is None and weights.file is None:
         index = _variant("model.safetensors.index.json", weights.variant)
-    how = {**weights.download, "_raise_exceptions_for_missing_entries": False}
-    path = index and ask_hub(weights.url(index), partial(cached_file, weights.repository, index, **how))
+    options = {**weights.download, "_raise_exceptions_for_missing_entries": False}
+    path = index and ask_hub(weights.url(index), partial(cached_file, weights.repository, index, **options))
     if path is None:
         for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
             if _exists(weights, _variant(name, weights.variant)):
@@ -192,28 +192,28 @@ def _inquire_all(weights: Weights, files: list[str]) -> dict[str, dict[str, Any]
         try:
             return dict(zip(files, executor.map(partial(_inquire, weights, closed=closed), files), strict=True))
         except BaseException:
-            closed.set()  # what still waits, for a server that is asked again later, stops
+            closed.set()  # stops threads that wait for their next try
             raise
 
 
 def _inquire(weights: Weights, file: str, *, closed: threading.Event | None = None) -> dict[str, Any]:
-    """Ask the Hub for one file, and fetch its header; all that the other ranks need to open it too."""
+    """Resolve one file on the Hub and fetch its header; return the `RemoteFile` arguments for the other ranks."""
     try:
         metadata = resolve(weights.url(file), weights.token, closed)
     except EntryNotFoundError as error:
-        raise refused(weights.url(file), error) from error
+        raise hub_error(weights.url(file), error) from error
     assert metadata.size is not None
     remote = {"size": metadata.size, "etag": metadata.etag, "location": metadata.location}
-    source = weights.open(file, **remote, closed=closed)  # not to be closed: the others read until `closed` is set
+    source = weights.open(file, **remote, closed=closed)  # do not close it: other threads share `closed`
     head = source.read_bytes(0, min(metadata.size, max(8, min(metadata.size // HEAD_SHARE, HEAD_BYTES))))
     stop = 8 + int.from_bytes(head[:8], "little")
-    if len(head) < stop <= min(metadata.size, 8 + HEADER_LIMIT):  # else read_header says what is wrong
+    if len(head) < stop <= min(metadata.size, 8 + HEADER_LIMIT):  # else read_header raises
         head += source.read_bytes(len(head), stop - len(head))
     return remote | {"location": source.location, "etags": source.etags, "head": head}
 
 
 def _dtype(file: str | RemoteFile) -> torch.dtype:
-    """The dtype that transformers takes a file to be of: that of the first tensor by name that is of floats."""
+    """Return transformers' dtype of a file: that of its first floating-point tensor by name."""
     with LocalFile(file) if isinstance(file, str) else nullcontext(file) as source:
         tensors = read_header(source)
     state_dict = {name: torch.empty(0, dtype=tensors[name].dtype, device="meta") for name in sorted(tensors)}

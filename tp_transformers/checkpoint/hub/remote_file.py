@@ -1,4 +1,4 @@
-"""A file on the Hub, read by HTTP ranges: faults are waited out, answers that are not of this very file are refused."""
+"""A file on the Hub, read by HTTP ranges: transient faults are retried, responses for another file are rejected."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from huggingface_hub.utils import build_hf_headers, get_session
 
 from ...errors import CheckpointError
 from ...slices.source import Source
-from .tries import TRANSIENT, Pace, StalledError, Tries, TryAgainError, asked_wait, refused, resolve, within
+from .tries import TRANSIENT, Pace, StalledError, Tries, TryAgainError, hub_error, requested_wait, resolve, within
 from .urls import BAD_URL, HTTPError, followed, origin, printable, shown
 
 PROGRESS_BYTES = 1 << 20
-"""Bytes of one answer that start the count of tries anew; or a quarter of the missing bytes, where that is less."""
+"""Bytes of one response that reset the count of tries (or a quarter of the missing bytes, if that is less)."""
 
 MOST_REDIRECTS = 5
-"""Redirects that may follow one another."""
+"""Most consecutive redirects."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _EXPIRED = frozenset({400, 401, 403, 404, 410})
-"""Answers of hosts to a signed URL that has expired."""
+"""Status codes that hosts return for an expired signed URL."""
 
 
 class RemoteFile(Source):
-    """A file of one commit on the Hub; its bytes are fetched when they are read. Threads may read at once.
+    """A file of one commit on the Hub, fetched when it is read. Thread-safe.
 
-    Answers are taken only if they are of the same file: Content-Range has to give the size that the Hub gave, and all
-    answers of one host the same ETag. Both are checked before the body, so that If-Match would add nothing.
+    A response must be for the same file: Content-Range must have the size that the Hub reported, and all responses of
+    one host the same ETag. Both are checked before the body, so If-Match would add nothing.
 
-    The token goes to the Hub alone: requests to the host that it redirects to carry none.
+    The token is sent to the Hub only, not to hosts that it redirects to.
     """
 
     is_remote = True
@@ -53,10 +53,10 @@ class RemoteFile(Source):
         head: bytes = b"",
         closed: threading.Event | None = None,
     ) -> None:
-        """A file at `url` on the Hub, with its bytes at `location`.
+        """Open the file at `url` on the Hub, whose bytes are at `location`.
 
-        `head` is the file's first bytes where they are known; `etags` what hosts have called the file in answers.
-        `closed` stops reads once it is set, by `close` or by whoever reads several files with it.
+        `head` are the file's first bytes, if known; `etags` are the ETags that hosts have sent for it. Reads stop once
+        `closed` is set, by `close` or by a caller that shares it between files.
         """
         super().__init__()
         self.url, self.name, self.size, self.etag, self.location, self.head = url, name, size, etag, location, head
@@ -66,7 +66,7 @@ class RemoteFile(Source):
         self._closed = closed or threading.Event()
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """See `Source.read`; one range, taken up again from the byte where an answer broke."""
+        """See `Source.read`; fetches one range, resuming at the byte where a response broke off."""
         target = _Target(offset, buffers)
         target.put(memoryview(self.head)[offset : target.stop])
         tries, pace = Tries(f"checkpoint file {self.name}", self._closed), Pace()
@@ -86,18 +86,18 @@ class RemoteFile(Source):
                 pace.restart()
 
     def close(self) -> None:
-        """Let no more be read; reads that are under way stop."""
+        """Stop running reads and reject later ones."""
         self._closed.set()
 
     def _receive(self, target: _Target, location: str, pace: Pace) -> None:
-        """Ask for the missing bytes of `target`, and write them into it."""
+        """Request the missing bytes of `target`, and write them into it."""
         start = target.position
         try:
             with ExitStack() as stack:
                 answer = self._ask(target, location, stack)
                 stop = self._check(answer, location, target)
                 if stop == target.stop or stop - start >= PROGRESS_BYTES:
-                    pace.restart()  # but not for each of many short answers
+                    pace.restart()  # not for each of many short responses
                 for chunk in answer.iter_raw():
                     if self._closed.is_set():
                         raise CheckpointError(f"checkpoint file {self.name}: closed while it was read")
@@ -107,28 +107,28 @@ class RemoteFile(Source):
                     target.put(memoryview(chunk))
                     if target.position < target.stop:
                         pace.count(len(chunk))
-                if target.position < stop:  # and yet complete: a connection that breaks is an error of its own
+                if target.position < stop:  # the body ended early; a broken connection raises by itself
                     raise self._misserved(f"a body of {target.position - start} bytes", str(stop - start), location)
         finally:
             self.count(target.position - start)
 
     def _ask(self, target: _Target, location: str, stack: ExitStack) -> Any:
-        """The answer to a request for the missing bytes of `target`, its body not read yet; `stack` will close it."""
+        """Request the missing bytes of `target`; return the response with its body unread, which `stack` closes."""
         headers = build_hf_headers(token=self._token, library_name="tp_transformers")
         try:
             if origin(location) != origin(self.url):
                 headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
             headers |= {"Range": f"bytes={target.position}-{target.stop - 1}", "Accept-Encoding": "identity"}
             timeout = (constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT, None, None)
-            asked = get_session().stream("GET", location, headers=headers, timeout=timeout, follow_redirects=False)
-            answer = within(asked.__enter__, late=lambda _: asked.__exit__(None, None, None))
+            request = get_session().stream("GET", location, headers=headers, timeout=timeout, follow_redirects=False)
+            answer = within(request.__enter__, late=lambda _: request.__exit__(None, None, None))
         except BAD_URL as error:
             raise self._misserved(f"a URL that cannot be asked ({error})", "one of http or https", location) from error
-        stack.push(asked)
+        stack.push(request)
         return answer
 
     def _check(self, answer: Any, location: str, target: _Target) -> int:
-        """Offset of the end of `answer` in the file. Raises unless it is the range of this file that was asked for."""
+        """Return the end offset of `answer` in the file. Raises unless it is the requested range of this file."""
         status = answer.status_code
         if status == 206:
             return self._check_range(answer.headers, location, target)
@@ -137,7 +137,7 @@ class RemoteFile(Source):
         if status in _REDIRECTS:
             self._follow(answer.headers.get("Location"), status, location, target)
         if status in TRANSIENT:
-            raise TryAgainError(f"status {status}", asked_wait(answer.headers))
+            raise TryAgainError(f"status {status}", requested_wait(answer.headers))
         if status in _EXPIRED and location != self.url:
             self._resolve_anew(location)
             raise TryAgainError(f"status {status} from {urlsplit(location).hostname}", 0)
@@ -147,41 +147,41 @@ class RemoteFile(Source):
         raise self.fault(f"status {status}", "a part of the file", fix)
 
     def _check_range(self, headers: Mapping[str, str], location: str, target: _Target) -> int:
-        """Offset of the end of an answer with these headers in the file; raises as `_check`."""
-        given = headers.get("Content-Range", "")
-        found = re.fullmatch(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", given)
-        if not found or not int(found[1]) == target.position <= int(found[2]) < target.stop:
+        """Check the headers of a range response; return its end offset in the file. Raises as `_check`."""
+        content_range = headers.get("Content-Range", "")
+        match = re.fullmatch(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", content_range)
+        if not match or not int(match[1]) == target.position <= int(match[2]) < target.stop:
             got = f"Content-Range {headers.get('Content-Range')!r}"
             raise self._misserved(got, f"bytes {target.position}-{target.stop - 1} of {self.size}", location)
-        if found[3] not in (str(self.size), "*"):
-            raise self._changed(f"{found[3]} bytes", f"{self.size} bytes", location)
+        if match[3] not in (str(self.size), "*"):
+            raise self._changed(f"{match[3]} bytes", f"{self.size} bytes", location)
         self._compare(location, headers.get("ETag"))
         encoding = headers.get("Content-Encoding", "identity")
         if encoding.strip().lower() != "identity":
             raise self._misserved(f"Content-Encoding {encoding}", "the bytes as they are", location)
-        expected = int(found[2]) + 1 - target.position
+        expected = int(match[2]) + 1 - target.position
         if (length := headers.get("Content-Length", str(expected))) != str(expected):
             raise self._misserved(f"a body of {length} bytes", str(expected), location)
         return target.position + expected
 
-    def _follow(self, given: str | None, status: int, location: str, target: _Target) -> None:
-        """Ask elsewhere from now on: raises TryAgainError, or CheckpointError where the redirect leads nowhere."""
-        if given is None:
+    def _follow(self, redirect: str | None, status: int, location: str, target: _Target) -> None:
+        """Follow a redirect: raises TryAgainError, or CheckpointError if the redirect is invalid."""
+        if redirect is None:
             raise self._misserved(f"status {status} without Location", "a redirect that says where to", location)
         target.redirects += 1
         try:
-            found = followed(location, given)
+            redirected = followed(location, redirect)
         except ValueError as error:
-            got = f"a redirect to {shown(given)} ({error})"
+            got = f"a redirect to {shown(redirect)} ({error})"
             raise self._misserved(got, "one to a URL of http or https", location) from None
         if target.redirects > MOST_REDIRECTS:
-            got = f"{target.redirects} redirects one after the other, the last to {shown(found)}"
+            got = f"{target.redirects} redirects one after the other, the last to {shown(redirected)}"
             raise self._misserved(got, f"at most {MOST_REDIRECTS}", location)
-        self.location = found
-        raise TryAgainError(f"a redirect to {urlsplit(found).hostname}", 0)
+        self.location = redirected
+        raise TryAgainError(f"a redirect to {urlsplit(redirected).hostname}", 0)
 
     def _compare(self, location: str, etag: str | None) -> None:
-        """Raise CheckpointError where a host calls the file another one than it did before."""
+        """Raise CheckpointError if a host sends another ETag than before."""
         if etag is None:
             return
         etag = etag.removeprefix("W/").strip('"')
@@ -191,14 +191,14 @@ class RemoteFile(Source):
             raise self._changed(f"ETag {etag}", f"ETag {known}", location)
 
     def _resolve_anew(self, location: str) -> None:
-        """Ask the Hub where the bytes are now, unless another thread has since `location` was refused."""
+        """Resolve the file again after `location` has expired, unless another thread has done so."""
         with self._answers:
             if self.location != location:
                 return
             try:
                 metadata = resolve(self.url, self._token, self._closed)
             except EntryNotFoundError as error:
-                raise refused(self.url, error) from error
+                raise hub_error(self.url, error) from error
             if (metadata.etag, metadata.size) != (self.etag, self.size):
                 got = f"ETag {metadata.etag} and {metadata.size} bytes"
                 raise self._changed(got, f"ETag {self.etag} and {self.size} bytes", self.url)
@@ -214,17 +214,17 @@ class RemoteFile(Source):
 
 
 class _Target:
-    """Buffers that consecutive bytes of a file go to; knows how far it is filled."""
+    """Buffers for consecutive bytes of a file, and the position up to which they are filled."""
 
     def __init__(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self.position = offset
         self.redirects = 0
-        """Redirects since the last bytes came."""
+        """Redirects since the last received bytes."""
         self.stop = offset + sum(map(len, buffers))
         self._buffers = [buffer for buffer in reversed(buffers) if len(buffer)]
 
     def put(self, chunk: memoryview) -> None:
-        """Append `chunk`, which is no more than is lacking."""
+        """Append `chunk`, which must not exceed the missing bytes."""
         self.position += len(chunk)
         self.redirects = 0
         while chunk:

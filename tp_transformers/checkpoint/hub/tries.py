@@ -1,8 +1,8 @@
-"""Requests to the Hub that are made again after faults that pass: at once, after a wait, or when a server asks for it.
+"""Retries of requests to the Hub after transient faults: at once, after a backoff, or after the server's Retry-After.
 
-huggingface_hub's own `http_stream_backoff` neither resumes a body that breaks off, nor stops waiting when a file is
-closed, nor limits the wait that a server may ask for. Its timeouts are those of one call of `recv`, so that a server
-which sends a byte now and then never meets them: `Pace` limits how slowly a body comes, `within` how late an answer.
+huggingface_hub's `http_stream_backoff` does not resume an interrupted body, does not stop waiting when a file is
+closed, and does not limit Retry-After. Its timeouts apply to one `recv` call, so a server that sends single bytes never
+hits them. Here `Pace` enforces a minimum rate for a body, and `within` a timeout for a response.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from .urls import BAD_URL, HTTPError, followed, printable, shown
 logger = get_logger(__name__)
 
 TRIES = 6
-"""Number of times that a request is made before its error is final; bytes that came in between start it anew."""
+"""Tries of a request before its error is final; received bytes reset the count."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
-"""Seconds before the second try, doubled for each one after it, up to the longest."""
+"""Seconds before the second try, doubled for each later one, up to the longest."""
 LONGEST_RETRY_AFTER = 300.0
-"""The most seconds that a server may ask to wait at once, by Retry-After or its rate limit headers. The Hub counts
-requests over 300 s."""
+"""Most seconds of one wait that a server may ask for, by Retry-After or rate limit headers. The Hub limits requests per
+300 s."""
 LONGEST_WAITED = 600.0
-"""The most seconds that a server may make one request wait, over all its tries."""
+"""Most seconds that servers may ask one request to wait, over all its tries."""
 LOGGED_WAIT = 5.0
-"""A wait of so many seconds or more is logged as a warning."""
+"""Waits of at least this many seconds are logged as a warning."""
 SLOWEST_RATE, PACE_SECONDS = 1 << 10, 30.0
-"""Bytes a second, on average over so many seconds, below which a body counts as stalled."""
+"""A body is stalled if it averages less than this many bytes a second over this many seconds."""
 ANSWER_SECONDS = 60.0
-"""Seconds that the headers of an answer may take."""
+"""Timeout in seconds for the headers of a response."""
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 T = TypeVar("T")
 
 
 class TryAgainError(Exception):
-    """A fault that another request may mend, `wait` seconds later: 0 for at once, None for when it seems best."""
+    """A transient fault: retry after `wait` seconds (0: at once; None: after the default backoff)."""
 
     expected = "an answer"
     fix = "Check the network and HF_ENDPOINT, and load again."
@@ -69,7 +69,7 @@ class TryAgainError(Exception):
 
 
 class StalledError(TryAgainError):
-    """An answer that comes too slowly; what came of it does not start the count of tries anew."""
+    """A response that is too slow; its bytes do not reset the count of tries."""
 
     fix = "Check the network and HF_ENDPOINT, or download the files first and load them from disk."
 
@@ -79,58 +79,58 @@ class StalledError(TryAgainError):
 
 
 class Tries:
-    """Counts the tries of one request, and waits between them."""
+    """The tries of one request and the waits between them."""
 
     def __init__(self, subject: str, closed: threading.Event) -> None:
         self.subject, self.closed, self.count = subject, closed, 0
         self.waited = 0.0
-        """Seconds that servers have asked for and got."""
+        """Seconds waited at the request of servers."""
 
     def again(self, error: Exception, url: str = "") -> None:
-        """Wait before the next try. Raises CheckpointError where `error`, of a request to `url`, is final."""
+        """Wait before the next try. Raises CheckpointError if `error`, of a request to `url`, is final."""
         self.count += 1
         kind = "" if isinstance(error, TryAgainError) else f"{type(error).__name__}: "
-        what, where = printable(f"{kind}{error}").rstrip("."), f" URL: {shown(url)}" if url else ""
-        asked = getattr(error, "wait", None)
-        if asked and (asked > LONGEST_RETRY_AFTER or self.waited + asked > LONGEST_WAITED):
+        reason, url_text = printable(f"{kind}{error}").rstrip("."), f" URL: {shown(url)}" if url else ""
+        requested = getattr(error, "wait", None)
+        if requested and (requested > LONGEST_RETRY_AFTER or self.waited + requested > LONGEST_WAITED):
             raise CheckpointError(
                 self.subject,
-                got=f"{what} and the server's wish to wait {asked:.0f} s, after {self.waited:.0f} s",
+                got=f"{reason} and the server's wish to wait {requested:.0f} s, after {self.waited:.0f} s",
                 expected=f"waits of at most {LONGEST_RETRY_AFTER:.0f} s, and {LONGEST_WAITED:.0f} s in all",
-                fix=f"Load again later, with a token where you had none, or load from disk.{where}",
+                fix=f"Load again later, with a token where you had none, or load from disk.{url_text}",
             ) from error
         if self.count < TRIES:
             wait = min(FIRST_WAIT * 2 ** (self.count - 1), LONGEST_WAIT) * random.uniform(0.5, 1)
-            if asked is not None:
-                self.waited += asked
-                wait = asked and asked + wait
+            if requested is not None:
+                self.waited += requested
+                wait = requested and requested + wait
             if isinstance(error, StalledError) or wait >= LOGGED_WAIT:
                 text = "%s: %s; try %d of %d in %.0f s. Interrupt the process (Ctrl-C) to stop.%s"
-                logger.warning(text, self.subject, what, self.count + 1, TRIES, wait, where)
+                logger.warning(text, self.subject, reason, self.count + 1, TRIES, wait, url_text)
             if not self.closed.wait(wait):
                 return
         raise CheckpointError(
             self.subject,
-            got=f"{what} in {self.count} tries",
+            got=f"{reason} in {self.count} tries",
             expected=getattr(error, "expected", TryAgainError.expected),
-            fix=getattr(error, "fix", TryAgainError.fix) + where,
+            fix=getattr(error, "fix", TryAgainError.fix) + url_text,
         ) from error
 
 
 class Pace:
-    """The rate at which bytes of a request come; `restart` it when the request is made again."""
+    """The rate at which bytes of a request arrive; `restart` it for each try."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Count from now on."""
+        """Start a new measurement."""
         self._began, self._nbytes = monotonic(), 0
 
     def count(self, nbytes: int) -> None:
-        """Count bytes that came. Raises StalledError where they are too few for the time that they took.
+        """Count received bytes. Raises StalledError if the average rate is too low.
 
-        Whoever lets a server be silent for longer, by HF_HUB_DOWNLOAD_TIMEOUT, gives the bytes as long to come.
+        A longer HF_HUB_DOWNLOAD_TIMEOUT also extends the time over which the rate is averaged.
         """
         self._nbytes += nbytes
         seconds = monotonic() - self._began
@@ -142,10 +142,10 @@ class Pace:
 
 
 def within(function: Callable[[], T], *, late: Callable[[T], object] = lambda value: None) -> T:
-    """The value of `function`, which asks a server and runs in a thread of its own; `late` gets one that is too late.
+    """Run `function`, which queries a server, in a thread with a timeout; pass a late result to `late`.
 
-    Raises StalledError after ANSWER_SECONDS, or after huggingface_hub's timeouts where they are longer; the thread then
-    ends when the server lets it.
+    Raises StalledError after ANSWER_SECONDS, or after huggingface_hub's timeouts if they are longer; the thread keeps
+    running until the server responds.
     """
     seconds = max(ANSWER_SECONDS, constants.HF_HUB_ETAG_TIMEOUT + constants.HF_HUB_DOWNLOAD_TIMEOUT)
     answer: Future[T] = Future()
@@ -168,40 +168,40 @@ def within(function: Callable[[], T], *, late: Callable[[T], object] = lambda va
             raise
         answer.add_done_callback(discard)
         raise StalledError(f"no answer in {seconds:.0f} s", TryAgainError.expected) from None
-    except BaseException:  # an interrupt while it waits
+    except BaseException:  # for example KeyboardInterrupt
         answer.add_done_callback(discard)
         raise
 
 
 def resolve(url: str, token: str | bool | None = None, closed: threading.Event | None = None) -> HfFileMetadata:
-    """Commit, ETag, size and location of the file at `url`, as the Hub gives them.
+    """Query the Hub for commit, ETag, size and location of the file at `url`.
 
     Raises:
-        EntryNotFoundError: where the repository has no such file.
-        CheckpointError: where the Hub cannot be reached, refuses, or does not answer as a Hub.
+        EntryNotFoundError: the repository has no such file.
+        CheckpointError: the Hub is unreachable, denies access, or sends an invalid response.
     """
     question = partial(within, partial(get_hf_file_metadata, url, token=token))
     try:
         metadata: HfFileMetadata = ask_hub(url, question, closed)
     except BAD_URL as error:
-        raise _no_hub(url, f"an answer that cannot be read: {error}") from error
+        raise _invalid_response(url, f"an answer that cannot be read: {error}") from error
     if not metadata.commit_hash or not metadata.etag or metadata.size is None:
-        raise _no_hub(url, "an answer without commit, ETag or size")
+        raise _invalid_response(url, "an answer without commit, ETag or size")
     if not 0 <= metadata.size < 1 << 63:
-        raise _no_hub(url, f"a size of {metadata.size} bytes")
+        raise _invalid_response(url, f"a size of {metadata.size} bytes")
     try:
         return replace(metadata, location=followed(url, metadata.location))
     except ValueError as error:
-        raise _no_hub(url, f"a redirect to {shown(metadata.location)}: {error}") from None
+        raise _invalid_response(url, f"a redirect to {shown(metadata.location)}: {error}") from None
 
 
-def _no_hub(url: str, got: str) -> CheckpointError:
+def _invalid_response(url: str, got: str) -> CheckpointError:
     expected, fix = "what the Hugging Face Hub answers", "Check HF_ENDPOINT, proxies and firewalls."
     return CheckpointError(shown(url), got=printable(got), expected=expected, fix=fix)
 
 
 def ask_hub(url: str, question: Callable[[], T], closed: threading.Event | None = None) -> T:
-    """The answer to a `question` that huggingface_hub asks, in as many tries as it takes; raises as `resolve`."""
+    """Call `question`, a request of huggingface_hub, and retry it after transient faults; raises as `resolve`."""
     tries = Tries(shown(url), closed or threading.Event())
     while True:
         try:
@@ -215,26 +215,26 @@ def ask_hub(url: str, question: Callable[[], T], closed: threading.Event | None 
             cause = error if isinstance(error, HTTPError) else error.__cause__
             if isinstance(cause, HfHubHTTPError):
                 if cause.response.status_code not in TRANSIENT:
-                    raise refused(url, cause) from error
-                cause = TryAgainError(f"status {cause.response.status_code}", asked_wait(cause.response.headers))
+                    raise hub_error(url, cause) from error
+                cause = TryAgainError(f"status {cause.response.status_code}", requested_wait(cause.response.headers))
             elif not isinstance(cause, HTTPError):
                 raise
             tries.again(cause)
 
 
-def asked_wait(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a server asks to wait, by its rate limit or Retry-After header."""
+def requested_wait(headers: Mapping[str, str]) -> float | None:
+    """Parse the seconds that a server asks to wait, from its rate limit or Retry-After header."""
     try:
         limit = parse_ratelimit_headers(headers)
     except ValueError:  # numbers of more digits than Python reads
         limit = None
-    asked = re.fullmatch(r"\s*([0-9]{1,9})\s*", headers.get("Retry-After", ""))
-    seconds = limit.reset_in_seconds if limit and not limit.remaining else int(asked[1]) if asked else None
+    match = re.fullmatch(r"\s*([0-9]{1,9})\s*", headers.get("Retry-After", ""))
+    seconds = limit.reset_in_seconds if limit and not limit.remaining else int(match[1]) if match else None
     return None if seconds is None else float(min(seconds, 1 << 62))
 
 
-def refused(url: str, error: Exception) -> CheckpointError:
-    """The error of a Hub that says no."""
+def hub_error(url: str, error: Exception) -> CheckpointError:
+    """Build the error for a request that the Hub rejected."""
     name = urlsplit(url).path.lstrip("/")
     access = "For a private or gated repository, log in with `hf auth login` or pass token=."
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None

@@ -1,4 +1,4 @@
-"""URLs that servers give: where a redirect leads, which server a URL belongs to, and how an error shows it."""
+"""URLs sent by servers: resolving redirects, the origin of a URL, and printing one in an error."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from urllib.parse import urljoin, urlsplit
 
 from huggingface_hub.errors import HfHubHTTPError
 
-# httpx or httpx2, as the installed huggingface_hub has it.
+# httpx or httpx2, whichever the installed huggingface_hub uses.
 HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 _httpx: Any = sys.modules[HTTPError.__module__.partition(".")[0]]
 
 BAD_URL: tuple[type[Exception], ...] = (ValueError, _httpx.InvalidURL)
-"""Errors of urllib, the socket module and httpx for text that is no URL or no host name."""
+"""Errors of urllib, the socket module and httpx for invalid URLs and host names."""
 
 _SHOWN = 200
-"""Most characters of a server's or a library's text in a message."""
+"""Most characters of a server's or library's text in an error message."""
 
 
 def origin(url: str) -> str:
-    """Scheme, host and port of a URL. Raises ValueError for a bad port."""
+    """Return scheme, host and port of a URL. Raises ValueError for a bad port."""
     parts = urlsplit(url)
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
 def shown(url: str) -> str:
-    """The URL as an error may show it: without user, password, query and fragment, and in printable ASCII."""
+    """Format a URL for an error message: without user, password, query and fragment, in printable ASCII."""
     url = url.partition("?")[0].partition("#")[0]
     scheme, mark, rest = url.partition("//")
     host, slash, path = rest.partition("/")
@@ -36,14 +36,14 @@ def shown(url: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The first characters of the message of a server or a library, in ASCII and on one line."""
+    """Truncate the text of a server or a library, and escape it to one line of ASCII."""
     return "".join(c if " " <= c <= "~" else ascii(c)[1:-1] for c in text[:_SHOWN])
 
 
 def followed(url: str, location: str) -> str:
-    """The absolute URL that a `Location` in an answer from `url` means, which may be relative.
+    """Resolve the `Location` header of a response from `url`, which may be relative, to an absolute URL.
 
-    Raises ValueError, with the reason, for one that is not a URL of http or https.
+    Raises ValueError, with the reason, if it is not an http or https URL.
     """
     try:
         target = urljoin(url, location)

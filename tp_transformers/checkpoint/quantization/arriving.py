@@ -1,7 +1,7 @@
-"""Weights in floating point that torchao quantises as they arrive, each rank its own shard.
+"""Weights in floating point that torchao quantises while they are loaded, each rank its own shard.
 
-A shard's scales are those of its own values: those of the complete weight where the plan cuts rows, or columns at the
-ends of groups. They differ where it cuts the columns of a row that has one scale.
+Scales are computed from the shard. They equal those of the full weight if it is sharded by rows, or by columns at group
+boundaries. They differ if columns are sharded and a row has one scale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WEIGHTS = "weights by torchao (TorchAoConfig of weights alone)"
 
 @dataclass(frozen=True)
 class ArrivedWeight:
-    """A rank's shard as torchao keeps it; `dtype` and `device` are those of the weight that it stands for."""
+    """A rank's shard, quantised by torchao; `dtype` and `device` are those of the decoded weight."""
 
     tensor: Any
     dtype: torch.dtype
@@ -41,31 +41,31 @@ class ArrivedWeight:
         return sum(getattr(self.tensor, name).nbytes for name in names)
 
     def decoded(self) -> torch.Tensor:
-        """The weight, contiguous."""
+        """Dequantise to a contiguous tensor."""
         weight: torch.Tensor = self.tensor.dequantize().to(self.dtype)
         return weight.contiguous()
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """The quantisation that a caller asks for, of a checkpoint that has none."""
+    """The quantisation that a caller requests for a checkpoint in floating point."""
 
     config: Any
     """A config of torchao."""
     excluded: Collection[str]
-    """Parts of names of modules that stay in floating point."""
+    """Substrings of the names of modules that stay in floating point."""
 
     @classmethod
-    def of(cls, asked: Any, device: torch.device) -> Arriving:
-        """The meaning of transformers' TorchAoConfig. Raises UnsupportedError where this `device` cannot do it."""
-        config = getattr(asked, "quant_type", None)
+    def of(cls, requested: Any, device: torch.device) -> Arriving:
+        """Parse transformers' TorchAoConfig. Raises UnsupportedError if it does not work on this `device`."""
+        config = getattr(requested, "quant_type", None)
         if config is None:
-            raise _refused(f"a {type(asked).__name__}", "a TorchAoConfig")
-        if getattr(asked, "include_input_output_embeddings", False):
-            raise _refused("quantised embeddings", "linears alone")
-        found = cls(config, tuple(asked.modules_to_not_convert or ()))
+            raise _unsupported(f"a {type(requested).__name__}", "a TorchAoConfig")
+        if getattr(requested, "include_input_output_embeddings", False):
+            raise _unsupported("quantised embeddings", "linears alone")
+        arriving = cls(config, tuple(requested.modules_to_not_convert or ()))
         try:
-            found.quantised(torch.ones(64, 256, dtype=torch.bfloat16, device=device)).decoded()
+            arriving.quantised(torch.ones(64, 256, dtype=torch.bfloat16, device=device)).decoded()
         except ImportError:
             raise UnsupportedError(
                 "quantization_config",
@@ -74,17 +74,17 @@ class Arriving:
                 fix="pip install 'tp-transformers[torchao]'.",
             ) from None
         except Exception as error:
-            raise _refused(f"{type(config).__name__} ({str(error).splitlines()[0][:200]})", _WEIGHTS) from None
-        return found
+            raise _unsupported(f"{type(config).__name__} ({str(error).splitlines()[0][:200]})", _WEIGHTS) from None
+        return arriving
 
     @property
     def group(self) -> int | None:
-        """Columns that share a scale; None for all of a row, or where the config does not say."""
+        """Columns that share a scale; None for one scale per row, or if the config does not specify it."""
         group = getattr(getattr(self.config, "granularity", None), "group_size", None)
         return group or getattr(self.config, "group_size", None)
 
     def names(self, model: Any) -> list[str]:
-        """The parameters to quantise: weights of linears that are not tied, nor the head's."""
+        """Name the parameters to quantise: weights of linear layers, except tied ones and the output head."""
         ties, head = tied_parameters(model), model.get_output_embeddings()
         tied = {*ties, *ties.values()}
         return [
@@ -93,16 +93,16 @@ class Arriving:
             if isinstance(module, nn.Linear)
             and module is not head
             and f"{name}.weight" not in tied
-            and not any(part in name for part in self.excluded)
+            and not any(substring in name for substring in self.excluded)
         ]
 
     def check(self, name: str, shape: torch.Size) -> None:
-        """Raise UnsupportedError where a shard does not consist of groups."""
+        """Raise UnsupportedError if a shard does not consist of complete groups."""
         if self.group is not None and shape[-1] % self.group:
-            raise _refused(f"{name}, of which this rank has {shape[-1]} columns", f"groups of {self.group}")
+            raise _unsupported(f"{name}, of which this rank has {shape[-1]} columns", f"groups of {self.group}")
 
     def quantised(self, weight: torch.Tensor) -> ArrivedWeight:
-        """A weight as torchao makes it."""
+        """Quantise a weight with torchao."""
         from torchao.quantization import quantize_  # type: ignore[import-not-found]
 
         linear = nn.Linear(1, 1, bias=False, device="meta")
@@ -113,6 +113,6 @@ class Arriving:
         return ArrivedWeight(linear.weight.detach(), weight.dtype)
 
 
-def _refused(got: str, expected: str) -> UnsupportedError:
+def _unsupported(got: str, expected: str) -> UnsupportedError:
     fix = "Choose another, or other ranks; or leave out quantization_config."
     return UnsupportedError("quantization_config with tp_plan", got=got, expected=expected, fix=fix)

@@ -1,4 +1,4 @@
-"""AWQ: 4 bits packed along the output features, eight a word: the four even ones, then the four odd ones.
+"""AWQ: 4 bits packed along the output features, eight per word: the four even ones, then the four odd ones.
 
 X.qweight  (in, out / 8) int32
 X.qzeros   (groups, out / 8) int32
@@ -22,12 +22,12 @@ from .format import (
     bundle,
     count_groups,
     dequantized_modules,
+    inconsistent,
     member,
     packed,
     quantized_modules,
-    refused,
-    unfit,
     unpack,
+    unsupported,
 )
 
 _BITS = 4
@@ -50,7 +50,7 @@ class Awq(Format):
         if bits != _BITS or version != "gemm" or not settings.get("zero_point", True):
             zeros = "" if settings.get("zero_point", True) else " without zero points"
             got = f"AWQ in {bits} bits{zeros}, in the version {version}"
-            raise refused(got, f"one in {_BITS} bits with zero points, in the version gemm")
+            raise unsupported(got, f"one in {_BITS} bits with zero points, in the version gemm")
         group = settings.get("group_size", settings.get("q_group_size", 128))
         return cls(None if group < 1 else group)
 
@@ -60,7 +60,7 @@ class Awq(Format):
             module, _, kind = name.rpartition(".")
             if kind in kinds and module not in modules:
                 got = "scales of activations" if kind == "scales" else "zero points of no weight"
-                raise unfit(name, got, "weights alone in AWQ")
+                raise inconsistent(name, got, "weights alone in AWQ")
         return dequantized_modules(tensors, kinds, self._weight)
 
     def _weight(self, tensors: Tensors, module: str) -> Bundle:
@@ -79,7 +79,7 @@ class Awq(Format):
 
 
 def _decode(group: int | None, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """In the dtype of the scales, as the library does it."""
+    """Decode in the dtype of the scales, as the library does."""
     rows, columns = shape
     scales = parts["scales"].t()
     values, offsets = (
@@ -87,6 +87,6 @@ def _decode(group: int | None, parts: Parts, shape: Sequence[int]) -> torch.Tens
         for name in ("words", "zeros")
     )
     if group is not None:
-        scales, offsets = (each.repeat_interleave(group, 1)[:, :columns] for each in (scales, offsets))
+        scales, offsets = (tensor.repeat_interleave(group, 1)[:, :columns] for tensor in (scales, offsets))
     result: torch.Tensor = (values - offsets).to(scales.dtype) * scales
     return result

@@ -1,7 +1,7 @@
-"""bitsandbytes: int8 with a scale a row, and 4 bits (nf4, fp4) with a scale for every block of a flattened weight.
+"""bitsandbytes: int8 with a scale per row, and 4 bits (nf4, fp4) with a scale per block of the flattened weight.
 
 X.weight  (out, in) int8        X.SCB  (out) float32
-X.weight  (out * in / 2, 1)     X.weight.absmax  (blocks) float32, or uint8 that are quantised in blocks once more
+X.weight  (out * in / 2, 1)     X.weight.absmax  (blocks) float32, or uint8 (quantised in blocks themselves)
                                 X.weight.quant_map, X.weight.quant_state.bitsandbytes__nf4: values, and JSON
 """
 
@@ -18,11 +18,11 @@ import torch
 from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor, Resident
-from .format import Format, Tensors, bundle, member, refused, unfit
+from .format import Format, Tensors, bundle, inconsistent, member, unsupported
 
 _STATE = ".quant_state.bitsandbytes__"
 _SCALE = 7.874015718698502e-3
-"""1 / 127, as the library has it."""
+"""1 / 127, rounded as in the library."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BitsAndBytes(Format):
     def of(cls, settings: Mapping[str, Any]) -> BitsAndBytes:
         storage = str(settings.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
         if storage != "uint8":
-            raise refused(f"bitsandbytes in words of {storage}", "one in words of uint8")
+            raise unsupported(f"bitsandbytes in words of {storage}", "one in words of uint8")
         return cls()
 
     def read_first(self, tensors: Tensors) -> list[str]:
@@ -53,7 +53,7 @@ class BitsAndBytes(Format):
             elif not (module in states or name.partition(_STATE)[0] in states or kind in ("SCB", "weight_format")):
                 result[name] = tensor
             elif kind == "SCB" and f"{module}.weight" not in tensors:
-                raise unfit(f"{module}.weight", "no such tensor", f"one for {name}")
+                raise inconsistent(f"{module}.weight", "no such tensor", f"one for {name}")
         return result
 
     def _of_rows(self, tensors: Tensors, module: str) -> Bundle:
@@ -70,15 +70,19 @@ class BitsAndBytes(Format):
             (rows, columns), block = map(int, settings["shape"]), int(settings["blocksize"])
             dtype, nested = getattr(torch, settings["dtype"]), int(settings.get("nested_blocksize") or 0)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise unfit(name, f"a quant_state that cannot be read ({error})", "shape, blocksize and dtype") from None
+            raise inconsistent(
+                name, f"a quant_state that cannot be read ({error})", "shape, blocksize and dtype"
+            ) from None
         if columns % block:
             got = f"bitsandbytes in blocks of {block} that cross the rows of {name}, of {columns} columns"
-            raise refused(got, "one whose rows consist of blocks")
+            raise unsupported(got, "one whose rows consist of blocks")
         per_row = columns // block
         values = member(tensors, name, 2, torch.uint8)
         scales = member(tensors, f"{name}.absmax", tensors[f"{name}.absmax"].ndim, torch.uint8, torch.float32)
         if values.numel() * 2 != rows * columns or scales.numel() != rows * per_row:
-            raise unfit(name, f"{values.numel()} pairs and {scales.numel()} scales", f"those of {rows} x {columns}")
+            raise inconsistent(
+                name, f"{values.numel()} pairs and {scales.numel()} scales", f"those of {rows} x {columns}"
+            )
         by_block = (Cut(0), Cut(1, block))
         members = {
             "values": Member(reshaped(values, (rows, columns // 2)), (Cut(0), Cut(1, 2)), name),
@@ -86,9 +90,11 @@ class BitsAndBytes(Format):
             "map": Member(member(tensors, f"{name}.quant_map", 1, torch.float32), (None,), f"{name}.quant_map"),
         }
         if nested:
-            of = torch.arange(rows * per_row, dtype=torch.int32).div(nested, rounding_mode="floor").view(rows, per_row)
-            dtype_of = torch.int16 if rows * per_row <= nested << 15 else torch.int32  # for each block, in memory
-            members["of"] = Member(Resident(of.to(dtype_of)), by_block)
+            outer = (
+                torch.arange(rows * per_row, dtype=torch.int32).div(nested, rounding_mode="floor").view(rows, per_row)
+            )
+            outer_dtype = torch.int16 if rows * per_row <= nested << 15 else torch.int32  # for each block, in memory
+            members["of"] = Member(Resident(outer.to(outer_dtype)), by_block)
             for kind in ("nested_absmax", "nested_quant_map"):
                 stored = member(tensors, f"{name}.{kind}", 1, torch.float32)
                 members[kind] = Member(stored, (None,), f"{name}.{kind}")
@@ -106,7 +112,7 @@ def _decode_rows(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _decode_blocks(block: int, offset: float, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """In float32; the high half of a byte is the first of its two values."""
+    """Decode in float32; the high half of a byte is the first of its two values."""
     pairs, scales = parts["values"], parts["scales"]
     if "of" in parts:
         scales = parts["nested_quant_map"][scales.long()] * parts["nested_absmax"][parts["of"].long()] + offset

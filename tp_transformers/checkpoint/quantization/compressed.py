@@ -1,12 +1,12 @@
-"""compressed-tensors: integers and float8 with a scale for a tensor, a row, a group of columns or a block.
+"""compressed-tensors: integers and float8 with a scale per tensor, row, group of columns or block.
 
 pack-quantized                                    X.weight_packed  (out, in * bits / 32) int32
 int-, float- and naive-quantized                  X.weight         (out, in) int8 or float8
 nvfp4- and mxfp4-pack-quantized                   X.weight_packed  (out, in / 2) uint8
 mxfp8-quantized                                   X.weight         (out, in) float8
 scales by tensor, channel, group, block           X.weight_scale   (1), (out, 1), (out, in / group), (out / b, in / b)
-scales of MX: exponents; of NVFP4: float8         X.weight_global_scale (1) float32, by which those of NVFP4 are divided
-zero points, where they are not symmetric         X.weight_zero_point, which pack-quantized packs along its rows
+scales of MX: exponents; of NVFP4: float8         X.weight_global_scale (1) float32: divisor of the NVFP4 scales
+zero points, unless symmetric                     X.weight_zero_point, which pack-quantized packs along its rows
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.lazy import LazyTensor
-from .format import Format, Tensors, bundle, member, packed, refused, unfit, unpack
+from .format import Format, Tensors, bundle, inconsistent, member, packed, unpack, unsupported
 
 _PACKED = "pack-quantized"
 _MICRO = {
@@ -29,18 +29,18 @@ _MICRO = {
     "mxfp4-pack-quantized": (4, "group", torch.uint8),
     "mxfp8-quantized": (8, "group", torch.uint8),
 }
-"""Formats of small groups: bits, strategy and dtype of the scales."""
+"""Micro-scaling formats (small groups): bits, strategy and dtype of the scales."""
 _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized", *_MICRO)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_WEIGHTS = re.compile(r"\.((input|output|q|k|v)_(scale|zero_point|global_scale)|weight_shape)$")
-"""Members without values: of activations, which stay in floating point, and shapes."""
+"""Stored tensors that no weight depends on: shapes, and scales of activations, which stay in floating point."""
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """A group of a config: how its `targets` are quantised."""
+    """A `config_groups` entry: the quantisation of its `targets`."""
 
     targets: tuple[str, ...]
     """Names, patterns (`re:...`) and classes of modules."""
@@ -50,35 +50,35 @@ class Scheme:
     group: int | None
     """Columns that share a scale; None for all."""
     block: tuple[int, int] | None
-    """Rows and columns that share a scale; None for one scale a row, or for all."""
+    """Rows and columns that share a scale; None for one scale per row or per tensor."""
     micro: str | None = None
-    """The name of a format of small groups; None for any other."""
+    """Name of a micro-scaling format; None for other formats."""
 
     @property
     def along(self) -> Cut:
-        """The cut of the last dim of the values, as a dim 0."""
+        """The `Cut` of the last dim of the values, with `dim` 0 as a placeholder."""
         if self.micro is not None:
             return Cut(0, 8 // self.bits)
         return packed(0, self.bits) if self.is_packed else Cut(0)
 
     @classmethod
     def of(cls, group: Mapping[str, Any], default: str) -> Scheme:
-        """The scheme that a `group` of a config describes. Raises UnsupportedError on one that is not known."""
+        """Parse a `group` of a config. Raises UnsupportedError on unknown settings."""
         weights, form = group["weights"], group.get("format") or default
         size, block = weights.get("group_size"), weights.get("block_structure")
         strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size < 0 else "group")
         bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
         expected = f"{', '.join(_FORMATS)}, of integers or float8, with scales by tensor, channel, group or block"
         if form not in _FORMATS:
-            raise refused(f"compressed-tensors in the format {form}", expected)
+            raise unsupported(f"compressed-tensors in the format {form}", expected)
         micro = _MICRO.get(form)
         strategies = ("tensor", "channel", "group", "block") if micro is None else (micro[1],)
         if strategy not in strategies or str(weights.get("actorder")).lower() == "group":
             order = f" ordered by {weights.get('actorder')}" if weights.get("actorder") else ""
-            raise refused(f"compressed-tensors with scales by {strategy}{order}", expected)
+            raise unsupported(f"compressed-tensors with scales by {strategy}{order}", expected)
         is_odd = (kind, bits) != ("float", micro[0]) if micro else kind == "float" and (bits != 8 or form == _PACKED)
         if is_odd or not 1 <= bits <= 8 or (micro is not None and not weights.get("symmetric", True)):
-            raise refused(f"compressed-tensors in {kind} of {bits} bits in the format {form}", expected)
+            raise unsupported(f"compressed-tensors in {kind} of {bits} bits in the format {form}", expected)
         rows, columns = block.split("x") if isinstance(block, str) else block or (0, 0)
         return cls(
             tuple(group.get("targets", ())),
@@ -91,7 +91,7 @@ class Scheme:
         )
 
     def targets_by_name(self, module: str) -> bool:
-        """True if a target is the name of `module`, its end or a pattern that it matches."""
+        """Return True if a target is the name of `module`, a suffix of it, or a pattern that matches it."""
         patterns = (target.removeprefix("re:") if target.startswith("re:") else None for target in self.targets)
         return any(
             f".{module}".endswith(f".{target}") if pattern is None else re.match(pattern, module)
@@ -99,7 +99,7 @@ class Scheme:
         )
 
     def weight(self, tensors: Tensors, module: str) -> Bundle:
-        """The weight of `module`. Raises CheckpointError where its members do not fit."""
+        """Build the weight of `module`. Raises CheckpointError if its stored tensors are inconsistent."""
         name = f"{module}.weight"
         stored = f"{name}_packed" if self.is_packed else name
         values = tensors[stored]
@@ -123,7 +123,7 @@ class Scheme:
         if self.micro is not None and _MICRO[self.micro][1] == "tensor_group":
             divisor = member(tensors, f"{name}_global_scale", 1, torch.float32)
             members["divisor"] = Member(divisor, (None,), f"{name}_global_scale")
-        # transformers multiplies float8 of experts, which it merges, in float32.
+        # Transformers multiplies float8 weights of experts, which it merges, in float32.
         is_wide = values.dtype.is_floating_point and _EXPERT.search(module)
         dtype = torch.bfloat16 if self.micro is not None else torch.float32 if is_wide else scales.dtype
         return bundle(name, members, shape, dtype, partial(_decode, self, dtype))
@@ -134,22 +134,22 @@ class Scheme:
         return member(tensors, name, 1 if scales is not None and scales.ndim == 1 else ndim, *dtypes)
 
     def _columns(self, tensors: Tensors, name: str, values: LazyTensor, scales: LazyTensor) -> int:
-        """Columns of the weight; the last word of a row may have room for more."""
+        """Count the columns of the weight; the last word of a row may be padded."""
         stored = values.shape[-1]
         if self.group is not None:
             columns = scales.shape[-1] * self.group
         elif not self.is_packed:
             return stored
         else:
-            outline = member(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
-            columns = int(outline[-1]) if outline[:-1] == list(values.shape[:-1]) else -1
+            full_shape = member(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
+            columns = int(full_shape[-1]) if full_shape[:-1] == list(values.shape[:-1]) else -1
         if self.along.members(columns) != stored:
-            got = f"{scales.shape[-1]} groups of {self.group} columns" if self.group else f"the shape {outline}"
-            raise unfit(name, f"{got}, and values of shape {tuple(values.shape)}", "those of one weight")
+            got = f"{scales.shape[-1]} groups of {self.group} columns" if self.group else f"the shape {full_shape}"
+            raise inconsistent(name, f"{got}, and values of shape {tuple(values.shape)}", "those of one weight")
         return columns
 
     def _by_block(self, ndim: int, scales: LazyTensor) -> tuple[Cut | None, ...]:
-        """The cuts of scales and zero points."""
+        """Build the `Cut`s of scales and zero points."""
         if scales.ndim == 1:
             return (None,)
         lead = tuple(map(Cut, range(ndim - 2)))
@@ -162,7 +162,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Compressed(Format):
-    """The schemes of a config, each for some modules."""
+    """The schemes of a config, each for its target modules."""
 
     title = "compressed-tensors"
 
@@ -174,15 +174,15 @@ class Compressed(Format):
         rotated = settings.get("transform_config") or {}
         status = settings.get("quantization_status") or "compressed"
         if sparse != "dense" or rotated.get("config_groups") or status != "compressed":
-            what = f"sparsity ({sparse})" if sparse != "dense" else "transforms" if rotated else f"the status {status}"
-            raise refused(f"compressed-tensors with {what}", "compressed weights without sparsity and transforms")
+            kind = f"sparsity ({sparse})" if sparse != "dense" else "transforms" if rotated else f"the status {status}"
+            raise unsupported(f"compressed-tensors with {kind}", "compressed weights without sparsity and transforms")
         groups = (settings.get("config_groups") or {}).values()
         default = settings.get("format") or "dense"
         return cls(tuple(Scheme.of(group, default) for group in groups if group.get("weights")))
 
     def read_first(self, tensors: Tensors) -> list[str]:
-        are_wanted = any(scheme.is_packed and scheme.group is None for scheme in self.schemes)
-        return [name for name in tensors if are_wanted and name.endswith(".weight_shape")]
+        needs_shapes = any(scheme.is_packed and scheme.group is None for scheme in self.schemes)
+        return [name for name in tensors if needs_shapes and name.endswith(".weight_shape")]
 
     def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         result: dict[str, LazyTensor] = {}
@@ -192,23 +192,23 @@ class Compressed(Format):
             if kind in ("weight", "weight_packed") and module in scales:
                 result[f"{module}.weight"] = self._scheme(module, kind == "weight_packed").weight(tensors, module)
             elif kind == "weight_packed":
-                raise unfit(f"{module}.weight_scale", "no such tensor", f"one for {name}")
+                raise inconsistent(f"{module}.weight_scale", "no such tensor", f"one for {name}")
             elif not (module in scales and kind.startswith("weight_")) and not _NOT_WEIGHTS.search(name):
                 result[name] = tensor
         return result
 
     def _scheme(self, module: str, is_packed: bool) -> Scheme:
-        """The scheme of a module: the first that names it, else the first that names no modules."""
+        """Find the scheme of a module: the first that names it, else the first with targets other than patterns."""
         fitting = [scheme for scheme in self.schemes if scheme.is_packed == is_packed]
         named = [scheme for scheme in fitting if scheme.targets_by_name(module)]
-        others = [scheme for scheme in fitting if not all(target.startswith("re:") for target in scheme.targets)]
-        if not named and not others:
-            raise unfit(f"{module}.weight", "no group of the config for it", "one")
-        return (named or others)[0]
+        defaults = [scheme for scheme in fitting if not all(target.startswith("re:") for target in scheme.targets)]
+        if not named and not defaults:
+            raise inconsistent(f"{module}.weight", "no group of the config for it", "one")
+        return (named or defaults)[0]
 
 
 def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """Compute in `dtype`, which mostly is that of the scales, as the library does it."""
+    """Decode in `dtype`, mostly that of the scales, as the library does."""
     values, scales = parts["values"], parts["scales"]
     if scheme.micro is not None:
         pairs = torch.stack((values & 0xF, values >> 4), -1).flatten(-2) if scheme.bits == 4 else None
@@ -230,7 +230,7 @@ def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[in
 
 
 def _spread(scales: torch.Tensor, scheme: Scheme, shape: Sequence[int]) -> torch.Tensor:
-    """A value for every column or for all, and for every row or for all."""
+    """Repeat scales of groups or blocks, so that they broadcast to `shape`."""
     if scheme.block is not None:
         scales = scales.repeat_interleave(scheme.block[0], -2)[..., : shape[-2], :]
     columns = scheme.group or (scheme.block or (0, 0))[1]

@@ -1,4 +1,4 @@
-"""The quantised format of a checkpoint, found from its config."""
+"""Detection of the quantised format of a checkpoint from its config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .awq import Awq
 from .bitsandbytes import BitsAndBytes
 from .compressed import Compressed
 from .float8 import Float8
-from .format import Format, Quantization, refused
+from .format import Format, Quantization, unsupported
 from .gptq import Gptq
 from .mxfp4 import Mxfp4
 
@@ -23,68 +23,68 @@ FORMATS: Mapping[str, type[Format]] = {
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
-"""Formats by the name of their method in a config."""
+"""Quantisation method in a config -> format."""
 
 REMEDIES: Mapping[str, str] = {
     "torchao": "Load the checkpoint in floating point with quantization_config=TorchAoConfig(...), or this one without "
     "tp_plan.",
 }
-"""Remedies of other methods, by their names, where there is one that is better than another checkpoint."""
+"""Unsupported method -> the fix in its error, if there is a better one than another checkpoint."""
 
 
-def take_quantization(config: Any, asked: Any) -> Quantization | None:
-    """Take the entries about quantisation out of a model's `config`; None where its checkpoint is not quantised.
+def take_quantization(config: Any, requested: Any) -> Quantization | None:
+    """Remove the quantisation settings from a model's `config` and return them; None if there are none.
 
-    `asked` is the `quantization_config` that the caller gave `from_pretrained`.
+    `asked` is the caller's `quantization_config` argument of `from_pretrained`.
 
-    Raises UnsupportedError on a format that is not one of FORMATS, and on `asked` that wants anything but to undo it,
-    or to quantise with torchao.
+    Raises UnsupportedError on a format that is not in FORMATS, and on an `asked` that requests anything but
+    dequantisation of this format or quantisation with torchao.
     """
-    found: dict[str, Any] = {}
-    part = None
+    settings: dict[str, Any] = {}
+    sub_config = None
     for key in (None, *getattr(config, "sub_configs", ())):
-        each: Any = config if key is None else getattr(config, key, None)
-        if not found:
-            found, part = _settings(getattr(each, "quantization_config", None)), key
-        if "quantization_config" in vars(each or object):
-            del each.quantization_config
-    method, wanted = _method(found), _settings(asked)
-    if not found and method_of(asked) == "torchao":
+        candidate: Any = config if key is None else getattr(config, key, None)
+        if not settings:
+            settings, sub_config = _settings(getattr(candidate, "quantization_config", None)), key
+        if "quantization_config" in vars(candidate or object):
+            del candidate.quantization_config
+    method, requested_settings = _method(settings), _settings(requested)
+    if not settings and method_of(requested) == "torchao":
         return None
-    if wanted and not (found and method == _method(wanted) and _undoes(asked)):
+    if requested_settings and not (settings and method == _method(requested_settings) and _dequantises(requested)):
         raise UnsupportedError(
             "from_pretrained",
-            got=f"tp_plan with quantization_config for {_method(wanted)}",
+            got=f"tp_plan with quantization_config for {_method(requested_settings)}",
             expected="weights in floating point",
             fix="Leave out quantization_config: quantised weights are dequantised; others only torchao quantises.",
         )
-    if not found:
+    if not settings:
         return None
     if method not in FORMATS:
         titles = dict.fromkeys(kind.title for kind in FORMATS.values())
-        raise refused(method, f"one in floating point, or in {', '.join(titles)}", REMEDIES.get(method))
-    return Quantization(FORMATS[method].of(found), found, part)
+        raise unsupported(method, f"one in floating point, or in {', '.join(titles)}", REMEDIES.get(method))
+    return Quantization(FORMATS[method].of(settings), settings, sub_config)
 
 
 def method_of(quantization: Any) -> str:
-    """The method's name in a quantization_config."""
+    """Return the method's name in a quantization_config."""
     return _method(_settings(quantization))
 
 
-def _undoes(asked: Any) -> bool:
-    """True for a quantization_config that dequantises."""
-    return bool(asked.get("dequantize") if isinstance(asked, dict) else getattr(asked, "dequantize", False))
+def _dequantises(requested: Any) -> bool:
+    """Return True for a quantization_config that requests dequantisation."""
+    return bool(requested.get("dequantize") if isinstance(requested, dict) else getattr(requested, "dequantize", False))
 
 
 def _settings(quantization: Any) -> dict[str, Any]:
-    """A quantization_config, which may be a dict, an object of transformers or None, as a dict."""
+    """Convert a quantization_config (a dict, an object of transformers or None) to a dict."""
     if quantization is None or isinstance(quantization, dict):
         return quantization or {}
     return dict(quantization.to_dict())
 
 
 def _method(settings: Mapping[str, Any] | None) -> str:
-    """The method's name in a config: gptq, awq, ..."""
+    """Return the method's name in a config: gptq, awq, ..."""
     if not settings:
         return "nothing"
     bits = next((f"bitsandbytes ({name[8:]})" for name in ("load_in_4bit", "load_in_8bit") if settings.get(name)), None)

@@ -1,6 +1,6 @@
-"""FP8 (DeepSeek-V3, Qwen3-FP8, ...): float8 with a scale a block or a tensor.
+"""FP8 (DeepSeek-V3, Qwen3-FP8, ...): float8 with a scale per block or per tensor.
 
-A weight is an expression over its values and its scales, so that a rank reads the bytes of its slice of both.
+A weight is a lazy expression of its values and scales, so a rank reads only the bytes of its slice of both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
 from ..reading.memory import from_float8
-from .format import Format, Tensors, bundle, refused, unfit
+from .format import Format, Tensors, bundle, inconsistent, unsupported
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE, _ACTIVATION_SCALE = "_scale_inv", ".activation_scale"
@@ -30,19 +30,19 @@ class Float8(Format):
     title = "FP8"
 
     block: tuple[int, int] | None
-    """Rows and columns that share one scale; None for one scale a weight."""
+    """Rows and columns that share one scale; None for one scale per weight."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Float8:
         if settings.get("expert_dtype", "fp8") != "fp8":
-            raise refused(f"fp8 and experts in {settings['expert_dtype']}", "one in FP8 alone")
+            raise unsupported(f"fp8 and experts in {settings['expert_dtype']}", "one in FP8 alone")
         block = settings.get("weight_block_size")
         return cls(None if block is None else (int(block[0]), int(block[1])))
 
     def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
-        """The checkpoint's tensors without quantisation; tensors without a scale stay as they are.
+        """See `Format.expressed`; tensors without a scale are unchanged.
 
-        Raises CheckpointError where a weight in float8 has no scale, or scales do not fit their weight.
+        Raises CheckpointError if a float8 weight has no scale, or the scales do not match their weight.
         """
         result = {
             name: self._product(name, tensor, tensors[name + _SCALE]) if name + _SCALE in tensors else tensor
@@ -51,16 +51,16 @@ class Float8(Format):
         }
         if stays_packed:
             result = {
-                name: _bundle(name, each, tensors[name + _SCALE]) if isinstance(each, Scaled) else each
-                for name, each in result.items()
+                name: _bundle(name, weight, tensors[name + _SCALE]) if isinstance(weight, Scaled) else weight
+                for name, weight in result.items()
             }
         for name, tensor in result.items():
             if tensor.dtype in _FLOAT8:
-                raise unfit(name, f"{tensor.dtype} without {name + _SCALE}", "a scale for each of its blocks")
+                raise inconsistent(name, f"{tensor.dtype} without {name + _SCALE}", "a scale for each of its blocks")
         return result
 
     def _is_consumed(self, name: str, tensors: Mapping[str, LazyTensor]) -> bool:
-        """True for a scale of another tensor, also of activations, which stay in floating point."""
+        """Return True for scales of a weight, and for scales of activations, which stay in floating point."""
         if name.endswith(_ACTIVATION_SCALE):
             return name.removesuffix(_ACTIVATION_SCALE) + ".weight" + _SCALE in tensors
         return name.endswith(_SCALE) and name.removesuffix(_SCALE) in tensors
@@ -68,22 +68,22 @@ class Float8(Format):
     def _product(self, name: str, values: LazyTensor, scales: LazyTensor) -> Scaled:
         if values.dtype not in _FLOAT8 or values.ndim < 2:
             got = f"{values.dtype} of shape {tuple(values.shape)} with scales"
-            raise unfit(name, got, "a matrix of float8_e4m3fn or float8_e5m2")
+            raise inconsistent(name, got, "a matrix of float8_e4m3fn or float8_e5m2")
         if not scales.dtype.is_floating_point:
-            raise unfit(name, f"scales in {scales.dtype}", "scales in floating point")
+            raise inconsistent(name, f"scales in {scales.dtype}", "scales in floating point")
         block = (*(1,) * (values.ndim - 2), *(self.block or values.shape[-2:]))
-        if scales.numel() == 1:  # for all there is, whatever the config says of the others
+        if scales.numel() == 1:  # one scale for the whole tensor, even if the config has blocks
             block = tuple(values.shape)
         while scales.ndim < values.ndim:
             scales = Stack([scales], 0)
         try:
             return Scaled(values, scales, block)
         except ValueError as error:
-            raise unfit(name, str(error), "one scale a block") from None
+            raise inconsistent(name, str(error), "one scale a block") from None
 
 
 def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:
-    """The same values, which stay in float8 until they are needed."""
+    """Build a `Bundle` with the same values, which stays in float8 until decoded."""
     block = [size if size < length else None for size, length in zip(product.block, product.shape, strict=True)]
     cuts = tuple(None if size is None else Cut(dim, size) for dim, size in enumerate(block))
     members = {

@@ -1,9 +1,9 @@
 """GPTQ: integers packed along the input features, with a scale and a zero point for every group of them.
 
 X.qweight  (in * bits / 32, out) int32
-X.qzeros   (groups, out * bits / 32) int32; less 1 in the first version of the format
+X.qzeros   (groups, out * bits / 32) int32; stored minus 1 in the first version of the format
 X.scales   (groups, out)
-X.g_idx    (in) int32: the group of every input feature, which follow one another unless `desc_act`
+X.g_idx    (in) int32: the group of every input feature; consecutive unless `desc_act`
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .format import (
     bundle,
     count_groups,
     dequantized_modules,
+    inconsistent,
     member,
     packed,
     quantized_modules,
-    refused,
-    unfit,
     unpack,
+    unsupported,
 )
 
 _BITS = (2, 3, 4, 8)
@@ -47,11 +47,11 @@ class Gptq(Format):
     group: int | None
     """Input features that share a scale; None for all."""
     ordered: bool
-    """True if `g_idx` says which group a feature is of: any rank may need any group."""
+    """True if groups are given by `g_idx` (`desc_act`): any rank may need any group."""
     less_one: bool
-    """True if stored zero points are 1 too low."""
+    """True if zero points are stored minus 1."""
     rules: tuple[tuple[re.Pattern[str], Gptq], ...] = ()
-    """Patterns of names of modules, the first of which counts, and what is of them: `dynamic` in a config."""
+    """(pattern of module names, their settings), `dynamic` in a config; the first match applies."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Gptq:
@@ -60,22 +60,22 @@ class Gptq(Format):
         words = str(settings.get("pack_dtype") or "int32").removeprefix("torch.")
         if bits not in _BITS or version not in _VERSIONS or words != "int32":
             expected = f"one of {', '.join(map(str, _BITS))} bits, in the version {' or '.join(_VERSIONS)}"
-            raise refused(f"GPTQ in {bits} bits, in the version {version}, in words of {words}", expected)
+            raise unsupported(f"GPTQ in {bits} bits, in the version {version}, in words of {words}", expected)
         rules = []
         for key, changes in (settings.get("dynamic") or {}).items():
-            if not key.startswith("-:"):  # of which modules are not quantised
+            if not key.startswith("-:"):  # "-:" excludes modules from quantisation
                 try:
                     pattern = re.compile(key.removeprefix("+:"))
                 except re.error as error:
-                    raise refused(
+                    raise unsupported(
                         f"GPTQ with settings for {key!r} ({error})", "settings for regular expressions"
                     ) from None
                 rules.append((pattern, cls.of({**settings, **changes, "dynamic": None})))
         return cls(bits, None if group < 1 else group, bool(settings.get("desc_act")), version == "gptq", tuple(rules))
 
     def of_module(self, module: str) -> Gptq:
-        """The settings of one module."""
-        return next((found for pattern, found in self.rules if pattern.match(module)), self)
+        """Return the settings of one module."""
+        return next((settings for pattern, settings in self.rules if pattern.match(module)), self)
 
     def read_first(self, tensors: Tensors) -> list[str]:
         suffix = ".g_idx"
@@ -86,7 +86,7 @@ class Gptq(Format):
         for name in tensors:
             module, _, kind = name.rpartition(".")
             if kind in ("qzeros", "g_idx") and module not in modules:
-                raise unfit(f"{module}.qweight", "no such tensor", f"one for {name}")
+                raise inconsistent(f"{module}.qweight", "no such tensor", f"one for {name}")
 
         def weight(tensors: Tensors, module: str) -> Bundle:
             return self.of_module(module)._weight(tensors, module, stays_packed=stays_packed)
@@ -109,29 +109,29 @@ class Gptq(Format):
         }
         count = count_groups(module, columns, self.group, scales, zeros)
         if self.ordered:
-            of = order.materialize()
-            if of.min() < 0 or of.max() >= count:
-                got = f"groups from {int(of.min())} to {int(of.max())}"
-                raise unfit(f"{module}.g_idx", got, f"those from 0 to {count - 1}")
-            members["order"] = Member(Resident(of), (Cut(1),), f"{module}.g_idx")
+            group_of = order.materialize()
+            if group_of.min() < 0 or group_of.max() >= count:
+                got = f"groups from {int(group_of.min())} to {int(group_of.max())}"
+                raise inconsistent(f"{module}.g_idx", got, f"those from 0 to {count - 1}")
+            members["order"] = Member(Resident(group_of), (Cut(1),), f"{module}.g_idx")
         elif stays_packed and f"{module}.g_idx" in tensors:  # for a save
             members["order"] = Member(order, (Cut(1),), f"{module}.g_idx")
         return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, partial(_decode, self))
 
 
 def _decode(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """In the dtype of the scales, as the library does it."""
+    """Decode in the dtype of the scales, as the library does."""
     rows, columns = shape
     scales, zeros = parts["scales"].t(), parts["zeros"]
-    if form.less_one and form.bits != 3:  # a value that overflows carries to the next
-        zeros = zeros + sum(1 << at for at in range(0, 31, form.bits))
+    if form.less_one and form.bits != 3:  # add 1 to all packed values; an overflow carries into the next value
+        zeros = zeros + sum(1 << bit for bit in range(0, 31, form.bits))
     offsets = unpack(zeros, form.bits, rows).t().to(torch.int16)
     if form.less_one and form.bits == 3:
         offsets = (offsets + 1) & 7
     if form.ordered:
-        of = parts["order"].long()
-        scales, offsets = scales[:, of], offsets[:, of]
+        group_of = parts["order"].long()
+        scales, offsets = scales[:, group_of], offsets[:, group_of]
     elif form.group is not None:
-        scales, offsets = (each.repeat_interleave(form.group, 1)[:, :columns] for each in (scales, offsets))
+        scales, offsets = (tensor.repeat_interleave(form.group, 1)[:, :columns] for tensor in (scales, offsets))
     values = unpack(parts["words"].t(), form.bits, columns).to(torch.int16)
     return (values - offsets).to(scales.dtype) * scales

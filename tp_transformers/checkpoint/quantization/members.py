@@ -1,7 +1,7 @@
-"""The stored tensors of packed weights: the indices that each rank holds of them, for saves of a packed model.
+"""Layouts of the stored tensors of packed weights, for saves of a packed model.
 
-A rank holds some indices of one dim of a stored tensor, for one parameter or several. At the ends of groups, two ranks
-may hold the same indices.
+A rank holds ranges of one dim of a stored tensor, for one parameter or several. At group boundaries two ranks may hold
+the same indices.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from .packed import HeldWeight, PackedWeight, packed_weights
 
 @dataclass(frozen=True)
 class PackedCheckpoint:
-    """The parts of a checkpoint that a packed model keeps beside its parameters."""
+    """Data of a quantised checkpoint that a packed model keeps for saves."""
 
     quantization: Quantization
     beside: Mapping[str, torch.Tensor]
-    """Tensors of quantised weights that no value depends on."""
+    """Stored tensors that no weight value depends on."""
     unpacked: Sequence[str]
-    """Quantised parameters that are dequantised all the same."""
+    """Quantised parameters that were dequantised anyway."""
 
 
 PACKED_CHECKPOINT: Mark[PackedCheckpoint] = Mark("tp_packed_checkpoint")
-"""On a model with packed weights."""
+"""Set on models with packed weights."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The indices that a rank holds of a stored tensor."""
+    """Shape and dtype of a stored tensor, and the ranges that a rank holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     dim: int | None
-    """The dim that is cut; None where all is held."""
+    """The sharded dim; None if the rank holds the full tensor."""
     ranges: tuple[Range, ...] = ()
     scalar: torch.Tensor | None = None
-    """The value of a tensor without dims."""
+    """The value of a zero-dim tensor."""
 
 
-Pieces = list[tuple[int | None, Sequence[Place], torch.Tensor]]
-"""Parts of one stored tensor: the dim that is cut, what of it is where in a part, and the part."""
+Shards = list[tuple[int | None, Sequence[Place], torch.Tensor]]
+"""Shards of one stored tensor: (sharded dim, places of the indices in the shard, shard)."""
 
 
 class Members:
@@ -61,93 +61,104 @@ class Members:
 
     def __init__(self, weights: Iterable[HeldWeight]) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._pieces: dict[str, Pieces] = {}
+        self._shards: dict[str, Shards] = {}
         for weight in (weight for weight in weights if isinstance(weight, PackedWeight)):
             for decoded, *_ in weight.places:
                 for key, origin in decoded.origins.items():
                     if not origin.name:  # made by the load
                         continue
-                    cut = [dim for dim, length in enumerate(origin.shape) if _held(origin.places[dim]) != length]
-                    if len(cut) > 1:
-                        raise _unsaved(f"{origin.name} cut along {len(cut)} dims", "one")
-                    dim = cut[0] if cut else None
+                    sharded_dims = [
+                        dim for dim, length in enumerate(origin.shape) if _count(origin.places[dim]) != length
+                    ]
+                    if len(sharded_dims) > 1:
+                        raise _unsaved(f"{origin.name} cut along {len(sharded_dims)} dims", "one")
+                    dim = sharded_dims[0] if sharded_dims else None
                     self._shapes[origin.name] = origin.shape
                     places = [] if dim is None else origin.places[dim]
-                    self._pieces.setdefault(origin.name, []).append((dim, places, decoded.parts[key]))
+                    self._shards.setdefault(origin.name, []).append((dim, places, decoded.parts[key]))
 
     def outlines(self) -> dict[str, Outline]:
-        """The tensors that are held, by name."""
-        return {name: self._outline(self._shapes[name], pieces) for name, pieces in self._pieces.items()}
+        """Return the outlines of the rank's stored tensors, by name."""
+        return {name: self._outline(self._shapes[name], shards) for name, shards in self._shards.items()}
 
-    def _outline(self, shape: tuple[int, ...], pieces: Pieces) -> Outline:
-        part = pieces[0][2]
-        dim = next((None for dim, _, _ in pieces if dim is None), pieces[0][0])
-        if len({dim for dim, _, _ in pieces if dim is not None}) > 1:
+    def _outline(self, shape: tuple[int, ...], shards: Shards) -> Outline:
+        shard = shards[0][2]
+        dim = next((None for dim, _, _ in shards if dim is None), shards[0][0])
+        if len({dim for dim, _, _ in shards if dim is not None}) > 1:
             raise _unsaved("a stored tensor cut along several dims", "one")
-        ranges = () if dim is None else tuple((at, at + count) for _, places, _ in pieces for at, _, count in places)
-        return Outline(shape, part.dtype, dim, ranges, None if shape or part.is_meta else part.cpu())
+        ranges = (
+            ()
+            if dim is None
+            else tuple((start, start + count) for _, places, _ in shards for start, _, count in places)
+        )
+        return Outline(shape, shard.dtype, dim, ranges, None if shape or shard.is_meta else shard.cpu())
 
     def local(self, name: str, outline: Outline, layout: Layout | None, rank: int) -> torch.Tensor:
-        """What `rank`, this one, holds of a tensor in its `layout`: a view of its part, where that has it in order."""
-        pieces = self._pieces.get(name, [])
-        complete = next((part for dim, _, part in pieces if dim is None), None)
+        """Return the shard of `rank` (this rank) in `layout`; a view if the indices are contiguous in memory."""
+        shards = self._shards.get(name, [])
+        complete = next((shard for dim, _, shard in shards if dim is None), None)
         if layout is None:
-            found = outline.scalar if complete is None else complete.detach()
-            assert found is not None
-            return found
-        dim, runs = layout.dim, []
+            value = outline.scalar if complete is None else complete.detach()
+            assert value is not None
+            return value
+        dim, ranges = layout.dim, []
         for start, stop in layout.split.ranges[rank]:
             if complete is not None:
-                runs.append((complete, start, stop - start))
+                ranges.append((complete, start, stop - start))
                 continue
-            part, position = next(
-                (part, position + start - at)
-                for _, places, part in pieces
-                for at, position, count in places
-                if at <= start and stop <= at + count
+            shard, position = next(
+                (shard, position + start - first)
+                for _, places, shard in shards
+                for first, position, count in places
+                if first <= start and stop <= first + count
             )
-            if runs and runs[-1][0] is part and runs[-1][1] + runs[-1][2] == position:
-                runs[-1] = (part, runs[-1][1], runs[-1][2] + stop - start)
+            if ranges and ranges[-1][0] is shard and ranges[-1][1] + ranges[-1][2] == position:
+                ranges[-1] = (shard, ranges[-1][1], ranges[-1][2] + stop - start)
             else:
-                runs.append((part, position, stop - start))
-        if not runs:
+                ranges.append((shard, position, stop - start))
+        if not ranges:
             return torch.empty(layout.local_shape(outline.shape, rank), dtype=outline.dtype)
-        views = [part.narrow(dim, position, count) for part, position, count in runs]
+        views = [shard.narrow(dim, position, count) for shard, position, count in ranges]
         return views[0] if len(views) == 1 else torch.cat(views, dim)
 
 
 def member_layouts(ranks: Sequence[Mapping[str, Outline]]) -> dict[str, tuple[Outline, Layout | None]]:
-    """An outline and the layout of every tensor, from the outlines of every rank.
+    """Combine the outlines of all ranks into an outline and the layout of every tensor.
 
-    Raises UnsupportedError where the ranks together do not hold all of one.
+    Raises UnsupportedError if the ranks together do not hold a full tensor.
     """
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: _layout(name, [rank.get(name) for rank in ranks]) for name in names}
 
 
-def _layout(name: str, held: Sequence[Outline | None]) -> tuple[Outline, Layout | None]:
-    found = [each for each in held if each is not None]
-    first = next((each for each in found if each.dim is not None), found[0])
-    if not first.shape or all(each is not None and each.dim is None for each in held):
+def _layout(name: str, per_rank: Sequence[Outline | None]) -> tuple[Outline, Layout | None]:
+    present = [outline for outline in per_rank if outline is not None]
+    first = next((outline for outline in present if outline.dim is not None), present[0])
+    if not first.shape or all(outline is not None and outline.dim is None for outline in per_rank):
         return first, None
     dim = first.dim or 0
     length = first.shape[dim]
-    ranges = [() if each is None else each.ranges if each.dim is not None else ((0, length),) for each in held]
-    ends = sorted({0, length, *(end for rank in ranges for each in rank for end in each)})
-    parts = list(pairwise(ends))
+    ranges = [
+        () if outline is None else outline.ranges if outline.dim is not None else ((0, length),) for outline in per_rank
+    ]
+    ends = sorted({0, length, *(end for rank in ranges for bounds in rank for end in bounds)})
+    intervals = list(pairwise(ends))
     split = Split(
         length,
-        tuple(tuple((a, b) for a, b in parts if any(at <= a and b <= end for at, end in rank)) for rank in ranges),
+        tuple(
+            tuple((a, b) for a, b in intervals if any(start <= a and b <= end for start, end in rank))
+            for rank in ranges
+        ),
     )
-    if any(each.dim not in (None, dim) for each in found) or not split.is_cut:
+    if any(outline.dim not in (None, dim) for outline in present) or not split.is_cut:
         raise _unsaved(f"{name}, of which the ranks do not hold all", "all")
     return first, Layout(dim, split)
 
 
 def packed_state(model: nn.Module, group: TensorParallelGroup) -> dict[str, torch.Tensor]:
-    """This rank's part of every stored tensor of the packed weights, in the names of the checkpoint.
+    """Return this rank's shards of the stored tensors of packed weights, by their names in the checkpoint.
 
-    All ranks have to call it. Raises UnsupportedError where a quantised weight is not packed.
+    Collective: call on all ranks. Raises UnsupportedError if a quantised weight is not packed.
     """
     with group.agree():
         kept = PACKED_CHECKPOINT.find(model)
@@ -167,7 +178,7 @@ def place_members(
     group: TensorParallelGroup,
     members: Members | None = None,
 ) -> dict[str, torch.Tensor]:
-    """This rank's part of every tensor, which knows its layout; on the meta device without `members`."""
+    """Return this rank's shards, marked with their `ParamShard`; on the meta device if there are no `members`."""
     state = {}
     for name, (outline, layout) in layouts.items():
         if members is None:
@@ -181,7 +192,7 @@ def place_members(
 
 
 def beside(kept: PackedCheckpoint, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The tensors beside those `names`: of modules that have one of them, or with names that begin with one."""
+    """Select tensors of `kept.beside` in modules that have one of `names`, or whose names extend one of them."""
     modules = {owner for name in names for owner in _owners(name)}
     return {
         name: tensor
@@ -196,7 +207,7 @@ def _owners(name: str) -> Iterator[str]:
         yield name
 
 
-def _held(places: Sequence[Place]) -> int:
+def _count(places: Sequence[Place]) -> int:
     return sum(count for _, _, count in places)
 
 

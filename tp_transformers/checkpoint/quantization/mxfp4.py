@@ -1,7 +1,9 @@
-"""MXFP4 (GPT-OSS): experts in 4 bits, and an exponent for every 32 values along their input features.
+"""MXFP4 (GPT-OSS): experts in 4 bits, with one exponent for every 32 values along their input features.
 
-Stored are `NAME_blocks` (experts, out, in / 32, 16), two values a byte, and `NAME_scales` (experts, out, in / 32); the
-parameter NAME is (experts, in, out). Where a rank's part of a block is stored, the last two dims of blocks are one.
+NAME_blocks  (experts, out, in / 32, 16) uint8, two values per byte; packed pre-sharded checkpoints merge the last dims
+NAME_scales  (experts, out, in / 32) uint8
+
+The parameter NAME is (experts, in, out).
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ import torch
 from ...slices.bundle import Cut, Member, Parts
 from ...slices.composed import Transpose, merge_last
 from ...slices.lazy import LazyTensor
-from .format import Format, Tensors, bundle, member, unfit
+from .format import Format, Tensors, bundle, inconsistent, member
 
 _BLOCK, _BIAS = 32, 127
 _HALF = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _PAIRS = torch.stack((_HALF.repeat(16), _HALF.repeat_interleave(16)), -1).view(torch.int64).flatten()
-"""The two float32 that a byte stands for, its low half first, as one word: they are looked up together."""
+"""Byte -> its two float32 values, low half first, as one int64, so that one lookup gives both."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +40,23 @@ class Mxfp4(Format):
         result = dict(tensors)
         for name in sorted(tensors):
             if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" not in tensors:
-                raise unfit(name, "scales without blocks", "both")
+                raise inconsistent(name, "scales without blocks", "both")
             if not name.endswith("_blocks"):
                 continue
-            whole = name.removesuffix("_blocks")
+            param = name.removesuffix("_blocks")
             blocks = member(tensors, name, 3 if tensors[name].ndim == 3 else 4, torch.uint8)
-            scales = member(tensors, f"{whole}_scales", 3, torch.uint8)
+            scales = member(tensors, f"{param}_scales", 3, torch.uint8)
             experts, rows, *width = blocks.shape
             if width[-1] * 2 % _BLOCK or (len(width) == 2 and width[-1] * 2 != _BLOCK):
-                raise unfit(name, f"blocks of {width[-1]} bytes", f"{_BLOCK // 2}")
+                raise inconsistent(name, f"blocks of {width[-1]} bytes", f"{_BLOCK // 2}")
             lead = (Cut(0), Cut(1))
             members = {
                 "pairs": Member(merge_last(blocks) if blocks.ndim == 4 else blocks, (*lead, Cut(2, 2)), name),
-                "scales": Member(scales, (*lead, Cut(2, _BLOCK)), f"{whole}_scales"),
+                "scales": Member(scales, (*lead, Cut(2, _BLOCK)), f"{param}_scales"),
             }
-            values = bundle(whole, members, (experts, rows, math.prod(width) * 2), torch.float32, _decode)
-            del result[name], result[f"{whole}_scales"]
-            result[whole] = Transpose(values, 1, 2)
+            values = bundle(param, members, (experts, rows, math.prod(width) * 2), torch.float32, _decode)
+            del result[name], result[f"{param}_scales"]
+            result[param] = Transpose(values, 1, 2)
         return result
 
     def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +64,7 @@ class Mxfp4(Format):
 
 
 def _decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """The power of a scale is multiplied in two parts, since float32 does not hold the highest."""
+    """Multiply by the scale in two factors, since the largest power of two overflows float32."""
     pairs, scales = parts["pairs"], parts["scales"]
     values = _PAIRS.to(pairs.device).index_select(0, pairs.flatten().int()).view(torch.float32)
     powers = scales.to(torch.int32).unsqueeze(-1) - _BIAS

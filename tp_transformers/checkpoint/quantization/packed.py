@@ -1,4 +1,4 @@
-"""Weights that stay quantised in memory; `model/packed_forward.py` decodes them for a forward."""
+"""Weights that stay quantised in memory; `model/packed_forward.py` decodes them for the forward."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ...slices.stored import Stored
 
 
 class HeldWeight(Protocol):
-    """A rank's shard of a weight, in fewer bytes."""
+    """A rank's shard of a weight in quantised form."""
 
     @property
     def shape(self) -> torch.Size: ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weight that it stands for."""
+        """Dtype of the decoded weight."""
 
     @property
     def device(self) -> torch.device: ...
@@ -36,26 +36,26 @@ class HeldWeight(Protocol):
         """Bytes in memory."""
 
     def decoded(self) -> torch.Tensor:
-        """The weight, contiguous."""
+        """Decode to a contiguous tensor."""
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """The members of a rank's shard, of `shape`; `dtype` and `device` are those of the weight that they stand for."""
+    """The stored tensors of a rank's shard of `shape`; `dtype` and `device` are those of the decoded weight."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     places: Sequence[tuple[Decoded, tuple[int, ...], tuple[int, ...], int]]
-    """Members, each with the size, strides and offset of the part of the weight that they stand for."""
+    """(stored tensors, size, strides, offset): each entry decodes to a strided view of the weight."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the members in memory."""
-        return sum(part.nbytes for decoded, *_ in self.places for part in decoded.parts.values())
+        """Bytes of the stored tensors in memory."""
+        return sum(tensor.nbytes for decoded, *_ in self.places for tensor in decoded.parts.values())
 
     def decoded(self) -> torch.Tensor:
-        """The weight, contiguous."""
+        """Decode to a contiguous tensor."""
         weight = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for decoded, size, stride, offset in self.places:
             decoded.fill(weight.as_strided(size, stride, offset))
@@ -65,29 +65,29 @@ class PackedWeight:
 def pack(
     shard: LazyTensor, dtype: torch.dtype, device: torch.device
 ) -> tuple[PackedWeight, list[tuple[Stored, torch.Tensor]]] | None:
-    """A weight that stays packed, and the reads into its members; None where some of it is not quantised."""
-    whole = torch.empty(shard.shape, dtype=dtype, device=device)  # for the places in it alone
+    """Create a packed weight and the reads that fill it; None if a part of it is not quantised."""
+    full = torch.empty(shard.shape, dtype=dtype, device=device)  # only for strides and offsets of views
     places, reads = [], []
-    for leaf, view in shard.pieces(whole):
-        if isinstance(leaf, Decoded):
-            places.append((leaf, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
-        elif view.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+    for source, view in shard.pieces(full):
+        if isinstance(source, Decoded):
+            places.append((source, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
+        elif view.untyped_storage()._cdata == full.untyped_storage()._cdata:
             return None
-        elif isinstance(leaf, Stored):
-            reads.append((leaf, view))
+        elif isinstance(source, Stored):
+            reads.append((source, view))
         else:
-            leaf.fill(view)
+            source.fill(view)
     if not places or math.prod(shard.shape) == 0:
         return None
     return PackedWeight(shard.shape, dtype, device, places), reads
 
 
 PACKED: Mark[dict[str, HeldWeight]] = Mark("tp_packed")
-"""The packed weights of a module, by the names of its parameters."""
+"""The packed weights of a module, by parameter name."""
 
 
 def packed_weights(model: nn.Module) -> Mapping[str, HeldWeight]:
-    """The packed weights of a model, by the names of their parameters."""
+    """Return the packed weights of a model, by parameter name."""
     return {
         f"{prefix}.{name}".lstrip("."): weight
         for prefix, module in model.named_modules()
@@ -96,7 +96,7 @@ def packed_weights(model: nn.Module) -> Mapping[str, HeldWeight]:
 
 
 def refuse_packed(model: nn.Module, subject: str) -> None:
-    """Raise UnsupportedError where weights of the model are packed, for a `subject` that needs their values."""
+    """Raise UnsupportedError if the model has packed weights, since `subject` needs their values."""
     packed = packed_weights(model)
     if packed:
         raise UnsupportedError(
@@ -109,19 +109,22 @@ def refuse_packed(model: nn.Module, subject: str) -> None:
 
 @contextmanager
 def without_packed(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Leave packed weights as they are in a block that applies `move` to all parameters.
+    """Exclude packed weights from a block that applies `move` to all parameters.
 
-    Raises UnsupportedError where it would change their dtype.
+    Raises UnsupportedError if `move` would change their dtype.
     """
     packed = packed_weights(model)
-    if any(move(torch.empty(0, dtype=each.dtype, device=each.device)).dtype != each.dtype for each in packed.values()):
+    if any(
+        move(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype != weight.dtype
+        for weight in packed.values()
+    ):
         refuse_packed(model, "another dtype")
     owners = [module for module in model.modules() if PACKED.find(module)]
-    held = [{name: module._parameters[name] for name in PACKED.of(module)} for module in owners]
-    for module, placeholders in zip(owners, held, strict=True):
+    saved = [{name: module._parameters[name] for name in PACKED.of(module)} for module in owners]
+    for module, placeholders in zip(owners, saved, strict=True):
         module._parameters.update(dict.fromkeys(placeholders))
     try:
         yield
     finally:
-        for module, placeholders in zip(owners, held, strict=True):
+        for module, placeholders in zip(owners, saved, strict=True):
             module._parameters.update(placeholders)

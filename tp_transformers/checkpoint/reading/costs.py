@@ -1,15 +1,15 @@
-"""Ways to read rows, and the estimated seconds of each.
+"""Methods to read the rows of a shard, and the estimated seconds of each.
 
-A shard of a trailing dim is `rows` runs of `run` bytes, `stride` bytes apart in the file. There are three ways:
+A shard of a trailing dim is `rows` ranges of `length` bytes, `stride` bytes apart in the file. There are three methods:
 
-- `reads`: one read a row, of its own bytes;
-- `blocks`: whole rows through a buffer that stays in the processor's cache; the runs are copied out of it;
-- `map`: runs copied out of a memory map, where the bytes are in the page cache.
+- `reads`: one read per row, of the shard's bytes only;
+- `blocks`: read complete rows into a buffer that stays in the CPU cache, and copy the ranges out of it;
+- `map`: copy the ranges out of a memory map, if the bytes are in the page cache.
 
 Measured on one core of an AMD EPYC (2 MiB of L2 cache, Linux 6.18, ext4, warm page cache) into memory that had been
 touched before, in GB/s of the shard's own bytes:
 
-    run of stride       reads   blocks   map
+    length of stride    reads   blocks   map
     14,336 of 28,672     4.02     5.75  9.92
      7,168 of 28,672     3.10     3.24  9.50
      3,584 of 28,672     2.05     1.77  7.70
@@ -18,8 +18,8 @@ touched before, in GB/s of the shard's own bytes:
      2,048 of  4,096     1.09     5.77  8.34
        512 of  1,024     0.45     5.28  6.93
 
-One contiguous read gave 12.2 GB/s there. The constants below give every number of the table within
-45%, and their order.
+One contiguous read gave 12.2 GB/s there. The constants below reproduce every number of the table within 45%, and their
+order.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ _SECONDS_A_READ = 1.4e-6
 _SECONDS_A_BYTE_COPIED = 1 / 12e9
 """Time to copy from the page cache to memory."""
 _SECONDS_A_BYTE_INTO_BLOCK = 1 / 16e9
-"""Time to copy from the page cache into a buffer that is in the processor's cache."""
+"""Time to copy from the page cache into a buffer that is in the CPU cache."""
 _SECONDS_A_BYTE_OUT_OF_BLOCK = 1 / 20e9
-_SECONDS_A_RUN = 10e-9
-"""Overhead of a strided copy."""
+_SECONDS_A_RANGE = 10e-9
+"""Overhead per range of a strided copy."""
 _SECONDS_A_BYTE_MAPPED = 1 / 200e9
-"""Time to enter the pages of the span into the page table, and to take them out again."""
+"""Time to map and unmap the pages of the span."""
 
 
-def costs(box: Stored, *, may_map: bool) -> dict[str, float]:
-    """Estimated seconds of every way to read `box`; without `map` where its bytes are not known to be in memory."""
-    runs = box.rows * _SECONDS_A_RUN
-    blocks = max(box.span / BLOCK_BYTES, 1)
+def costs(block: Stored, *, may_map: bool) -> dict[str, float]:
+    """Estimate the seconds of each method to read the block `box`; `map` only if its bytes are in the page cache."""
+    range_seconds = block.rows * _SECONDS_A_RANGE
+    blocks = max(block.span / BLOCK_BYTES, 1)
     estimates = {
-        "reads": box.rows * _SECONDS_A_READ + box.nbytes * _SECONDS_A_BYTE_COPIED,
+        "reads": block.rows * _SECONDS_A_READ + block.nbytes * _SECONDS_A_BYTE_COPIED,
         "blocks": blocks * _SECONDS_A_READ
-        + box.span * _SECONDS_A_BYTE_INTO_BLOCK
-        + box.nbytes * _SECONDS_A_BYTE_OUT_OF_BLOCK
-        + runs,
+        + block.span * _SECONDS_A_BYTE_INTO_BLOCK
+        + block.nbytes * _SECONDS_A_BYTE_OUT_OF_BLOCK
+        + range_seconds,
     }
     if may_map:
-        estimates["map"] = box.span * _SECONDS_A_BYTE_MAPPED + box.nbytes * _SECONDS_A_BYTE_COPIED + runs
+        estimates["map"] = block.span * _SECONDS_A_BYTE_MAPPED + block.nbytes * _SECONDS_A_BYTE_COPIED + range_seconds
     return estimates
 
 
-def cheapest(box: Stored, *, may_map: bool) -> str:
-    """The way to read the rows of `box` that costs least."""
-    estimates = costs(box, may_map=may_map)
+def cheapest(block: Stored, *, may_map: bool) -> str:
+    """Return the cheapest method to read the rows of the block `box`."""
+    estimates = costs(block, may_map=may_map)
     return min(estimates, key=estimates.__getitem__)

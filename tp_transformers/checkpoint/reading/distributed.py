@@ -1,8 +1,8 @@
-"""Distributed checkpoints of torch, read without running code that they carry.
+"""Loading of torch distributed checkpoints without running code from them.
 
 `torch.distributed.checkpoint.load` unpickles the metadata of a checkpoint, and each value that is not a tensor, without
-limits: a checkpoint from elsewhere may run any program. Here both pass through an unpickler that makes nothing but the
-types in such files.
+limits: an untrusted checkpoint may run any code. Here both go through an unpickler that only allows the types that such
+files contain.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ _NAMES = {
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
     "collections": {"OrderedDict"},
 }
-"""Module -> the names in it that the metadata of a checkpoint may use, beside torch's dtypes."""
+"""Module -> its names that the metadata of a checkpoint may use, besides torch's dtypes."""
 
 _FIX = "Do not load it unless you trust where it comes from; torch.distributed.checkpoint.load takes anything."
 
 
 def load_distributed_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Fill `state` from a checkpoint of `torch.distributed.checkpoint.save`, as its `load` does, but run no code of it.
+    """Fill `state` as `torch.distributed.checkpoint.load` does, without running code from the checkpoint.
 
-    All ranks of the default process group have to call it, or one process without a group.
+    Collective over the default process group; also works in one process without a group.
 
     Args:
         state: nested dicts of tensors, which are filled in place, and of other values, which are replaced: numbers,
-            strings, lists and all else that `torch.load(weights_only=True)` takes.
+            strings, lists and all else that `torch.load(weights_only=True)` accepts.
         folder: the folder of the checkpoint.
 
     Raises:
-        CheckpointError: on all ranks, if the checkpoint names a class or a function that has no place in one, or a
-            file outside its folder.
-        torch.distributed.checkpoint.CheckpointException: as torch's `load`, for tensors that are missing or of another
-            shape, and for files that cannot be read.
+        CheckpointError: on all ranks, if the checkpoint names a class or function that is not allowed, or a file
+            outside its folder.
+        torch.distributed.checkpoint.CheckpointException: as torch's `load`, for missing tensors, wrong shapes and
+            unreadable files.
     """
     try:
         load(state, storage_reader=_Reader(os.fspath(folder)), planner=_Planner())
     except CheckpointException as error:
-        for found in dict(sorted(error.failures.items())).values():
-            if isinstance(found[0], CheckpointError):
-                raise agreed(CheckpointError(str(found[0]))) from None
+        for failure in dict(sorted(error.failures.items())).values():
+            if isinstance(failure[0], CheckpointError):
+                raise agreed(CheckpointError(str(failure[0]))) from None
         raise
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds the names of `_NAMES` and torch's dtypes alone."""
+    """An unpickler that only resolves the names in `_NAMES` and torch's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -74,21 +74,21 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Torch's reader of folders, with a restricted unpickler for the metadata."""
+    """Torch's `FileSystemReader` with a restricted unpickler for the metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """The metadata, or the CheckpointError that `_Planner` raises: torch would take one from here for no file."""
+        """Return the metadata, or a CheckpointError for `_Planner` to raise: torch reads one from here as no file."""
         content = (Path(self.path) / ".metadata").read_bytes()
         try:
-            found = _Unpickler(io.BytesIO(content)).load()
-            files = [PurePath(info.relative_path) for info in found.storage_data.values()]
+            metadata = _Unpickler(io.BytesIO(content)).load()
+            files = [PurePath(info.relative_path) for info in metadata.storage_data.values()]
         except Exception as error:  # a damaged pickle raises anything
             return self._fault(f"metadata that cannot be read ({error_text(error)})")
         outside = next((file for file in files if file.is_absolute() or ".." in file.parts), None)
         if outside is not None:
             return self._fault(f"metadata that names {outside}, outside the folder")
-        found.storage_meta = StorageMeta(load_id=self.load_id)
-        return found
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
     def _fault(self, got: str) -> CheckpointError:
         expected = "what torch.distributed.checkpoint writes, and no other classes"
@@ -96,7 +96,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Torch's planner, which refuses values that are more than plain ones and tensors."""
+    """Torch's planner; rejects values that `torch.load(weights_only=True)` does not accept."""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         if isinstance(metadata, CheckpointError):

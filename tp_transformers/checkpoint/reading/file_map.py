@@ -1,4 +1,4 @@
-"""Files as memory maps, for bytes in the page cache: strided copies out of a map need no buffer and no call a row."""
+"""Memory maps of files, for bytes in the page cache: strided copies need no buffer and no system call per row."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 class FileMap:
-    """A map of a complete file; `close` it to unmap it with the last tensor that views it."""
+    """A memory map of a complete file; after `close`, it is unmapped with the last tensor that views it."""
 
     def __init__(self, fd: int, size: int, *, own: bool = False) -> None:
-        """Map the `size` bytes of the open file `fd`; with `own`, copy-on-write instead of read-only."""
+        """Map the `size` bytes of the open file `fd`, read-only, or copy-on-write if `own`."""
         self.size = size
         self._fd, self._changed = fd, os.fstat(fd).st_mtime_ns
         flags = mmap.MAP_PRIVATE if own else mmap.MAP_SHARED
@@ -25,21 +25,21 @@ class FileMap:
             self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
 
     def parameter(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A contiguous tensor of `nbytes` from `offset` on; its storage is these bytes alone, as copies expect it."""
-        found = torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes, offset=offset)
-        return found.view(dtype).view(tuple(shape))
+        """Return a contiguous tensor of `nbytes` from `offset` on, whose storage is exactly these bytes."""
+        tensor = torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes, offset=offset)
+        return tensor.view(dtype).view(tuple(shape))
 
     def view(
         self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
     ) -> torch.Tensor:
-        """A tensor over `nbytes` from `offset` on, which has to be a multiple of the item size; strides in elements."""
+        """Return a view of `nbytes` from `offset` on, a multiple of the item size; strides in elements."""
         return self._bytes[offset : offset + nbytes].view(dtype).as_strided(tuple(shape), tuple(strides))
 
     def close(self) -> None:
-        """Drop the map; a second call does nothing."""
+        """Drop the map; safe to call twice."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def has_changed(self) -> bool:
-        """True if the file has become shorter, or was written to, since it was mapped; it has to be open still."""
+        """Return True if the file was truncated or modified since it was mapped; `fd` must still be open."""
         status = os.fstat(self._fd)
         return status.st_size < self.size or status.st_mtime_ns != self._changed

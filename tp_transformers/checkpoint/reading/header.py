@@ -1,4 +1,4 @@
-"""Safetensors headers -> the place of every tensor in its file, as a lazy tensor. Trusts no header."""
+"""Safetensors headers -> one lazy tensor per stored tensor. Headers are validated, not trusted."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ HEADER_LIMIT = 100_000_000
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """Open shard files and the lazy tensors in them. Use as a context manager: it closes every file on every path."""
+    """Open checkpoint files and the lazy tensors in them; a context manager that closes every file."""
 
     def __init__(
         self, files: Iterable[str | os.PathLike[str] | Source], *, weight_map: Mapping[str, str] | None = None
     ) -> None:
         """Open `files`, sources or paths, and read their headers.
 
-        `weight_map` is the index's {tensor name: file name}, where there is one; it is held against the headers.
-        Raises CheckpointError on a file that is missing, truncated, not safetensors, or at odds with the index.
+        `weight_map`, the {tensor name: file name} of an index, is compared to the headers.
+        Raises CheckpointError on a file that is missing, truncated, not safetensors, or inconsistent with the index.
         """
         self.sources: list[Source] = []
         self.tensors: dict[str, LazyTensor] = {}
@@ -76,16 +76,16 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     @property
     def opened(self) -> Sequence[Source | None]:
-        """The files of the checkpoint, in the same order on all ranks; None for one that is not opened here."""
+        """The files, in the same order on all ranks; None for a file that this rank has not opened."""
         return self.sources
 
     @property
     def signature(self) -> object:
-        """A value that is the same on all ranks if they read the same checkpoint, whatever its files hold."""
+        """A value that is equal on all ranks if they read the same list of files; contents are not compared."""
         return [os.path.basename(source.name) for source in self.sources]
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where a file is not the one that was opened, or was written to since."""
+        """Raise CheckpointError if a file was replaced or modified since it was opened."""
         for source in self.sources:
             source.check_unchanged()
 
@@ -98,14 +98,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> None:
-    """Raise CheckpointError on no files at all, on another format (`.bin`), and on paths outside a local `folder`."""
-    where = f"checkpoint {folder}"
+    """Raise CheckpointError if there are no files, on other formats (`.bin`), and on paths outside a local `folder`."""
+    subject = f"checkpoint {folder}"
     if not paths:
-        raise CheckpointError(where, got="no weight files", expected="safetensors files", fix="Add them.")
+        raise CheckpointError(subject, got="no weight files", expected="safetensors files", fix="Add them.")
     for path in paths:
         if not path.endswith(".safetensors"):
             raise CheckpointError(
-                where,
+                subject,
                 got=f"the file {os.path.basename(path)}",
                 expected="safetensors files, of which a rank can read its slices alone",
                 fix="Convert once, in one process without tp_plan: AutoModelForCausalLM.from_pretrained(folder)"
@@ -116,7 +116,7 @@ def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> No
         for path in paths:
             if os.path.commonpath([root, os.path.abspath(path)]) != root:
                 raise CheckpointError(
-                    where,
+                    subject,
                     got=f"an index that names {path}",
                     expected="files inside the checkpoint's own folder",
                     fix="Do not load it unless you trust where it comes from; correct the index.",
@@ -124,9 +124,9 @@ def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> No
 
 
 def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Any]]:
-    """The `weight_map` {tensor name: file name} and the `metadata` of the index of a checkpoint in several files.
+    """Read the `weight_map` {tensor name: file name} and the `metadata` of an index file.
 
-    Raises CheckpointError, with the file, on an index that cannot be read or is not of that form.
+    Raises CheckpointError, with the file, on an unreadable or malformed index.
     """
     try:
         content = json.loads(Path(path).read_bytes().decode(), object_pairs_hook=_without_duplicates)
@@ -151,9 +151,9 @@ def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, 
 def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) -> dict[str, Stored]:
     """Parse and check the header of a safetensors file: {name: lazy tensor}, in file order.
 
-    `metadata` are entries that the file's own metadata has to have.
+    `metadata` lists entries that the file's `__metadata__` must have.
 
-    Raises CheckpointError on all but a well-formed header with tensors that lie inside the file.
+    Raises CheckpointError on a malformed header, on gaps or overlaps, and on tensors outside the file.
     """
     if source.size < 8:
         raise _malformed(source, f"{source.size} bytes", "at least the 8 bytes of a header length")
@@ -167,27 +167,27 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     text = source.read_bytes(8, length)
     source.header_hash = hashlib.blake2b(text, digest_size=16).hexdigest()
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_refuse)
-        json.dumps(header, ensure_ascii=False).encode()  # halves of surrogate pairs are not text
-    except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, UnicodeDecodeError and ours
+        header = json.loads(text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_reject_constant)
+        json.dumps(header, ensure_ascii=False).encode()  # raises on unpaired surrogates
+    except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, Unicode*Error and our own
         raise _malformed(source, f"a header that is not JSON ({error})", "a JSON header in UTF-8") from None
     if not isinstance(header, dict):
         raise _malformed(source, f"a header that is a JSON {type(header).__name__}", "a JSON object")
-    said = header.pop("__metadata__", None)
-    said = {} if said is None else said
-    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
-        raise _malformed(source, f"the __metadata__ {said!r}", "strings by name")
+    declared = header.pop("__metadata__", None)
+    declared = {} if declared is None else declared
+    if not isinstance(declared, dict) or not all(isinstance(value, str) for value in declared.values()):
+        raise _malformed(source, f"the __metadata__ {declared!r}", "strings by name")
     for key, value in (metadata or {}).items():
-        if said.get(key) != value:
-            got, fix = f"{key} {said.get(key)!r} in its metadata", "The file is another one than was written here."
+        if declared.get(key) != value:
+            got, fix = f"{key} {declared.get(key)!r} in its metadata", "The file is another one than was written here."
             raise source.fault(got, f"{key} {value!r}", fix)
     tensors = {name: _stored(source, name, entry, data_start=8 + length) for name, entry in header.items()}
     tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
     position, before = 8 + length, "the header"
     for name, stored in tensors.items():
         if stored.offset != position:
-            what = f"{name} and {before} in the same bytes" if stored.offset < position else f"a gap before {name}"
-            raise _malformed(source, what, "tensors one after the other")
+            problem = f"{name} and {before} in the same bytes" if stored.offset < position else f"a gap before {name}"
+            raise _malformed(source, problem, "tensors one after the other")
         position, before = stored.offset + stored.nbytes, name
     if position != source.size:
         raise _malformed(source, f"{source.size - position} bytes after the last tensor", "an end after it")
@@ -195,15 +195,15 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError where a key occurs twice: readers differ in the one that they take."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Build a JSON object. Raises ValueError on a duplicate key: parsers differ in the value that they keep."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return found
+    return result
 
 
-def _refuse(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no number of JSON")
 
 

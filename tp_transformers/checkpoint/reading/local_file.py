@@ -1,4 +1,4 @@
-"""Files on a mounted file system: reads into place, memory maps, and prefetching into the page cache."""
+"""Files on a mounted file system: reads into buffers, memory maps, and prefetching into the page cache."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .file_map import FileMap
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 _SAMPLE_BYTES = 1 << 20
-"""Distance of the bytes that `is_resident` probes, and size of a read of `prefetch`."""
+"""Distance between the bytes that `is_resident` probes, and bytes per read of `prefetch`."""
 
 BLOCKS, BLOCK_BYTES = 16, 4 << 10
-"""Number and length of the blocks of a file that are hashed to tell it from others."""
+"""Number and bytes of the blocks that `sample` hashes."""
 
 
 class LocalFile(Source):
     """A file on a mounted file system, read with `preadv` straight into the buffers.
 
-    `preadv` rather than a memory map: a map's page faults cost several times the copy itself, and land in the first
-    forward instead of in the load.
+    Contiguous reads use `preadv` rather than a memory map: page faults of a map cost several times the copy, and would
+    happen in the first forward instead of the load.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open `path`. Raises CheckpointError where there is no such file or it cannot be opened."""
+        """Open `path`. Raises CheckpointError if the file is missing or cannot be opened."""
         super().__init__()
         self.name = os.fspath(path)
         self._fd = -1
@@ -43,15 +43,15 @@ class LocalFile(Source):
         except OSError as error:
             raise CheckpointError(f"checkpoint file {self.name} cannot be opened: {error.strerror}") from error
         self.bytes_sampled = 0
-        """Bytes read by `sample`; `bytes_read` leaves them out."""
+        """Bytes read by `sample`; not part of `bytes_read`."""
         status = os.fstat(self._fd)
         self.copy = (node_name(), status.st_dev, *_identity(status))
-        """A value that is equal for two processes only if they read one inode of one node."""
+        """A value that is equal in two processes only if they read the same inode on the same node."""
         self._identity = _identity(status)
         self.size = self._identity[1]
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """See `Source.read`; interrupted and partial reads are continued."""
+        """See `Source.read`; continues interrupted and partial reads."""
         pending = [buffer for buffer in buffers if len(buffer)]
         position = offset
         while pending:
@@ -68,15 +68,15 @@ class LocalFile(Source):
                 pending[0] = pending[0][count:]
 
     def map(self, *, own: bool = False) -> FileMap:
-        """A read-only memory map of the file, made at the first call; `own` is copy-on-write, for parameters."""
+        """Return a cached memory map of the file: read-only, or copy-on-write (for parameters) if `own`."""
         if own not in self._maps:
             self._maps[own] = FileMap(self._fd, self.size, own=own)
         return self._maps[own]
 
     def is_resident(self, spans: Iterable[tuple[int, int]]) -> bool:
-        """True if all probed bytes, one in every MiB of `spans` (start, stop), are in the page cache.
+        """Return True if the probed bytes, one in every MiB of `spans` (start, stop), are in the page cache.
 
-        A file system that cannot say counts as one without them, unless its storage is memory.
+        A file system that cannot answer counts as not cached, unless it is an in-memory one.
         """
         if self._is_in_memory:
             return True
@@ -86,7 +86,7 @@ class LocalFile(Source):
                 for offset in (*range(start, stop, _SAMPLE_BYTES), stop - 1):
                     try:
                         os.preadv(self._fd, probe, offset, os.RWF_NOWAIT)
-                    except BlockingIOError:  # absent, or locked by another process: the second try decides
+                    except BlockingIOError:  # not cached, or locked by another process: the second attempt decides
                         os.preadv(self._fd, probe, offset, os.RWF_NOWAIT)
         except (OSError, AttributeError):  # AttributeError: not Linux
             return False
@@ -94,7 +94,7 @@ class LocalFile(Source):
 
     @cached_property
     def _is_in_memory(self) -> bool:
-        """True for a file system that has no storage but memory: tmpfs, which cannot say which pages are resident."""
+        """True for a file system in memory (tmpfs, ramfs), which cannot report resident pages."""
         device = os.fstat(self._fd).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         try:
@@ -106,13 +106,13 @@ class LocalFile(Source):
         return bool(types & {"tmpfs", "ramfs"})
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Read the bytes [start, stop) into the page cache, and nowhere else."""
+        """Read the bytes [start, stop) into the page cache and discard them."""
         scratch = memoryview(bytearray(min(stop - start, _SAMPLE_BYTES)))
         for offset in range(start, stop, _SAMPLE_BYTES):
             self._preadv([scratch[: stop - offset]], offset)
 
     def sample(self) -> str:
-        """Hash of a few blocks, at offsets that depend on the size alone; hash of all bytes of a short file."""
+        """Hash a few blocks, at offsets that depend on the file size only; a short file is hashed completely."""
         digest = hashlib.blake2b(digest_size=16)
         block, room = memoryview(bytearray(BLOCK_BYTES)), max(self.size - BLOCK_BYTES, 0)
         count = min(BLOCKS, -(-self.size // BLOCK_BYTES))
@@ -123,7 +123,7 @@ class LocalFile(Source):
         return digest.hexdigest()
 
     def check_unchanged(self) -> None:
-        """See `Source.check_unchanged`; compares inode, size and time of the last change."""
+        """See `Source.check_unchanged`; compares inode, size and modification time."""
         try:
             now = _identity(os.fstat(self._fd))
             same = now == self._identity and _identity(os.stat(self.name)) == now
@@ -137,7 +137,7 @@ class LocalFile(Source):
             )
 
     def close(self) -> None:
-        """Close the file descriptor and drop the maps; a map that parameters view stays as long as they do."""
+        """Close the file descriptor and drop the maps; a map that parameters view lives as long as they do."""
         while self._maps:
             self._maps.popitem()[1].close()
         if self._fd >= 0:
@@ -156,5 +156,5 @@ class LocalFile(Source):
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    """Inode, size and time of the last change, which differ between files and between versions of one."""
+    """Return inode, size and modification time, which identify a version of a file."""
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Memory that weights are read into: the parameters' own, and the few buffers on the way to a device."""
+"""Memory that weights are read into: that of the parameters, and staging buffers for copies to a device."""
 
 from __future__ import annotations
 
@@ -14,43 +14,42 @@ from typing import Any
 import torch
 
 _SMALLEST = 2 << 20
-"""Bytes of a huge page. Smaller tensors are left to the allocator, which has touched its memory before."""
+"""Bytes of a huge page. Smaller tensors are left to the allocator, whose memory has been touched before."""
 
 _MADV_POPULATE_WRITE = 23
-"""An advice since Linux 5.14; Python's mmap has no name for it."""
+"""MADV_POPULATE_WRITE of Linux 5.14 and later; Python's mmap does not define it."""
 
 _SLOW = 0.6e-9
-"""Limit in seconds a byte for huge pages: small ones take 0.3e-9, huge ones 0.1e-9 or
-2.2e-9."""
+"""Limit in seconds per byte for huge pages: small pages take 0.3e-9, huge ones 0.1e-9 (fast) or 2.2e-9 (slow)."""
 
 _TRIED = 4 << 20
-"""Bytes at the start of each tensor that are cleared to time huge pages: one at least, and few where they are slow."""
+"""Bytes at the start of each tensor that are cleared to time huge pages: at least one page, few if they are slow."""
 
 _TILE_ELEMENTS = 1 << 18
 _TILE_ROWS = 256
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a parameter, to be cleared by `Pages` before it is filled."""
+    """Allocate memory for a parameter, to be cleared by `Pages` before it is filled."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
     _advise(tensor, "MADV_HUGEPAGE")
     return tensor
 
 
 class Pages:
-    """Clears the pages of CPU memory just before they are filled, in one call for many: huge ones while they come fast.
+    """Faults in the pages of CPU memory just before they are filled, many per call; huge pages while they are fast.
 
-    The kernel clears a page when it is first touched. In pages of 4 KiB that takes longer than to read their contents:
-    from the page cache into new memory 1.9 GB/s, 2.6 with one call for many pages, 6.7 with huge ones; into memory that
-    was touched before 12 GB/s. But huge pages may be slow to get, where memory is in pieces or, by far the worst, where
-    a hypervisor has taken back the free memory of its guest.
+    The kernel clears a page when it is first touched. With 4 KiB pages that takes longer than reading the contents:
+    from the page cache into new memory 1.9 GB/s, 2.6 with one call for many pages, 6.7 with huge pages; into memory
+    that was touched before 12 GB/s. But huge pages are slow to allocate if memory is fragmented or, by far the worst,
+    if a hypervisor has reclaimed the free memory of its guest.
     """
 
     def __init__(self) -> None:
         self._huge_are_fast = True
 
     def clear(self, tensor: torch.Tensor) -> None:
-        """Clear the memory of `tensor`, if it is `empty`'s and contiguous; several threads may."""
+        """Fault in the memory of a `tensor` made by `empty`, if it is contiguous. Thread-safe."""
         if not tensor.is_contiguous():
             return
         if self._huge_are_fast:
@@ -64,7 +63,7 @@ class Pages:
 
 
 def _advise(tensor: torch.Tensor, advice: int | str) -> None:
-    """Advise the kernel on the pages within a tensor; a kernel that does not know the advice does nothing."""
+    """Call madvise on the pages within a tensor; kernels ignore unknown advice."""
     if tensor.device.type != "cpu" or tensor.nbytes < _SMALLEST or not sys.platform.startswith("linux"):
         return
     number = getattr(mmap, advice) if isinstance(advice, str) else advice
@@ -77,16 +76,16 @@ _libc = ctypes.CDLL(None)
 
 
 def copy(values: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy `values` (of rows that are contiguous) to a `destination` of their shape, of any strides and dtype.
+    """Copy `values` (with contiguous rows) to a `destination` of the same shape, of any strides and dtype.
 
     On a CPU, torch transposes element by element unless both sides are contiguous: 0.26 GB/s of bfloat16, against 2.0
-    in tiles. Its own cast from float8 makes 0.1 10^9 values a second.
+    in tiles. Its cast from float8 handles 0.1e9 values a second.
     """
     if destination.device.type != "cpu":
         destination.copy_(values, non_blocking=True)
     elif values.ndim == 3:
-        for each, place in zip(values, destination, strict=True):
-            copy(each, place)
+        for matrix, place in zip(values, destination, strict=True):
+            copy(matrix, place)
     elif values.dtype == torch.float8_e4m3fn != destination.dtype and values.ndim:
         step = max(_TILE_ELEMENTS * len(values) // max(values.numel(), 1), 1)
         for tile, place in zip(values.split(step), destination.split(step), strict=True):
@@ -100,31 +99,31 @@ def copy(values: torch.Tensor, destination: torch.Tensor) -> None:
 
 
 def from_float8(values: torch.Tensor) -> torch.Tensor:
-    """float8 -> float32; float8_e4m3fn ten times as fast as torch does it on a CPU.
+    """Cast float8 to float32; float8_e4m3fn ten times as fast as torch on a CPU.
 
-    In float16, exponents have one bit more at their top and are 8 higher: the same bits, moved, are 2^-8 of the value.
+    Exponents in float16 have one more (high) bit and a bias that is 8 higher: the shifted bits are 2^-8 of the value.
     """
     if values.dtype != torch.float8_e4m3fn or values.device.type != "cpu":
         return values.to(torch.float32)
     bits = values.contiguous().view(torch.int8)
-    if bits.numel() and (bits & 0x7F).amax() == 0x7F:  # NaN, whose bits stand for a number in float16
+    if bits.numel() and (bits & 0x7F).amax() == 0x7F:  # NaN, whose bits are a number in float16
         return values.to(torch.float32)
-    moved = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign's copy, where the new bit is
+    moved = bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # clear the extended sign in the new bit
     return moved.view(torch.float16).to(torch.float32).mul_(256)
 
 
 class Staging:
-    """A few host buffers that are used over and over: filled by threads, emptied by copies on a side stream.
+    """A pool of host buffers: threads fill them, copies on a side stream empty them.
 
-    They are pinned where `device` is not a CPU, so that a copy runs while the next buffer is filled. Casts and
-    reordering happen on the device. Close it to wait for the copies.
+    Buffers are pinned unless `device` is a CPU, so a copy overlaps with filling the next buffer. Casts and reordering
+    happen on the device. `close` waits for the copies.
     """
 
     def __init__(self, device: torch.device, *, count: int, nbytes: int) -> None:
         self.device = device
         self.nbytes = count * nbytes
         """Bytes of all buffers."""
-        # torch.cpu has streams and events that do nothing, so that this is the same code on every device.
+        # torch.cpu has no-op streams and events, so the code is the same on every device.
         self._module: Any = torch.get_device_module(device.type)
         self._stream = self._module.Stream(device)
         self._stream.wait_stream(self._module.current_stream(device))  # the destinations were allocated on it
@@ -135,7 +134,7 @@ class Staging:
 
     @contextmanager
     def buffer(self) -> Iterator[torch.Tensor]:
-        """A free uint8 buffer, waited for; its deliveries are copied before it is free again."""
+        """Wait for a free uint8 buffer; it is reused only after its deliveries are copied."""
         buffer, event = self._free.get()
         try:
             event.synchronize()
@@ -145,7 +144,7 @@ class Staging:
             self._free.put((buffer, event))
 
     def deliver(self, values: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy contiguous `values`, which lie in a buffer, to `destination`: of any device, strides and dtype."""
+        """Copy contiguous `values` in a buffer to a `destination` of any device, strides and dtype."""
         with self._module.stream(self._stream):
             if values.dtype != destination.dtype or not destination.is_contiguous():
                 values = values.to(destination.device, non_blocking=True)

@@ -1,9 +1,9 @@
-"""A cold page cache: the ranks of a node read the files together, each block once, before any of them gathers its rows.
+"""Prefetching into a cold page cache: the ranks of a node read each block of the files once, before they read shards.
 
-Otherwise every rank would read a few bytes of every row for a row-parallel shard, which from a disk or a network means
-the complete file. So the spans that the ranks of a node need are cut into blocks in file order, which the ranks that
-need bytes of a file take in turn. Bytes that are in the page cache are not read again; nothing is prefetched if memory
-is too short for it.
+Otherwise every rank would read a few bytes of every row for a row-parallel shard: from a disk or a network, that is the
+complete file. So the spans that the ranks of a node need are split into blocks in file order, and the ranks that need
+bytes of a file read its blocks in turn. Blocks in the page cache are skipped; nothing is prefetched if memory is too
+small.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 BLOCK_BYTES = 16 << 20
 _THREADS = 4
-"""Reads that a rank has under way; the threads wait for a disk, not for a core."""
+"""Concurrent reads per rank; the threads wait for a disk, not for a core."""
 
 
 def prefetch(
@@ -35,62 +35,62 @@ def prefetch(
     *,
     wanted: bool | None = None,
 ) -> int:
-    """Read the bytes for `requests` into the page cache, with the other ranks of this node; all ranks call it.
+    """Read the bytes of `requests` into the page cache, together with the other ranks of this node. Collective.
 
-    `opened` are the files in the same order on all ranks, None for one that this rank needs not. `wanted` is True even
-    if the bytes seem to be there, None where some are not there; False leaves out the needs of this rank.
+    `opened` lists the files in the same order on all ranks, None for a file that this rank does not need. `wanted`:
+    True prefetches even if the bytes seem cached, None if some are not cached; False ignores the requests of this rank.
 
-    Returns the bytes that this rank brought in. Raises CheckpointError on all ranks where one cannot read a file.
+    Returns the bytes that this rank prefetched. Raises CheckpointError on all ranks if one cannot read a file.
     """
     files = [source if isinstance(source, LocalFile) else None for source in opened]
 
     def need() -> tuple[str, int, bool, list[list[Range]], int]:
         spans = _spans(files, () if wanted is False else requests)
         pairs = zip(files, spans, strict=True)
-        cold = wanted or not all(file is None or file.is_resident(held) for file, held in pairs)
+        cold = wanted or not all(file is None or file.is_resident(ranges) for file, ranges in pairs)
         return node_name(), group.rank, cold, spans, sum(request.tensor.nbytes for request in requests)
 
-    everyone = group.everywhere(need)
-    others = [each for each in everyone if each[0] == everyone[group.rank][0]]
-    if not any(each[2] for each in others):
-        others = []  # and on to the vote, since another node may be cold
-    total = turn = 0
-    mine: list[tuple[LocalFile, int, int]] = []
+    per_rank = group.everywhere(need)
+    peers = [entry for entry in per_rank if entry[0] == per_rank[group.rank][0]]
+    if not any(entry[2] for entry in peers):
+        peers = []  # continue to the vote, since another node may be cold
+    total = number = 0
+    own_blocks: list[tuple[LocalFile, int, int]] = []
     for index, file in enumerate(files):
-        readers = [each[1] for each in others if each[3][index]]
-        for first, stop in union(span for each in others for span in each[3][index]):
+        readers = [entry[1] for entry in peers if entry[3][index]]
+        for first, stop in union(span for entry in peers for span in entry[3][index]):
             total += stop - first
             for start in range(first, stop, BLOCK_BYTES):
-                if file is not None and readers[turn % len(readers)] == group.rank:
-                    mine.append((file, start, min(start + BLOCK_BYTES, stop)))
-                turn += 1
+                if file is not None and readers[number % len(readers)] == group.rank:
+                    own_blocks.append((file, start, min(start + BLOCK_BYTES, stop)))
+                number += 1
 
-    def bring() -> int:
-        if total + sum(each[4] for each in others) > _available_memory():
-            if group.rank == others[0][1]:
+    def read_own() -> int:
+        if total + sum(entry[4] for entry in peers) > _available_memory():
+            if group.rank == peers[0][1]:
                 logger.info("the page cache has no room for %s that this node needs; not prefetched", size(total))
             return 0
-        lacking = [block for block in mine if wanted or not block[0].is_resident([block[1:]])]
+        missing = [block for block in own_blocks if wanted or not block[0].is_resident([block[1:]])]
         with ThreadPoolExecutor(_THREADS, "prefetch", bind_thread, (group.device,)) as pool:
-            for _ in pool.map(lambda block: block[0].prefetch(*block[1:]), lacking):
+            for _ in pool.map(lambda block: block[0].prefetch(*block[1:]), missing):
                 pass
-        return sum(stop - start for _, start, stop in lacking)
+        return sum(stop - start for _, start, stop in missing)
 
-    return group.together(bring)
+    return group.together(read_own)
 
 
 def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> list[list[Range]]:
-    """The needed spans of every file, in file order; for rows, with the bytes between them."""
+    """Compute the needed spans of every file, in file order; a span includes the bytes between its rows."""
     spans: dict[LocalFile, list[Range]] = {file: [] for file in files if file is not None}
     for request in requests:
-        for box, _ in request.tensor.boxes(request.destination):
-            if isinstance(box.source, LocalFile):
-                spans[box.source].append((box.start, box.stop))
+        for block, _ in request.tensor.boxes(request.destination):
+            if isinstance(block.source, LocalFile):
+                spans[block.source].append((block.start, block.stop))
     return [union(spans[file]) if file is not None else [] for file in files]
 
 
 def _available_memory() -> float:
-    """Bytes that can be had without swapping; infinite where the system does not say."""
+    """Return the bytes available without swapping; infinity if unknown."""
     meminfo = Path("/proc/meminfo")
     for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         if line.startswith("MemAvailable:"):

@@ -1,6 +1,6 @@
-"""Slice requests -> reads in file order -> the memory that the parameters will live in.
+"""Slice requests -> reads in file order -> the memory of the parameters.
 
-All requests are known before the first byte is read; threads take the `jobs` that they are cut into in file order.
+All requests are known before the first byte is read. They are split into `jobs`, which threads take in file order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ...ranks.group import bind_thread
 from .costs import BLOCK_BYTES
-from .jobs import Context, Job, Request, Statistics, cut, order
+from .jobs import Context, Job, Request, Statistics, order, split
 from .local_file import LocalFile
 from .memory import Staging
 
@@ -28,21 +28,21 @@ def read(
 ) -> Statistics:
     """Fill the destinations of all `requests`; `progress` is called with byte counts as they arrive.
 
-    Destinations may be on CPUs and on one other device, which has finished its copies on return.
+    Destinations may be on CPUs and on one other device. All copies have finished on return.
 
-    Raises CheckpointError where a file is shorter than its header says, cannot be read, or changes meanwhile.
+    Raises CheckpointError if a file is shorter than its header declares, cannot be read, or changes meanwhile.
     """
     began = perf_counter()
     statistics = Statistics()
-    pieces = [piece for request in requests for piece in cut(request)]
-    pieces.sort(key=lambda piece: (piece.tensor.source.name, piece.tensor.start))
+    blocks = [block for request in requests for block in split(request)]
+    blocks.sort(key=lambda block: (block.tensor.source.name, block.tensor.start))
     with ExitStack() as stack:
-        mapped = _mapped(pieces)
-        jobs = deque(order(pieces, mapped))
+        mapped = _mapped(blocks)
+        jobs = deque(order(blocks, mapped))
         staged = [job for job in jobs if job.is_staged]
         staging = None
         if staged:
-            # One buffer more than threads, so that a thread fills one while another is emptied.
+            # One buffer more than threads, so that each thread can fill one while another is emptied.
             device = max((job.device for job in staged), key=lambda device: device.type != "cpu")
             nbytes = max(job.nbytes for job in staged)
             staging = Staging(device, count=min(threads, len(staged)) + 1, nbytes=nbytes)
@@ -56,36 +56,36 @@ def read(
     return statistics
 
 
-def _mapped(pieces: Sequence[Request]) -> list[LocalFile]:
-    """The files with a piece that needs more than a read into place, mapped by this call."""
-    found = []
-    for source, group in groupby(pieces, key=attrgetter("tensor.source")):
-        if isinstance(source, LocalFile) and not all(piece.is_direct for piece in group):
-            with suppress(OSError, ValueError):  # no maps on this file system, or a file that shrank
+def _mapped(blocks: Sequence[Request]) -> list[LocalFile]:
+    """Map the files that have a block which cannot be read straight into place; return them."""
+    mapped = []
+    for source, group in groupby(blocks, key=attrgetter("tensor.source")):
+        if isinstance(source, LocalFile) and not all(block.is_direct for block in group):
+            with suppress(OSError, ValueError):  # a file system without maps, or a truncated file
                 source.map()
-                found.append(source)
-    return found
+                mapped.append(source)
+    return mapped
 
 
 def _check_unchanged(mapped: Sequence[LocalFile]) -> None:
-    """Raise CheckpointError where a mapped file was written to, or became shorter, since it was mapped."""
+    """Raise CheckpointError if a mapped file was modified or truncated since it was mapped."""
     for source in mapped:
         if source.map().has_changed():
             raise source.fault("a file that changed while it was read", "the same file throughout", "Load again.")
 
 
 def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[int], object]) -> None:
-    """Let `threads` threads do all jobs; the first error stops them, and is raised when all have ended."""
+    """Run all jobs on `threads` threads; the first error stops them and is raised once all have ended."""
     finished: SimpleQueue[int | BaseException] = SimpleQueue()
     stop = threading.Event()
-    is_inference = torch.is_inference_mode_enabled()  # of this thread alone; destinations were made in it
+    is_inference = torch.is_inference_mode_enabled()  # thread-local; destinations were allocated in this mode
 
     @torch.inference_mode(is_inference)
     def work() -> None:
         try:
             if context.staging is not None:
                 bind_thread(context.staging.device)
-            torch.set_num_threads(1)  # torch sets it for this thread alone: its copies run beside those of the others
+            torch.set_num_threads(1)  # thread-local: copies of several threads run in parallel
             while not stop.is_set():
                 try:
                     job = jobs.popleft()
@@ -96,17 +96,17 @@ def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[i
         except BaseException as error:
             finished.put(error)
 
-    left = len(jobs)
+    remaining = len(jobs)
     torch_threads = torch.get_num_threads()
-    workers = [threading.Thread(target=work, name=f"read-{index}") for index in range(min(threads, left))]
+    workers = [threading.Thread(target=work, name=f"read-{index}") for index in range(min(threads, remaining))]
     try:
         for worker in workers:
             worker.start()
-        while left:
+        while remaining:
             result = finished.get()
             if isinstance(result, BaseException):
                 raise result
-            left -= 1
+            remaining -= 1
             progress(result)
     finally:
         stop.set()

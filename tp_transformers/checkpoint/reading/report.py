@@ -17,24 +17,24 @@ class LoadReport:
     seconds: float
     """From opening the files until the parameters were in place."""
     reading_seconds: float
-    """Seconds of these while bytes came in."""
+    """Seconds of these spent reading."""
     bytes_read: int
     """Bytes that this rank copied out of files, headers included."""
     reads: int
-    """Calls, and copies out of memory maps, that it took."""
+    """Read calls, and copies out of memory maps."""
     methods: dict[str, tuple[int, int, float]] = field(default_factory=dict)
-    """Way to read -> (bytes of the shard, bytes copied for them, seconds summed over threads)."""
+    """Method -> (bytes of the shard, bytes copied for them, seconds summed over threads)."""
     threads: int = 1
     peak_buffer: int = 0
-    """Bytes of all buffers together that are not part of the model."""
+    """Total bytes of all staging buffers."""
     mapped: int = 0
-    """Bytes of the shard that are pages of the files (`tp_map`), and were not copied."""
+    """Bytes of the shard that are memory-mapped pages of the files (`tp_map`), not copied."""
     prefetched: int = 0
-    """Bytes that this rank brought into a cold page cache, for itself and the others of its node."""
+    """Bytes that this rank read into a cold page cache, for all ranks of its node."""
     sampled: int = 0
-    """Bytes that this rank read beside `bytes_read`, at most 64 KiB a file, to compare copies on several nodes."""
+    """Bytes read to compare copies of files on several nodes, at most 64 KiB a file; not part of `bytes_read`."""
     fallbacks: tuple[str, ...] = ()
-    """Parameters with sources that were read whole, because a conversion could not be expressed in slices."""
+    """Parameters whose sources were read completely, because their conversion has no lazy equivalent."""
 
     @property
     def share(self) -> int:
@@ -55,8 +55,8 @@ class LoadReport:
             f"buffers {size(self.peak_buffer)}",
             f"shares {shares}",
         ]
-        others = {"mapped": self.mapped, "prefetched": self.prefetched, "sampled": self.sampled}
-        notes += [f"{name} {size(nbytes)}" for name, nbytes in others.items() if nbytes]
+        optional = {"mapped": self.mapped, "prefetched": self.prefetched, "sampled": self.sampled}
+        notes += [f"{name} {size(nbytes)}" for name, nbytes in optional.items() if nbytes]
         if self.fallbacks:
             notes.append(f"{len(self.fallbacks)} parameters converted whole ({self.fallbacks[0]}, ...)")
         return "; ".join(notes)

@@ -1,7 +1,7 @@
-"""Shards that are plain tensors, with the place in the parameter that torch.distributed.checkpoint asks for.
+"""Shards that are plain tensors, with their offsets in the parameter for torch.distributed.checkpoint.
 
-A DTensor has its place. A plain tensor (uneven heads, replicated KV heads) would be saved as if all ranks held the same
-values.
+A DTensor knows its offsets. A plain tensor (uneven heads, replicated KV heads) would be saved as if all ranks held the
+same values.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ...strategies.parameters.tensors import ShardTensor
 
 
 class LocalShard(ShardTensor):
-    """A shard in a state dict, which says its place in the parameter as torch.distributed.checkpoint asks.
+    """A shard in a state dict that gives torch.distributed.checkpoint its offsets in the parameter.
 
-    Values that several ranks hold are saved by the first of them, and loaded by all.
+    The first rank that holds a value saves it; every rank that holds it loads it.
     """
 
     tp_shard: ParamShard
 
     @staticmethod
     def of(local: Tensor, shard: ParamShard) -> LocalShard:
-        """The values `local` in the place that `shard` gives, in the same memory."""
+        """Wrap `local`, in the same memory, as the shard that `shard` describes."""
         return as_shard(local.detach(), LocalShard, shard)  # type: ignore[no-any-return]
 
     def plain(self) -> Tensor:
@@ -50,15 +50,15 @@ class LocalShard(ShardTensor):
                     size=self.tp_shard.shape,
                 ),
             )
-            for chunk in map(self._chunk, self._kept(piece for piece in layout.split.pieces if piece.rank == rank))
+            for chunk in map(self._chunk, self._clipped(piece for piece in layout.split.pieces if piece.rank == rank))
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk(piece) for piece in self._held]
+        return [self._chunk(piece) for piece in self._local_pieces]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         dim = self._layout.dim
-        for piece in self._held:
+        for piece in self._local_pieces:
             if index.offset is None or piece.start == index.offset[dim]:
                 return self.plain().narrow(dim, piece.local, piece.length)
         raise ValueError(f"{index.fqn}: this rank holds nothing from {index.offset} on")
@@ -68,16 +68,16 @@ class LocalShard(ShardTensor):
         return self.tp_shard.layout
 
     @property
-    def _held(self) -> Iterator[Piece]:
-        """The pieces that this rank holds, those that other ranks hold too included."""
+    def _local_pieces(self) -> Iterator[Piece]:
+        """The ranges that this rank holds, including those that other ranks hold too."""
         rank, local, pieces = self.tp_shard.group.rank, 0, []
         for start, stop in self._layout.split.ranges[rank]:
             pieces.append(Piece(rank, local, start, stop - start))
             local += stop - start
-        return self._kept(pieces)
+        return self._clipped(pieces)
 
-    def _kept(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """The parts of `pieces` that FSDP leaves on this rank, with their places in its shard."""
+    def _clipped(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """Clip `pieces` to the rows that FSDP leaves on this rank, with offsets in its FSDP shard."""
         start, stop = self.tp_shard.rows if self._layout.dim == 0 else (0, self.tp_shard.local_shape[self._layout.dim])
         for piece in pieces:
             first, last = max(piece.local, start), min(piece.local + piece.length, stop)
@@ -94,11 +94,11 @@ class LocalShard(ShardTensor):
 
 
 def placed(local: Tensor, param: Tensor) -> Tensor:
-    """`local`, laid out like `param` (itself, an optimizer's state of it), in the form that can be saved as a shard."""
+    """Wrap `local`, sharded like `param` (the parameter itself or optimizer state of it), so that DCP can save it."""
     shard: ParamShard | None = getattr(param, "tp_shard", None)
     if shard is None or shard.layout is None or local.shape != param.shape:
         return local
-    # Torch misplaces the rows that FSDP cuts of an uneven DTensor.
+    # Torch computes wrong offsets where FSDP shards the rows of an uneven DTensor.
     is_even = len(set(shard.layout.split.widths)) == 1
     if shard.placement is not None and (shard.data_parallel is None or is_even):
         return local
@@ -106,7 +106,7 @@ def placed(local: Tensor, param: Tensor) -> Tensor:
 
 
 def laid_out(local: Tensor, param: Tensor) -> Tensor:
-    """`local`, this rank's values, as a DTensor where `param` is one, else as a plain tensor."""
+    """Return `local`, this rank's shard, as a DTensor if `param` is one, else unchanged."""
     if isinstance(param, DTensor):
         layout: dict[str, Any] = {"shape": param.shape, "stride": param.stride(), "run_check": False}
         return DTensor.from_local(local, param.device_mesh, param.placements, **layout)

@@ -1,15 +1,15 @@
 """A folder that a save writes to: one save at a time, and readers see the earlier checkpoint or the new one.
 
-The files of a save are written to a hidden folder in it, which costs no copy to move out of. Until the file that names
-the others is moved, the earlier checkpoint is unchanged; the files of that one are removed afterwards.
+A save writes its files to a hidden folder inside the target, so moving them needs no copy. Until the file that names
+the others is moved, the earlier checkpoint is unchanged; its files are removed afterwards.
 
-A folder that is a symbolic link is the folder that it leads to. Links in it are replaced, and not written through.
+A folder that is a symbolic link is resolved. Links inside the folder are replaced, not written through.
 
-What remains: `config.json` and the file that makes the folder the new checkpoint are moved one directly after the
-other, since no file system moves two at once. A kill between the two leaves the new config beside the old weights,
-which is no harm where a model is saved again with the same config. Where it differs, a load meets other shapes
-or computes with other constants; the next save mends it. An error between the two puts the old config back. A load
-reads the config first too: one that runs while a save ends may take the old config and the new weights.
+Limits: no file system moves two files at once, so `config.json` and the file that makes the folder the new checkpoint
+are moved directly one after the other. A kill between the two leaves the new config beside the old weights. That is
+harmless if both saves have the same config; if not, a load fails on shapes or computes with wrong constants until the
+next save. An error between the two restores the old config. A load that runs while a save ends may read the old config
+and the new weights.
 """
 
 from __future__ import annotations
@@ -27,22 +27,20 @@ from ...logs import get_logger
 from .writer import STAGING, make_folder, named, sync_file, sync_folder
 
 _TRIES = 10
-"""How often a folder is made that another save, which failed, removes meanwhile."""
+"""Attempts to create the folder while a failing save removes it."""
 
 logger = get_logger(__name__)
 
 
 class SaveFolder:
-    """The folder of a save that is going on.
+    """The folder of a running save.
 
-    Use as a context manager: files that were not put in place are removed, and so is a folder that is new and has no
-    files.
-
-    A save that is killed leaves its hidden folder, which the next one removes.
+    Use as a context manager: on exit it removes files that were not moved into place, and the folder if it is new and
+    empty. A save that is killed leaves its hidden folder, which the next save removes.
     """
 
     staging: Path
-    """The hidden folder, for files that `put` moves."""
+    """The hidden folder, with the files for `put` to move."""
 
     is_complete = False
     """True once the folder is the new checkpoint."""
@@ -51,24 +49,24 @@ class SaveFolder:
     _is_new = False
 
     def __init__(self, path: Path) -> None:
-        """Make the folder at `path`, unless it is there, and keep other saves out of it.
+        """Create the folder at `path` if it is missing, and lock it against other saves.
 
-        Raises CheckpointError where it cannot be made or written to, or where another save is going on in it, on any
-        node that the file system locks folders for.
+        Raises CheckpointError if it cannot be created or written to, or if another save holds the lock (on any node, if
+        the file system supports locks).
         """
         self.path = path
         try:
             self.is_locked = self._enter()
             with named(path, "folder"):
-                for left in path.glob(f"{STAGING}*") if self.is_locked else ():
-                    shutil.rmtree(left, ignore_errors=True)
+                for stale in path.glob(f"{STAGING}*") if self.is_locked else ():
+                    shutil.rmtree(stale, ignore_errors=True)
                 self.staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=path))
         except BaseException:
             self._leave()
             raise
 
     def _enter(self) -> bool:
-        """Open the folder; True if other saves are kept out."""
+        """Open the folder; return True if it is locked."""
         for _ in range(_TRIES):
             with named(self.path, "folder"):
                 self._is_new = not self.path.exists()
@@ -87,27 +85,27 @@ class SaveFolder:
         )
 
     def _lock(self) -> bool:
-        """True if other saves are kept out; False on file systems that lock no folders."""
+        """Lock the folder; return False on file systems that cannot lock folders."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._is_new = False  # that save's, to remove
+            self._is_new = False  # the other save owns the folder
             raise CheckpointError(
                 f"folder {self.path}",
                 got="another save that is going on in it",
                 expected="one save at a time",
                 fix="Wait for its end, or choose another folder.",
             ) from None
-        except OSError:  # NFS, for one, locks no folders
+        except OSError:  # for example NFS cannot lock folders
             return False
         return True
 
     def put(self, names: Sequence[str], *, instead_of: str | None = None) -> None:
-        """Move files out of `staging`, in place of others of the same names, and remove the file `instead_of`.
+        """Move files out of `staging`, replacing files of the same names, and remove the file `instead_of`.
 
-        The last step, which is this removal or else the last move, makes the folder the new checkpoint. All files and
-        their names are on the disk before, but for the last two: the config should be the last but one step. An error
-        before the last step undoes the others. Raises CheckpointError on any.
+        The last step (this removal, else the last move) makes the folder the new checkpoint. All files are synced to
+        disk first, and the directory entries of all but the last two steps; the config should be the second to last.
+        Raises CheckpointError on an error; before the last step, the other steps are undone.
         """
         for name in names:
             with named(self.staging / name):
@@ -133,7 +131,7 @@ class SaveFolder:
         sync_folder(self.path)
 
     def _keep(self, name: str) -> Path | None:
-        """A copy of an earlier checkpoint's file, which is not one of weights; None where there is none."""
+        """Copy a file (no weights) of an earlier checkpoint, to undo a move; None if there is no such file."""
         path, copy = self.path / name, self.staging / f".kept-{name}"
         with named(path):
             if not os.path.lexists(path):
@@ -142,14 +140,14 @@ class SaveFolder:
         return copy
 
     def _undo(self, name: str, kept: Path | None) -> None:
-        with suppress(OSError):  # there is an error already
+        with suppress(OSError):  # another error is being raised
             if kept is None:
                 (self.path / name).unlink()
             else:
                 kept.replace(self.path / name)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files that no reader looks at any more; a file that cannot be removed is logged, and stays."""
+        """Remove files that readers no longer use; log those that cannot be removed."""
         for name in names:
             try:
                 (self.path / name).unlink(missing_ok=True)
@@ -167,14 +165,14 @@ class SaveFolder:
             if hasattr(self, "staging"):
                 shutil.rmtree(self.staging, ignore_errors=True)
             if self._is_new:
-                with suppress(OSError):  # it has files
+                with suppress(OSError):  # not empty
                     self.path.rmdir()
         finally:
             self._close()
 
     def _close(self) -> None:
         if self._descriptor >= 0:
-            with suppress(OSError):  # as for `_lock`. A process that was forked meanwhile has the descriptor too.
+            with suppress(OSError):  # see `_lock`. Unlock explicitly: a forked process may share the descriptor.
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,18 +1,18 @@
-"""The manifest of a pre-sharded checkpoint: the content of every rank's file. Trusts nothing that it reads.
+"""The manifest of a pre-sharded checkpoint: the content of every rank's file. Everything read from it is validated.
 
-It is a JSON file beside the rank files, and the index of a variant in the terms of transformers: with
-`variant="sharded"`, transformers finds the rank files by its `weight_map`; without, it finds no weights in the folder
-and says so. A folder is complete when it has a manifest, which is written last and put in place at once.
+It is a JSON file beside the rank files, in the form of transformers' index of a variant: with `variant="sharded"`,
+transformers finds the rank files by its `weight_map`; without, it raises that the folder has no weights. A folder is
+complete once it has a manifest, which is written last and moved into place atomically.
 
-    metadata      {"dtype": "bfloat16"}                        what transformers reads
+    metadata      {"dtype": "bfloat16"}                        for transformers
     weight_map    {"rank 0": "rank-00000-of-00002-1f3c.safetensors", ...}
     version       of this format
-    save          a name that no other save has; every rank file bears it
-    source        {"name": ..., "commit_hash": ...}            what the model was loaded from
+    save          unique name of the save; in the metadata and the name of every rank file
+    source        {"name": ..., "commit_hash": ...}            the checkpoint that the model was loaded from
     plan          {name pattern: strategy name}
-    conversions   which of transformers' conversions the model went through when it was loaded
-    layouts       [{"dim": 0, "ranges": [[[0, 6]], [[6, 9]]]}, ...]     what each rank holds of a dim
-    tensors       {name: [dtype, whole shape, index into layouts or null for whole on every rank]}
+    conversions   transformers' conversions that the load applied
+    layouts       [{"dim": 0, "ranges": [[[0, 6]], [[6, 9]]]}, ...]     the ranges of a dim that each rank holds
+    tensors       {name: [dtype, full shape, index into layouts or null if replicated]}
     files         [{"name": ..., "size": in bytes, "crc32": ...}, ...]  by rank
 """
 
@@ -35,12 +35,12 @@ from ..reading.header import DTYPE_NAMES, DTYPES
 from .writer import write_text
 
 VARIANT = "sharded"
-"""The `variant` that leads transformers to the rank files."""
+"""The `variant` under which transformers finds the rank files."""
 
 MANIFEST_NAME = f"model.safetensors.index.{VARIANT}.json"
 
 RANK_FILE = re.compile(r"rank-\d{5}-of-\d{5}-[0-9a-f]{8}\.safetensors")
-"""Names of rank files: no name of another form is opened or removed."""
+"""Names of rank files; files with other names are never opened or removed."""
 
 _SAVE = re.compile(r"[0-9a-f]{8}")
 _VERSION = 1
@@ -89,9 +89,9 @@ class Manifest:
 
     @classmethod
     def find(cls, folder: Path) -> Manifest | None:
-        """Read and check the manifest in `folder`; None where there is none.
+        """Read and check the manifest in `folder`; None if there is none.
 
-        Raises CheckpointError on a manifest that is not well-formed, and on ordinary weights beside it.
+        Raises CheckpointError on a malformed manifest, and on ordinary weights beside it.
         """
         path = folder / MANIFEST_NAME
         if not path.is_file():
@@ -107,7 +107,7 @@ class Manifest:
         return _Parser(path).manifest()
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into `folder`, in place of another one: its own, or one that it is moved out of."""
+        """Write the manifest into `folder` (its own, or a staging folder), replacing an earlier one."""
         layouts: dict[Layout, int] = {}
         for tensor in self.tensors.values():
             if tensor.layout is not None:
@@ -131,12 +131,12 @@ class Manifest:
 
 
 def ordinary_weights(folder: Path) -> list[str]:
-    """Names of the weights in `folder` that transformers loads by itself."""
+    """List the weight files in `folder` that transformers loads by default."""
     return [name for name in _ORDINARY if (folder / name).is_file()]
 
 
 def refuse_without_plan(folder: Path) -> None:
-    """Raise CheckpointError where `from_pretrained(folder)` without a plan could load nothing but pre-sharded files."""
+    """Raise CheckpointError if `from_pretrained(folder)` has no plan and the folder has only pre-sharded files."""
     if (folder / MANIFEST_NAME).is_file() and not ordinary_weights(folder):
         raise CheckpointError(
             f"checkpoint {folder}",
@@ -148,9 +148,9 @@ def refuse_without_plan(folder: Path) -> None:
 
 
 def refuse_distributed(folder: Path) -> None:
-    """Raise CheckpointError where `folder` holds pieces of tensors, for torch.distributed.checkpoint.
+    """Raise CheckpointError if `folder` holds files of transformers' `save_pretrained(distributed_checkpoint=True)`.
 
-    Transformers' `save_pretrained(folder, distributed_checkpoint=True)` writes the same.
+    They contain shards of tensors, for torch.distributed.checkpoint.
     """
     if folder.is_dir() and any(_DISTRIBUTED_FILE.fullmatch(path.name) for path in folder.iterdir()):
         raise CheckpointError(
@@ -162,7 +162,7 @@ def refuse_distributed(folder: Path) -> None:
 
 
 class _Parser:
-    """The parts of a manifest, each checked; the first faulty one is a CheckpointError."""
+    """A parser of manifests that raises CheckpointError on the first invalid entry."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -180,7 +180,7 @@ class _Parser:
         names = sorted(file.name for file in files)
         if not names or len(set(names)) != len(names):
             raise self.fault(f"the files {names}", "one file a rank")
-        weight_map = self.entry("weight_map", dict)  # is what transformers goes by
+        weight_map = self.entry("weight_map", dict)  # transformers uses this one
         if sorted(map(str, weight_map.values())) != names:
             raise self.fault(f"the weight_map {weight_map}", f"one of the files {names}")
         if not self.entry("tensors", dict):
@@ -206,7 +206,7 @@ class _Parser:
         return value
 
     def file(self, entry: Any) -> RankFile:
-        """One entry of `files`; its name stays inside the folder."""
+        """Parse one entry of `files`; its name stays inside the folder."""
         entry = entry if isinstance(entry, dict) else {}
         name, size, crc32 = (entry.get(key) for key in ("name", "size", "crc32"))
         if not isinstance(name, str) or not RANK_FILE.fullmatch(name):
@@ -216,7 +216,7 @@ class _Parser:
         return RankFile(name, size, crc32)
 
     def layout(self, entry: Any, size: int) -> Layout:
-        """One entry of `layouts`: ranges of `size` ranks that are a cut of a dim."""
+        """Parse one entry of `layouts`: the ranges of a dim that each of `size` ranks holds."""
         dim, ranges = (entry.get("dim"), entry.get("ranges")) if isinstance(entry, dict) else (None, None)
         if not (
             isinstance(dim, int)
@@ -227,13 +227,13 @@ class _Parser:
         ):
             raise self.fault(f"the layout {entry!r}", f"a dim, and the ranges that each of {size} ranks holds")
         held = tuple(tuple((start, stop) for start, stop in held) for held in ranges)
-        split = Split(max((stop for part in held for _, stop in part), default=0), held)
+        split = Split(max((stop for rank_ranges in held for _, stop in rank_ranges), default=0), held)
         if not split.is_cut:
             raise self.fault(f"the layout {entry!r}", "a cut: ranges that leave nothing out and do not overlap")
         return Layout(dim, split)
 
     def tensor(self, name: str, entry: Any, layouts: Sequence[Layout]) -> WholeTensor:
-        """One entry of `tensors`; its layout fits its shape."""
+        """Parse one entry of `tensors`; its layout fits its shape."""
         dtype, shape, index = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self.fault(f"dtype {dtype!r} for {name}", f"one of {', '.join(DTYPES)}")

@@ -1,4 +1,4 @@
-"""A checkpoint that all ranks wrote -> the Hub, from rank 0 alone, by transformers' own upload."""
+"""Uploads to the Hub of a checkpoint that all ranks saved: from rank 0, with transformers' own `push_to_hub`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Saved(PushToHubMixin):
-    """A stand-in for a model in `push_to_hub` that has written its files already."""
+    """A model for `push_to_hub` that has written its files already."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.files = list(files)
@@ -29,9 +29,9 @@ class _Saved(PushToHubMixin):
 def push(
     group: TensorParallelGroup, save: Callable[[str], object], repo_id: str, *, tags: Iterable[str] = (), **options: Any
 ) -> Any:
-    """Upload the files that `save` writes into a folder, from rank 0; every rank has to call it.
+    """Upload from rank 0 the files that `save` writes into a folder. Collective: call on all ranks.
 
-    `tags` are for the model card, other `options` for transformers' `push_to_hub`; rank 0 returns its result.
+    `tags` go to the model card, other `options` to transformers' `push_to_hub`; rank 0 returns its result.
     """
     with tempfile.TemporaryDirectory() as folder:
         save(folder)
@@ -46,7 +46,7 @@ def save_and_push(
     tags: Iterable[str] = (),
     **options: Any,
 ) -> None:
-    """`save_pretrained(..., push_to_hub=True)`: also upload the files, to `repo_id` or the folder's name."""
+    """Implement `save_pretrained(..., push_to_hub=True)`: save, then upload to `repo_id` or the folder's name."""
     folder = Path(save_directory)
     hub = {
         name: options.pop(name)
@@ -57,7 +57,7 @@ def save_and_push(
     with group.agree():
         before = _times(folder) if group.writes else {}
     save(folder, **options)
-    with group.agree():  # ranks that write nothing may be here before the hidden files of a save are removed
+    with group.agree():  # other ranks may get here before the writing rank has removed its hidden folder
         after = _times(folder) if group.writes else {}
     written = [file for file, time in after.items() if before.get(file) != time]
     _upload(group, written, repo_id, tags=tags, **hub)
@@ -71,5 +71,5 @@ def _upload(
 
 
 def _times(folder: Path) -> dict[Path, int]:
-    """When every file in the folder was written, or a link in it made."""
+    """Map each file in the folder to its modification time (a link: its own)."""
     return {file: file.lstat().st_mtime_ns for file in folder.iterdir()} if folder.is_dir() else {}

@@ -1,8 +1,8 @@
 """Shards -> a standard checkpoint, written by rank 0 one tensor after the other.
 
-Rank 0 gathers the few whole tensors of one module on its CPU, and no GPU holds more than its shards and a box of them
-on its way. Names and tensors are those of transformers' own `save_pretrained`, and so are the file cuts, unless the
-checkpoint is converted (transformers then counts the sizes of shared storages).
+Rank 0 gathers the full tensors of one module at a time on its CPU; a GPU holds its shards and one block in transfer.
+Names, tensors and their distribution over files equal those of transformers' `save_pretrained`. If the checkpoint is
+converted, the distribution may differ: transformers then counts the sizes of shared storages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import local_tensor, shard_of, whole_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ...transformers_api import custom_object_save, revert_weight_conversion
-from ..conversion.convert import WholeModel
+from ..conversion.convert import FullModel
 from ..quantization.format import Format
 from ..quantization.members import PACKED_CHECKPOINT, packed_state
 from ..quantization.packed import packed_weights
@@ -56,40 +56,43 @@ def save_pretrained(
     save_original_format: bool = True,
     **unsupported: Any,
 ) -> None:
-    """Write config, generation config and weights of a tensor-parallel model from rank 0; all ranks have to call it.
+    """Write configs and weights of a tensor-parallel model from rank 0. Collective: call on all ranks.
 
-    The arguments are those of transformers' `save_pretrained`, but `is_main_process` counts on rank 0 alone; the others
-    never write. Raises UnsupportedError on any other argument that is set, CheckpointError
-    where the folder cannot be written to, another save goes on in it, or it holds a pre-sharded checkpoint.
+    Arguments as in transformers' `save_pretrained`. `is_main_process` matters on rank 0 only; other ranks never write.
+
+    Raises:
+        UnsupportedError: any other argument is set.
+        CheckpointError: the folder is not writable, another save is running in it, or it holds a pre-sharded
+            checkpoint.
     """
-    _refuse_arguments(variant, unsupported)
+    _check_arguments(variant, unsupported)
     group, folder = GROUP.of(model), Path(save_directory)
-    # 1. The tensors of every file: from shapes alone, the same on all ranks.
+    # 1. Assign tensors to files: from shapes alone, so equal on all ranks.
     contents = _Contents(model, max_shard_size, variant, save_original_format)
     with ExitStack() as stack:
-        # 2. The headers of the files, in a place that readers do not look at.
+        # 2. Write the file headers to a hidden folder that readers ignore.
         with group.agree():
             files = _Files(contents, folder, stack) if group.writes and is_main_process else None
         warn_of_drift(group.gather(sample(model, group)), group.rank)
-        # 3. The weights, a few at a time: every rank sends its shards, rank 0 writes.
+        # 3. Write the weights, a few at a time: every rank sends its shards, rank 0 writes.
         for names in _convertible_groups(contents, group):
             _write_together(names, contents, files, group)
-        # 4. Everything else; from the last file on the folder is this checkpoint.
+        # 4. Write everything else. Once the last file is moved, the folder is this checkpoint.
         group.together(lambda: files.finish(model) if files is not None else None)
 
 
-def _refuse_arguments(variant: str | None, others: dict[str, Any]) -> None:
-    """Raise UnsupportedError on arguments of transformers' `save_pretrained` that are set and not served here."""
-    others.pop("safe_serialization", None)  # there is no other kind
-    if others.get("distributed_checkpoint"):
+def _check_arguments(variant: str | None, arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedError on arguments of transformers' `save_pretrained` that are set and not supported here."""
+    arguments.pop("safe_serialization", None)  # files are always safetensors
+    if arguments.get("distributed_checkpoint"):
         raise UnsupportedError(
             "save_pretrained of a tensor-parallel model does not take distributed_checkpoint. For a file a rank, call "
             "tp_transformers.save_sharded(model, folder); it loads at any number of ranks."
         )
-    given = sorted(name for name, value in others.items() if value not in (None, False))
-    if given:
+    names = sorted(name for name, value in arguments.items() if value not in (None, False))
+    if names:
         raise UnsupportedError(
-            f"save_pretrained of a tensor-parallel model does not take {', '.join(given)}. Save to a folder first; a "
+            f"save_pretrained of a tensor-parallel model does not take {', '.join(names)}. Save to a folder first; a "
             "plain model that is loaded from it takes them all."
         )
     if variant == VARIANT:
@@ -102,18 +105,18 @@ def _refuse_arguments(variant: str | None, others: dict[str, Any]) -> None:
 
 
 class _Contents:
-    """The files of a save and their tensors, from shapes alone; all ranks have to make one."""
+    """The files of a save and their tensors, from shapes alone. Collective: construct it on all ranks."""
 
     def __init__(
         self, model: PreTrainedModel, max_shard_size: int | str, variant: str | None, save_original_format: bool
     ) -> None:
         dense, packed = saved_state(model)
         self.tensors = dense | packed
-        """Tensors of the model, as this rank holds them."""
+        """This rank's tensors of the model."""
         self.meta = {name: whole_like(tensor) for name, tensor in self.tensors.items()}
-        full_model: Any = WholeModel(model, {name: self.meta[name].shape for name in dense})
+        full_model: Any = FullModel(model, {name: self.meta[name].shape for name in dense})
         self.revert: Revert = partial(revert_weight_conversion, full_model) if save_original_format else dict
-        """Takes full tensors to the names and pieces of the checkpoint that the model was loaded from."""
+        """Converts full tensors back to the names and tensors of the checkpoint that the model was loaded from."""
         if packed:
             form = PACKED_CHECKPOINT.of(model).quantization.format
             self.revert = partial(_revert_dense, self.revert, packed, form)
@@ -123,18 +126,18 @@ class _Contents:
         self.weights_name = weights if variant is None else weights.replace(".", f".{variant}.")
         self.index_name = index if variant is None else f"model.safetensors.index.{variant}.json"
         pattern = self.weights_name.replace(".safetensors", "{suffix}.safetensors")
-        self.cut = split_torch_state_dict_into_shards(
+        self.split = split_torch_state_dict_into_shards(
             self.state, filename_pattern=pattern, max_shard_size=max_shard_size
         )
 
 
 def saved_state(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Tensors to save: those of `dense_state`, and the stored tensors of packed weights; all ranks have to call it."""
+    """Return `dense_state` and the stored tensors of packed weights. Collective: call on all ranks."""
     return dense_state(model), packed_state(model, GROUP.of(model)) if packed_weights(model) else {}
 
 
 def dense_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters that are not packed and persistent buffers by name, each tied one once."""
+    """Return unpacked parameters and persistent buffers by name, each tied parameter once."""
     packed = packed_weights(model)
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     state = {name: tensor for name, tensor in state.items() if name not in packed}
@@ -147,60 +150,60 @@ def dense_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _revert_dense(revert: Revert, packed: Container[str], form: Format, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`revert` of the values that are not of `packed` weights, which have the checkpoint's names."""
+    """Apply `revert` to all values except those of `packed` weights, which have the checkpoint's names already."""
     dense = {name: value for name, value in values.items() if name not in packed}
     result = revert(dense) if dense else {}
     return result | {name: form.published(name, value) for name, value in values.items() if name not in dense}
 
 
 class _Files:
-    """The files of a save, on the rank that writes them."""
+    """The open files of a save, on the rank that writes them."""
 
     def __init__(self, contents: _Contents, folder: Path, stack: ExitStack) -> None:
-        """Write the headers to a hidden place in `folder`; `stack` closes the files, and removes what is left there.
+        """Write the headers to a hidden folder in `folder`; `stack` closes the files and removes the hidden folder.
 
-        Raises CheckpointError where it cannot be written to, or holds a pre-sharded checkpoint.
+        Raises CheckpointError if `folder` is not writable or holds a pre-sharded checkpoint.
         """
         self.contents, self.writers = contents, dict[str, Writer]()
         self.place = stack.enter_context(SaveFolder(folder))
         with named(folder, "folder"):
-            _refuse_sharded(folder)
-            self.names = _names(self.place, contents.cut.filename_to_tensors)
+            _check_not_sharded(folder)
+            self.names = _names(self.place, contents.split.filename_to_tensors)
             self.before = names_in(folder / contents.index_name)
-        for file, names in contents.cut.filename_to_tensors.items():
+        for file, names in contents.split.filename_to_tensors.items():
             writer = Writer(self.place.staging / self.names[file], {name: contents.state[name] for name in names})
             self.writers[file] = stack.enter_context(closing(writer))
 
     def write(self, values: dict[str, Tensor]) -> None:
-        """Write full tensors of the model to the files that they are in."""
+        """Write full tensors of the model to their files."""
         for target, value in self.contents.revert(values).items():
-            self.writers[self.contents.cut.tensor_to_filename[target]].write(target, value)
+            self.writers[self.contents.split.tensor_to_filename[target]].write(target, value)
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Write configs and index, put all files in place, and remove those of an earlier save."""
-        place, cut = self.place, self.contents.cut
+        """Write configs and index, move all files into place, and remove those of an earlier save."""
+        place, split = self.place, self.contents.split
         weights_name, index_name = self.contents.weights_name, self.contents.index_name
         for writer in self.writers.values():
             writer.finish()
         write_configs(model, place.staging)
         with named(place.path, "folder"):
             configs = config_last({path.name for path in place.staging.iterdir()} - set(self.names.values()))
-            earlier = weights_name if cut.is_sharded and os.path.lexists(place.path / weights_name) else None
+            earlier = weights_name if split.is_sharded and os.path.lexists(place.path / weights_name) else None
         written = [*configs, *self.names.values()]
-        if cut.is_sharded:
+        if split.is_sharded:
             total = sum(whole_like(param).numel() for param in model.parameters())
-            weight_map = {name: self.names[file] for name, file in cut.tensor_to_filename.items()}
-            index = {"metadata": {"total_parameters": total, **cut.metadata}, "weight_map": weight_map}
+            weight_map = {name: self.names[file] for name, file in split.tensor_to_filename.items()}
+            index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": weight_map}
             write_text(place.staging / index_name, json.dumps(index, indent=2, sort_keys=True) + "\n")
             written = [*self.names.values(), *configs]
-            # Readers look at the index once there is no single file; the config is the last step but one.
+            # Readers use the index once there is no single weights file; the config is the second to last step.
             written.insert(len(written) if earlier is None else -1, index_name)
         place.put(written, instead_of=earlier)
         place.remove(_old_weights(place, weights_name, index_name, before=self.before, keep=written))
 
 
-def _refuse_sharded(folder: Path) -> None:
-    """Raise CheckpointError where the folder holds a pre-sharded checkpoint, beside which no load takes weights."""
+def _check_not_sharded(folder: Path) -> None:
+    """Raise CheckpointError if the folder holds a pre-sharded checkpoint: loads reject ordinary weights beside one."""
     if os.path.lexists(folder / MANIFEST_NAME):
         raise CheckpointError(
             f"save_pretrained to {folder}",
@@ -211,10 +214,10 @@ def _refuse_sharded(folder: Path) -> None:
 
 
 def _names(place: SaveFolder, files: Iterable[str]) -> dict[str, str]:
-    """File -> the name that it gets: its own, or another where an earlier checkpoint has a file of that name.
+    """Map each file to its final name: its own, or a new one if an earlier checkpoint has a file of that name.
 
-    Several files do not take the place of others in one step, so a reader would find some of each. One file does.
-    Where other saves are not kept out, one of them may be about to use the names.
+    A single file replaces its predecessor atomically. Several files do not: a reader could see old and new ones. If
+    the folder is not locked, a concurrent save may be about to use the names, so files get new names too.
     """
     files = list(files)
     is_free = place.is_locked and not any(os.path.lexists(place.path / file) for file in files)
@@ -225,7 +228,7 @@ def _names(place: SaveFolder, files: Iterable[str]) -> dict[str, str]:
 
 
 def names_in(index: Path) -> set[str]:
-    """Names of the files in the `weight_map` of an index or a manifest; none where it cannot be read."""
+    """Return the file names in the `weight_map` of an index or a manifest; empty if it cannot be read."""
     try:
         return {name for name in json.loads(index.read_bytes())["weight_map"].values() if isinstance(name, str)}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -235,27 +238,28 @@ def names_in(index: Path) -> set[str]:
 def _old_weights(
     place: SaveFolder, weights_name: str, index_name: str, *, before: Container[str], keep: Container[str]
 ) -> list[str]:
-    """The weights of an earlier save into the folder: first those that a reader would take for the model.
+    """List the weight files of an earlier save into the folder, those that a reader would load first.
 
-    `before` is the entry of the index when this save began. Where other saves are not kept out, all else may be theirs.
+    `before` are the files that the index named when this save began. If the folder is not locked, all other files may
+    belong to a concurrent save.
     """
     stem = re.escape(weights_name.removesuffix(".safetensors"))
-    pieces = re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}\.safetensors")
+    pattern = re.compile(rf"{stem}(-[0-9a-f]{{8}})?-\d{{5}}-of-\d{{5}}\.safetensors")
     try:
-        found = sorted(path.name for path in place.path.iterdir() if pieces.fullmatch(path.name))
+        files = sorted(path.name for path in place.path.iterdir() if pattern.fullmatch(path.name))
     except OSError:  # the next save removes them
-        found = []
-    old = [name for name in found if place.is_locked or name in before]
+        files = []
+    old = [name for name in files if place.is_locked or name in before]
     return [name for name in (weights_name, index_name, *old) if name not in keep]
 
 
 def _convertible_groups(contents: _Contents, group: TensorParallelGroup) -> list[list[str]]:
-    """Cut the names into groups that can be reverted by themselves: one a module, else all together."""
+    """Group the names so that each group can be reverted by itself: one group per module, else one for all."""
     groups: dict[str, list[str]] = {}
     for name in contents.meta:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
-    alone = [contents.revert({name: contents.meta[name] for name in names}) for names in groups.values()]
-    shapes = {name: tensor.shape for part in alone for name, tensor in part.items()}
+    reverted = [contents.revert({name: contents.meta[name] for name in names}) for names in groups.values()]
+    shapes = {name: tensor.shape for tensors in reverted for name, tensor in tensors.items()}
     if shapes == {name: tensor.shape for name, tensor in contents.state.items()}:
         return list(groups.values())
     if group.rank == 0:
@@ -266,14 +270,14 @@ def _convertible_groups(contents: _Contents, group: TensorParallelGroup) -> list
 def _write_together(
     names: Sequence[str], contents: _Contents, files: _Files | None, group: TensorParallelGroup
 ) -> None:
-    """Gather full tensors on rank 0 and write them there, then let go of them; all ranks have to call it."""
+    """Gather full tensors on rank 0, write and free them. Collective: call on all ranks."""
     tensors = {name: gather(contents.tensors[name], group) for name in names}
     values = {name: value for name, value in tensors.items() if value is not None}
     group.together(lambda: files.write(values) if files is not None else None)
 
 
 def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
-    """The whole tensor on the CPU of rank 0; None elsewhere."""
+    """Gather the full tensor on the CPU of rank 0; None on other ranks."""
     shard = shard_of(tensor)
     if shard is not None:
         return shard.gather(local_tensor(tensor))
@@ -283,7 +287,7 @@ def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
 
 
 def write_configs(model: PreTrainedModel, folder: Path) -> None:
-    """Everything of a checkpoint but its weights, as transformers writes it."""
+    """Write everything of a checkpoint except its weights, as transformers does."""
     with named(folder, "folder"):
         if model._auto_class is not None:
             custom_object_save(model, folder, config=model.config)
@@ -299,5 +303,5 @@ def write_configs(model: PreTrainedModel, folder: Path) -> None:
 
 
 def config_last(names: Iterable[str]) -> list[str]:
-    """The names in order, the model's config at the end."""
+    """Sort the names, the model's config last."""
     return sorted(names, key=lambda name: (name == CONFIG_NAME, name))

@@ -1,8 +1,8 @@
 """Pre-sharded checkpoints: every rank's shards in a file of its own.
 
-Values that several ranks hold (norms, replicated KV heads) are in the file of each. A rank then reads its one file from
-end to end, which takes as many bytes on the disk as in memory. Stored once, they would save the little that the plan
-does not shard, and every rank would read scattered pieces of other files.
+Values that several ranks hold (norms, replicated KV heads) are in the file of each, so a rank reads its own file from
+end to end: as many bytes on disk as in memory. Storing them once would save little (the replicated tensors are small)
+and make every rank read scattered ranges of other files.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
-    """Write every rank's shards as a file of its own, for `from_pretrained(folder, tp_plan=...)`; on all ranks.
+    """Write each rank's shards to a file of its own, for `from_pretrained(folder, tp_plan=...)`.
 
-    The folder has to be one that all ranks share. Files are written under names of this save alone, and count once
-    the manifest names them, which rank 0 puts in place last: until then an earlier save in the folder is unchanged,
-    and a save that fails leaves nothing behind that could be taken for a checkpoint. On a mesh with other axes too, the
-    ranks of all copies call it: the first copy writes, the others wait for it and raise its error.
+    Collective: call on all ranks, with a folder that all ranks share. File names are unique to this save. Rank 0 moves
+    the manifest that names them into place last: until then an earlier save in the folder is unchanged, and a save that
+    fails leaves no readable checkpoint. On a mesh with other axes, call it on all replicas: the first replica writes,
+    the others wait and raise its error.
 
     Raises:
-        UnsupportedError: for a model that was not loaded with `tp_plan`.
-        CheckpointError: where the folder holds ordinary weights, or is not the same on all ranks.
+        UnsupportedError: the model was loaded without `tp_plan`.
+        CheckpointError: the folder holds ordinary weights, or is not the same on all ranks.
     """
     group: TensorParallelGroup | None = getattr(model, "tp_group", None)
     if group is None:
@@ -64,9 +64,9 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
 
 
 def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
-    """Run `save` on the ranks of the first copy; all ranks of all copies have to call it, and return once it is done.
+    """Run `save` on the first replica and return on all ranks when it is done. Collective over all axes of the mesh.
 
-    Raises on every rank the error of the first copy; its ranks agree on it by themselves.
+    Raises the error of the first replica on every rank; the ranks of that replica agree on one inside `save`.
     """
     if group.mesh is None or group.mesh.size() == group.size:
         save()
@@ -78,7 +78,7 @@ def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None
         except Exception as error:
             failure = error
     report = reported(failure)
-    # The report spreads along one axis of the mesh after the other, so no further process group is needed.
+    # Gather the report along one mesh axis after another: no further process group is needed.
     for axis in group.mesh.mesh_dim_names or ():
         if axis != TP_AXIS:
             mesh = DeviceMesh.from_group(group.mesh.get_group(axis), group.device.type)
@@ -92,11 +92,11 @@ def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None
 
 
 def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
-    """Write the files of one copy, then the manifest."""
+    """Write the files of one replica, then the manifest."""
     dense, packed = saved_state(model)
-    everyone = group.gather((secrets.token_hex(4), sample(model, group)))
-    warn_of_drift([values for _, values in everyone], group.rank)
-    state, save = dense | packed, everyone[0][0]
+    per_rank = group.gather((secrets.token_hex(4), sample(model, group)))
+    warn_of_drift([values for _, values in per_rank], group.rank)
+    state, save = dense | packed, per_rank[0][0]
     path = rank_path(folder, save, group.rank, group.size)
 
     def write() -> RankFile:
@@ -107,14 +107,14 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
         return RankFile(path.name, writer.size, f"{writer.crc32:08x}")
 
     with ExitStack() as stack:
-        # 1. Rank 0 keeps other saves out of the folder.
+        # 1. Rank 0 locks the folder.
         with group.agree():
             place = stack.enter_context(SaveFolder(folder)) if group.rank == 0 else None
             refuse_ordinary_weights(folder)
         try:
             # 2. Every rank writes its file.
             files = group.gather(group.together(write))
-            # 3. Rank 0 looks at all of them as a load would.
+            # 3. Rank 0 checks all of them as a load would.
             manifest = group.together(
                 lambda: check_save(model, folder, save, files, state) if place is not None else None
             )
@@ -133,20 +133,20 @@ def rank_path(folder: Path, save: str, rank: int, size: int) -> Path:
 
 
 def open_writer(path: Path, local: Mapping[str, torch.Tensor], *, save: str, rank: int) -> SummedWriter:
-    """A file for the tensors of `rank`: `local`; their dtypes and shapes count."""
+    """Open a file for `local`, the tensors of `rank`. Only their dtypes and shapes are used."""
     return SummedWriter(path, local, metadata={"save": save, "rank": str(rank)})
 
 
 def check_save(
     model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile], state: Mapping[str, torch.Tensor]
 ) -> Manifest:
-    """The manifest of files that are all written, which are looked at as a load would. Raises CheckpointError."""
-    whole = {name: (whole_like(tensor), layout_of(tensor)) for name, tensor in state.items()}
+    """Build the manifest of files that are all written, and check the files as a load would. Raises CheckpointError."""
+    full = {name: (whole_like(tensor), layout_of(tensor)) for name, tensor in state.items()}
     manifest = Manifest(
         folder,
         save,
         tuple(files),
-        {name: WholeTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in whole.items()},
+        {name: WholeTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in full.items()},
         tuple(identity(entry) for entry in getattr(model, "_weight_conversions", None) or ()),
         str(model.dtype).removeprefix("torch."),
         untyped(model).tp_source,
@@ -159,10 +159,10 @@ def check_save(
 
 
 def complete_save(model: PreTrainedModel, manifest: Manifest, place: SaveFolder) -> None:
-    """Put configs and manifest in place, and remove the rank files of earlier saves.
+    """Move configs and manifest into place, and remove the rank files of earlier saves.
 
-    Where other saves are kept out, those that were broken off are removed too. Raises CheckpointError; unless the
-    folder is this save by then, the files of the manifest are removed.
+    If the folder is locked, files of interrupted saves are removed too. Raises CheckpointError; if the manifest is not
+    in place by then, the files that it names are removed.
     """
     before, keep = names_in(manifest.folder / MANIFEST_NAME), [file.name for file in manifest.files]
     try:
@@ -176,18 +176,18 @@ def complete_save(model: PreTrainedModel, manifest: Manifest, place: SaveFolder)
             place.remove(keep)
         raise
     with suppress(OSError):  # the next save removes them
-        found = [path.name for path in manifest.folder.iterdir() if RANK_FILE.match(path.name)]
-        place.remove(name for name in found if name not in keep and (place.is_locked or name in before))
+        rank_files = [path.name for path in manifest.folder.iterdir() if RANK_FILE.match(path.name)]
+        place.remove(name for name in rank_files if name not in keep and (place.is_locked or name in before))
 
 
 def refuse_ordinary_weights(folder: Path) -> None:
-    """Raise CheckpointError where the folder holds weights that could be taken for those that are saved."""
+    """Raise CheckpointError if the folder holds ordinary weights, which a load could take instead."""
     with named(folder, "folder"):
-        found = ordinary_weights(folder)
-    if found:
+        weights = ordinary_weights(folder)
+    if weights:
         raise CheckpointError(
             f"save_sharded to {folder}",
-            got=f"a folder that holds {found[0]}",
+            got=f"a folder that holds {weights[0]}",
             expected="a folder without other weights",
             fix="Choose another folder; one inside this one will do.",
         )

@@ -1,8 +1,8 @@
 """Pre-sharded checkpoints, read back on any number of ranks.
 
-A parameter is an expression over the rank files, the concatenation of the pieces that its layout names. Slices push
-through it: at the layout that was saved, a rank's slice is exactly the tensor in its own file, and the load is one read
-from the file's first tensor to its last; at any other layout, it is the parts of the files that the rank keeps.
+A parameter is the lazy concatenation of its shards in the rank files. Selecting a slice selects from the shards: at the
+saved layout, a rank's slice is exactly the tensor in its own file, and the load is one read from the first tensor to
+the last; at any other layout, a rank reads those ranges of the files that it keeps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..reading.local_file import LocalFile
 from .manifest import MANIFEST_NAME, Manifest, RankFile, WholeTensor
 
 _CHUNK = 16 << 20
-"""Bytes that are read at once to be summed."""
+"""Bytes per read while a checksum is computed."""
 
 
 def verify_sharded(folder: str | os.PathLike[str]) -> None:
-    """Read every file of a pre-sharded checkpoint, and hold it against the size and checksum in the manifest.
+    """Read every file of a pre-sharded checkpoint and compare its size and checksum to the manifest.
 
-    Loads check sizes and headers alone, since a checksum takes a pass over the whole file.
+    Loads check sizes and headers only, since a checksum takes a pass over the complete file.
 
     Raises CheckpointError naming every file that is missing or has changed.
     """
@@ -51,13 +51,13 @@ def verify_sharded(folder: str | os.PathLike[str]) -> None:
 
 
 class ShardedCheckpoint(Checkpoint):
-    """The whole tensors of a pre-sharded checkpoint, as expressions over rank files that are opened when needed.
+    """The full tensors of a pre-sharded checkpoint, as lazy expressions over rank files that are opened when needed.
 
-    At the layout that was saved a rank opens no file but its own, of however many there are.
+    At the saved layout a rank opens only its own file.
     """
 
     def __init__(self, manifest: Manifest, *, rank: int) -> None:
-        """Express every tensor as `rank`, which may be one of another size, best reads it. Opens nothing yet."""
+        """Build the expressions for reader `rank` (of any world size), which uses its own file first. Opens no file."""
         self.manifest = manifest
         self.sources: list[Source] = []
         self._files: list[LocalFile | None] = [None] * len(manifest.files)
@@ -67,12 +67,12 @@ class ShardedCheckpoint(Checkpoint):
         for name, tensor in manifest.tensors.items():
             if tensor.layout is not None and tensor.layout not in covers:
                 covers[tensor.layout] = tensor.layout.split.cover(rank)
-            self.tensors[name] = _Whole(self, name, tensor, covers[tensor.layout], home=rank % len(manifest.files))
+            self.tensors[name] = _FullTensor(self, name, tensor, covers[tensor.layout], home=rank % len(manifest.files))
 
     def shards(self, rank: int) -> dict[str, Stored]:
-        """Tensors in the file of `rank`.
+        """Return the tensors in the file of `rank`.
 
-        Raises CheckpointError where it is missing, or of another size or with another header than the manifest's.
+        Raises CheckpointError if the file is missing, or its size or header differs from the manifest.
         """
         if rank not in self._shards:
             source = _open(self.manifest.folder, self.manifest.files[rank])
@@ -83,47 +83,47 @@ class ShardedCheckpoint(Checkpoint):
 
     @property
     def opened(self) -> Sequence[Source | None]:
-        """The files by rank; None for one that is not opened here."""
+        """The files by rank; None for a file that this rank has not opened."""
         return self._files
 
     @property
     def signature(self) -> object:
-        """Name and files of the save, which no other save has."""
+        """Unique name of the save, and its files."""
         return self.manifest.save, self.manifest.files
 
 
-class _Whole(Expression):
-    """A whole tensor out of the rank files; a selection opens those that it takes something from."""
+class _FullTensor(Expression):
+    """A full tensor read from the rank files; a selection opens only the files that it needs."""
 
     def __init__(
         self, checkpoint: ShardedCheckpoint, name: str, tensor: WholeTensor, cover: tuple[Piece, ...], *, home: int
     ) -> None:
-        """`cover` says which piece comes from which file; a tensor in all files comes from that of rank `home`."""
+        """`cover` maps each range to a file; a replicated tensor is read from the file of rank `home`."""
         self.checkpoint, self.name, self.cover, self.home = checkpoint, name, cover, home
-        self.cut_dim = None if tensor.layout is None else tensor.layout.dim
+        self.sharded_dim = None if tensor.layout is None else tensor.layout.dim
         self.shape, self.dtype = torch.Size(tensor.shape), tensor.dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
-        """The ranges of each piece; along another dim than the cut one, the same ranges of every piece."""
-        if self.cut_dim is None:
+        """Select the ranges from the shards; along a dim that is not sharded, the same ranges from every shard."""
+        if self.sharded_dim is None:
             return self._shard(self.home).select(dim, ranges)
-        if dim != self.cut_dim:
+        if dim != self.sharded_dim:
             return self._all().select(dim, ranges)
-        parts: list[LazyTensor] = []
+        selected: list[LazyTensor] = []
         for start, stop in ranges:
             for piece in self.cover:
                 low, high = max(start - piece.start, 0), min(stop - piece.start, piece.length)
                 if low < high:
-                    parts.append(self._shard(piece.rank).select(dim, [(piece.local + low, piece.local + high)]))
-        return concat(parts, dim) if parts else self._shard(self.home).select(dim, [])
+                    selected.append(self._shard(piece.rank).select(dim, [(piece.local + low, piece.local + high)]))
+        return concat(selected, dim) if selected else self._shard(self.home).select(dim, [])
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         yield from self._all().pieces(destination)
 
     def _all(self) -> LazyTensor:
-        if self.cut_dim is None:
+        if self.sharded_dim is None:
             return self._shard(self.home)
-        return self.select(self.cut_dim, [(0, self.shape[self.cut_dim])])
+        return self.select(self.sharded_dim, [(0, self.shape[self.sharded_dim])])
 
     def _shard(self, rank: int) -> Stored:
         return self.checkpoint.shards(rank)[self.name]
@@ -132,39 +132,39 @@ class _Whole(Expression):
 def _open(folder: Path, file: RankFile) -> LocalFile:
     path = folder / file.name
     if not path.is_file():
-        raise _other(path, got="no such file", expected=f"the file of {file.size} bytes that was saved")
+        raise _changed(path, got="no such file", expected=f"the file of {file.size} bytes that was saved")
     source = LocalFile(path)
     if source.size != file.size:
         source.close()
-        raise _other(path, got=f"{source.size} bytes", expected=f"{file.size}, as they were saved")
+        raise _changed(path, got=f"{source.size} bytes", expected=f"{file.size}, as they were saved")
     return source
 
 
 def _checked_header(source: Source, manifest: Manifest, rank: int) -> dict[str, Stored]:
-    """The tensors in the file of `rank`, which are those that the manifest names."""
+    """Read the tensors in the file of `rank`. Raises CheckpointError if they differ from the manifest."""
     header = read_header(source, metadata={"save": manifest.save, "rank": str(rank)})
-    found = {name: (stored.dtype, tuple(stored.shape)) for name, stored in header.items()}
+    actual = {name: (stored.dtype, tuple(stored.shape)) for name, stored in header.items()}
     expected = {name: (tensor.dtype, tensor.local_shape(rank)) for name, tensor in manifest.tensors.items()}
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
-            raise _other(source.name, got=f"{found.get(name)} for {name}", expected=f"{expected.get(name)}")
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
+            raise _changed(source.name, got=f"{actual.get(name)} for {name}", expected=f"{expected.get(name)}")
     return header
 
 
 def _fault(folder: Path, file: RankFile) -> str | None:
-    """The fault of one file; None where its size and checksum are those of the manifest."""
+    """Describe the fault of one file; None if its size and checksum equal those in the manifest."""
     try:
         with _open(folder, file) as source:
             buffer, crc32 = memoryview(bytearray(min(_CHUNK, max(source.size, 1)))), 0
             for start in range(0, source.size, len(buffer)):
-                part = buffer[: min(len(buffer), source.size - start)]
-                source.read(start, [part])
-                crc32 = zlib.crc32(part, crc32)
+                chunk = buffer[: min(len(buffer), source.size - start)]
+                source.read(start, [chunk])
+                crc32 = zlib.crc32(chunk, crc32)
     except CheckpointError as error:
         return str(error)
     return None if f"{crc32:08x}" == file.crc32 else f"{file.name}: got checksum {crc32:08x}, expected {file.crc32}"
 
 
-def _other(path: str | Path, *, got: str, expected: str) -> CheckpointError:
+def _changed(path: str | Path, *, got: str, expected: str) -> CheckpointError:
     fix = "The folder was copied in part or changed; copy it again as a whole, or save the model again."
     return CheckpointError(f"checkpoint file {path}", got=got, expected=expected, fix=fix)

@@ -1,4 +1,4 @@
-"""Tensors -> a safetensors file, in a stream: no more than one tensor is in memory beside those of the model."""
+"""Tensors -> a safetensors file, written as a stream: at most one tensor is in memory besides the model's own."""
 
 from __future__ import annotations
 
@@ -18,19 +18,16 @@ from ...slices.stored import byte_view
 from ..reading.header import DTYPE_NAMES
 
 STAGING = ".saving-"
-"""How the name of a hidden folder begins that files are written to before they have their places."""
+"""Prefix of the hidden folder that files are written to before they are moved into place."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder to write to, unless it is there; its name is on the disk then.
-
-    Raises CheckpointError where it cannot be made.
-    """
+    """Create a folder if it is missing, and sync its directory entry to disk. Raises CheckpointError on failure."""
     try:
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        created = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         got = "a symbolic link that leads nowhere" if folder.is_symlink() else "a file of that name"
@@ -42,19 +39,19 @@ def make_folder(folder: Path) -> None:
         raise CheckpointError(
             f"folder {folder}", got=got, expected="a folder, or room for one", fix=_remedy(error)
         ) from error
-    for path in made:
+    for path in created:
         sync_folder(path.parent)
 
 
 @contextmanager
 def named(path: Path, kind: str = "file") -> Iterator[None]:
-    """Raise CheckpointError, with the path, in place of errors of the system, such as a full disk."""
+    """Convert an OSError, such as a full disk, to a CheckpointError with the path."""
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        parts = [part for part in path.parts if not part.startswith(STAGING)]  # where it was to be
+        parts = [part for part in path.parts if not part.startswith(STAGING)]  # its final path
         got = error.strerror or str(error)
         raise CheckpointError(
             f"{kind} {Path(*parts)}", got=got, expected="that it can be written", fix=_remedy(error)
@@ -70,7 +67,7 @@ def _remedy(error: OSError) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in place of another one: it is whole and on the disk when it has its name."""
+    """Write a text file atomically: it gets its name once it is complete and synced to disk."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with named(path):
@@ -87,7 +84,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Bring the content of a file that another library has written to the disk."""
+    """Sync the content of a file that another library has written."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(file)
@@ -96,34 +93,35 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names of the files in a folder to the disk. Raises CheckpointError where that fails.
+    """Sync the directory entries of a folder to disk. Raises CheckpointError on failure.
 
-    A crash after a rename leaves the file of before or the new one; without this, POSIX promises neither.
+    A crash after a rename then leaves the old or the new file; without this, POSIX guarantees neither.
     """
     with named(path, "folder"):
         try:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except PermissionError:  # files may be written to a folder that may not be listed
+        except PermissionError:  # a folder may be writable but not readable
             return
         try:
             os.fsync(folder)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that know no fsync of a folder
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without fsync of folders
                 raise
         finally:
             os.close(folder)
 
 
 class Writer:
-    """A safetensors file that gets its header first, and its tensors in any order.
+    """A safetensors file: the header is written first, the tensors in any order.
 
-    It has its name when it is complete: until then an earlier file stays, which parameters may live in.
+    It gets its name once it is complete. Until then an earlier file of that name stays; parameters may be mapped to it.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
-        """Write the header for `tensors`; only dtypes and shapes count.
+        """Write the header for `tensors`, using only their dtypes and shapes.
 
-        They stand without gaps, the widest dtypes first, so that every tensor is aligned to its elements, then by name.
+        Tensors follow each other without gaps, sorted by descending item size, then by name: every tensor is aligned to
+        its item size.
         """
         self.path = path
         self.pending: dict[str, tuple[int, Tensor]] = {}
@@ -161,7 +159,7 @@ class Writer:
             self._put(self._data_start + position, byte_view(value.contiguous().cpu()))
 
     def finish(self) -> None:
-        """Close a complete file, which is on the disk then. Raises RuntimeError where a tensor was never written."""
+        """Sync, rename and close the complete file. Raises RuntimeError if a tensor was never written."""
         if self.pending:
             raise RuntimeError(f"{self.path}: never written: {', '.join(self.pending)}")
         with named(self.path):
@@ -172,9 +170,9 @@ class Writer:
         self._file.close()
 
     def close(self) -> None:
-        """Close the file, and remove it unless it is complete."""
+        """Close the file; remove it if it is incomplete."""
         if not self._file.closed:
-            with suppress(OSError):  # a full disk has no room for what is buffered
+            with suppress(OSError):  # a full disk has no room for buffered bytes
                 self._file.close()
             with suppress(OSError):
                 self._partial.unlink(missing_ok=True)
@@ -185,14 +183,14 @@ class Writer:
 
 
 class SummedWriter(Writer):
-    """A safetensors file that is written from its first byte to its last, with a CRC-32 that is known at the end."""
+    """A safetensors file that is written sequentially, with a running CRC-32."""
 
     crc32 = 0
-    """CRC-32 of all bytes so far, header included."""
+    """CRC-32 of all bytes written so far, including the header."""
     _end = 0
 
     def write_all(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write all tensors in the order of the file; the bytes are on the disk when this returns."""
+        """Write all tensors in file order, and finish the file (synced to disk)."""
         for name in list(self.pending):
             self.write(name, tensors[name])
         self.finish()
