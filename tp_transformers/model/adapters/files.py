@@ -1,4 +1,4 @@
-"""Full adapters to and from files, as PEFT and transformers do in one process, on the ranks of a model."""
+"""Full adapters to and from files, in the formats of PEFT and transformers, on the ranks of a model."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
-    """`save_pretrained` of a PeftModel: rank 0 writes whole adapters; every rank has to call it.
+    """`save_pretrained` of a PeftModel: rank 0 writes full adapters. Collective.
 
-    Raises UnsupportedError where the adapter would be converted on its way, and CheckpointError for a full disk.
+    Raises UnsupportedError if the adapter would be converted, and CheckpointError if it cannot be written.
     """
     group = GROUP.of(peft_model.base_model.model)
     save = type(peft_model).save_pretrained
@@ -52,13 +52,13 @@ def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _complete(folder: Path) -> Iterator[None]:
-    """Remove new files again where not all can be written; raises CheckpointError, with the folder, then."""
+    """Remove new files if not all can be written; raises CheckpointError, with the folder, then."""
     before = {*folder.rglob("*")}
     try:
         yield
     except (OSError, SafetensorError) as error:
         for path in {*folder.rglob("*")} - before:
-            with suppress(OSError):  # folders, too
+            with suppress(OSError):  # path may be a folder
                 path.unlink()
         raise CheckpointError(
             f"folder {folder}",
@@ -69,13 +69,13 @@ def _complete(folder: Path) -> Iterator[None]:
 
 
 def push_peft_model(peft_model: Any, repo_id: str, **options: Any) -> Any:
-    """`push_to_hub` of a PeftModel: rank 0 uploads whole adapters; every rank has to call it."""
+    """`push_to_hub` of a PeftModel: rank 0 uploads full adapters. Collective."""
     options.pop("max_shard_size", None)
     return push(peft_model.base_model.model.tp_group, peft_model.save_pretrained, repo_id, **options)
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the active adapter that transformers' `add_adapter` or `load_adapter` gave a model, whole, from rank 0."""
+    """Write the active adapter of transformers' `add_adapter` or `load_adapter` in full, from rank 0. Collective."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     group = GROUP.of(model)
@@ -111,10 +111,10 @@ def load_adapter(
     adapter_kwargs: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> LoadStateDictInfo:
-    """`load_adapter` of transformers: a whole adapter, cut to this rank; every rank has to call it.
+    """`load_adapter` of transformers: load a full adapter and keep this rank's shards. Collective.
 
-    Arguments are transformers' own. Raises CheckpointError where the adapter's tensors are not those that it should
-    have, UnsupportedError where it would be swapped for another.
+    Arguments are transformers' own. Raises CheckpointError if tensors of the adapter are missing or unexpected,
+    UnsupportedError for `hotswap=True`.
     """
     from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -154,10 +154,10 @@ def load_adapter(
 
 
 def _adapter(model: nn.Module, state: Mapping[str, Tensor], name: str, **options: Any) -> dict[str, Tensor]:
-    """This rank's parameters of the adapter called `name`, by the names in the file that peft saves."""
+    """This rank's parameters of the adapter called `name`, by their names in the file that PEFT saves."""
     from peft import get_peft_model_state_dict
 
-    # peft is given numbers in place of tensors: it would gather every DTensor of the model.
+    # PEFT gets indices in place of tensors: it would gather every DTensor of the model.
     tensors = list(state.values())
     numbers = {key: torch.tensor([index]) for index, key in enumerate(state)}
     picked = get_peft_model_state_dict(model, state_dict=numbers, adapter_name=name, **options)

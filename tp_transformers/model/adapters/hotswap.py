@@ -1,4 +1,4 @@
-"""PEFT's swap of one adapter for another, also of another LoRA rank: on full matrices, which are cut again."""
+"""PEFT's swap of one adapter for another, also of another LoRA rank: on full matrices, which are sharded again."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _MODULE = "peft.utils.hotswap"
 
 
 def _swap(original: Callable[..., None], model: Any, state_dict: Any, adapter_name: str, *args: Any, **kw: Any) -> None:
-    """`hotswap_adapter_from_state_dict`, which `hotswap_adapter` calls; every rank has to call it."""
+    """`hotswap_adapter_from_state_dict`, which `hotswap_adapter` calls. Collective."""
     whole = {name: full_tensor(value) for name, value in state_dict.items()}
     with _on_whole(model, [adapter_name]):
         original(model, whole, adapter_name, *args, **kw)
 
 
 def _pad(original: Callable[..., bool], model: Any, *args: Any, **kw: Any) -> bool:
-    """What `prepare_model_for_compiled_hotswap` pads with; scripts import that before a model is loaded."""
+    """`_pad_lora_weights`; its caller, `prepare_model_for_compiled_hotswap`, may be imported before a model is loaded."""
     with _on_whole(model):
         return original(model, *args, **kw)
 
 
 @contextmanager
 def _on_whole(model: Any, names: Collection[str] | None = None) -> Iterator[None]:
-    """Run the block on whole adapters of a tensor-parallel model, on all ranks or on none; on any other as it is."""
+    """Run the block on full adapters of a tensor-parallel model, on all ranks or none; leave other models unchanged."""
     group = GROUP.find(model)
     if group is None or group.device_mesh is None:
         yield
@@ -48,7 +48,7 @@ def _install() -> Undo:
 
 
 def _refuse_swaps() -> Undo:
-    """Refuse functions that would swap shards for complete matrices."""
+    """Reject tensor-parallel models in functions that would swap shards for full matrices."""
     module = sys.modules[_MODULE]
     names = ("hotswap_adapter", "hotswap_adapter_from_state_dict", "prepare_model_for_compiled_hotswap")
     refuse = HOT_SWAPS.refusing(lambda model, *_, **__: GROUP.find(model) is not None)
@@ -56,4 +56,4 @@ def _refuse_swaps() -> Undo:
 
 
 HOT_SWAPS = Patch("peft", "swaps of adapters", _install, module=_MODULE, without=_refuse_swaps)
-"""Adapters that are swapped are cut."""
+"""Makes swaps of adapters work on full matrices, and shards them again."""

@@ -14,12 +14,12 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer; the parameters of each are all DTensors of one mesh, or all plain.
 
-    torch's operators on many tensors (`torch._foreach_*`) refuse to mix DTensors with plain tensors or with those of
-    another mesh. Values and states do not depend on the grouping. No optimizer needs such groups once a model has been
-    loaded with a plan (see `STEPS_ON_SHARDS`): they are for code of your own that computes a group at a time.
+    torch's operators on many tensors (`torch._foreach_*`) reject a mix of DTensors with plain tensors or with DTensors
+    of another mesh. Values and states do not depend on the grouping. Optimizers do not need such groups once a model
+    has been loaded with a plan (see `STEPS_ON_SHARDS`): they are for your own code that computes a group at a time.
 
     Args:
-        parameters: a model, parameters, or groups of an optimizer; each keeps its other settings.
+        parameters: a model, parameters, or groups of an optimizer; each group keeps its other settings.
     """
     if isinstance(parameters, nn.Module):
         parameters = list(parameters.parameters())

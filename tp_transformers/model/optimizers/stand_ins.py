@@ -1,4 +1,4 @@
-"""Plain tensors that an optimizer steps on in place of parameters: this rank's shards, or whole ones."""
+"""Plain tensors that an optimizer steps on in place of parameters: this rank's shards, or full tensors."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from ...strategies.parameters.sharded import has_changed, is_sharded, know
 from ...strategies.parameters.tensors import HAS_LOCAL
 
 TENSORS: Mark[dict[Tensor, nn.Parameter]] = Mark("tp_stand_ins")
-"""The tensors that stand in for parameters, on an optimizer; the same in every step, since it may keep values by them.
-"""
+"""On an optimizer, the tensor of each stand-in; the same in every step, since the optimizer may key values by it."""
 
 
 class StandIn:
-    """A plain parameter in place of a sharded one; between steps it is empty."""
+    """A plain parameter in place of a sharded one; empty between steps."""
 
     def __init__(self, param: Tensor, tensors: dict[Tensor, nn.Parameter], *, is_whole: bool) -> None:
-        """Describe `param`; `is_whole`: the optimizer needs all of it, else this rank's shard."""
+        """Describe `param`; `is_whole`: the optimizer needs the full tensor, else this rank's shard."""
         self.param, self.shard = param, shard_of(param)
         if is_whole and self.shard is None:
             raise UnsupportedError(
@@ -45,7 +44,7 @@ class StandIn:
         self._wrapped: dict[int, Tensor] = {}
 
     def take(self, has_gradient: bool | None = None) -> None:
-        """Take the values of the parameter and its gradient; `has_gradient`: on any rank, where it is gathered."""
+        """Take the values of the parameter and its gradient; `has_gradient`: any rank has one (gathered parameters)."""
         grad = settle_gradient(self.param)
         local, local_grad = local_tensor(self.param), None if grad is None else local_tensor(grad)
         self.tensor.grad = None
@@ -59,7 +58,7 @@ class StandIn:
             self.tensor.grad = local_grad
 
     def give(self) -> None:
-        """Give the parameter and its gradient the new values; no collective."""
+        """Write the new values to the parameter and its gradient; no collective."""
         if is_sharded(self.param):
             has_changed(self.param)
         for target, source in ((self.param, self.tensor), (self.param.grad, self.tensor.grad)):
@@ -73,14 +72,14 @@ class StandIn:
             torch.autograd.graph.increment_version(local_tensor(self.param))
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Release the values."""
         self.tensor.data, self.tensor.grad = _empty(self.param), None
 
     def enter_state(self, state: dict[str, Any]) -> None:
-        """Replace the values of a state between steps by those for the stand-in, in place."""
+        """Replace the values of `state` by those for the stand-in, in place."""
         local_shape = None if isinstance(self.param, DTensor) else local_tensor(self.param).shape
         for key, value in state.items():
-            # A state dict of plain shards that was pickled has ordinary tensors; one of DTensors has DTensors.
+            # A state dict that was pickled has ordinary tensors for plain shards, and DTensors for DTensors.
             if isinstance(value, HAS_LOCAL) or (isinstance(value, Tensor) and value.shape == local_shape):
                 local = value._local_tensor if isinstance(value, HAS_LOCAL) else value
                 if isinstance(value, DTensor):
@@ -90,14 +89,14 @@ class StandIn:
                     local = self.shard.full(local)
                 state[key] = local
             elif isinstance(value, Tensor) and self.shard is not None and self._is_full(value):
-                state[key] = self.shard.own(value).clone()  # as one process has it, or a user has made it
+                state[key] = self.shard.own(value).clone()  # from a full state dict, or set by user code
 
     def _is_full(self, value: Tensor) -> bool:
-        """True for a full value where the optimizer steps on a shard."""
+        """True for a full value if the optimizer steps on a shard."""
         return not self.is_gathered and value.shape == self.param.shape != local_tensor(self.param).shape
 
     def leave_state(self, state: dict[str, Any]) -> Iterator[str]:
-        """The reverse of `enter_state`; yields the names of values that could not be told from shards later."""
+        """Reverse `enter_state`; yields the keys of full values that could later be mistaken for shards."""
         shape = self.shard.shape if self.is_gathered and self.shard is not None else local_tensor(self.param).shape
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == shape and not isinstance(value, DTensor):
@@ -120,7 +119,7 @@ class StandIn:
         return DTensor.from_local(local, self.param.device_mesh, self.param.placements, **layout)
 
     def _shapes(self) -> Collection[tuple[int, ...]]:
-        """Shapes of plain shards on all ranks."""
+        """Shapes of the plain shards of all ranks."""
         shard = self.shard
         if shard is None or shard.layout is None or isinstance(self.param, DTensor):
             return ()
@@ -136,7 +135,7 @@ def _empty(param: Tensor) -> Tensor:
 
 
 def gradients(stand_ins: Sequence[StandIn]) -> list[bool]:
-    """Whether any rank has a gradient of each parameter; one all-reduce for each axis that cuts the model."""
+    """For each parameter, whether any rank has a gradient; one all-reduce per axis that the model is sharded over."""
     has = [each.param.grad is not None for each in stand_ins]
     for group, device in groups_of(stand_ins):
         flags = torch.tensor(has, dtype=torch.uint8, device=device)
@@ -146,7 +145,7 @@ def gradients(stand_ins: Sequence[StandIn]) -> list[bool]:
 
 
 def groups_of(stand_ins: Iterable[StandIn]) -> list[tuple[dist.ProcessGroup, torch.device]]:
-    """The process groups over which any of the parameters is cut, in the same order on all ranks."""
+    """The process groups over which any of the parameters is sharded, in the same order on all ranks."""
     found: dict[Any, torch.device] = {}
     for each in stand_ins:
         if each.shard is not None:
@@ -157,7 +156,7 @@ def groups_of(stand_ins: Iterable[StandIn]) -> list[tuple[dist.ProcessGroup, tor
 
 @contextmanager
 def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
-    """Let all ranks draw the numbers of the first one; then those with another random state get it back."""
+    """Draw the first rank's random numbers on all ranks; ranks that had another random state get it back."""
     groups = groups_of(stand_ins)
     devices = {torch.device("cpu"), *(device for _, device in groups)}
     own = {device: random_state(device) for device in devices}
@@ -179,7 +178,7 @@ def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
 
 
 class Seats:
-    """Optimizers with stand-ins in their lists of parameters and their states for a time."""
+    """Puts stand-ins into the parameter lists and states of optimizers for a time."""
 
     def __init__(self, optimizers: Sequence[Optimizer], stand_ins: dict[Tensor, StandIn]) -> None:
         self.stand_ins = stand_ins
@@ -189,7 +188,7 @@ class Seats:
         self.states = list({id(state): state for state in states if isinstance(state, MutableMapping)}.values())
 
     def fill(self, only: Collection[Tensor] | None = None) -> None:
-        """Put stand-ins into the lists in place of parameters; `only` these parameters, and no others, if given."""
+        """Put stand-ins into the parameter lists; `only`: these parameters, and no others."""
         for group, params in zip(self.groups, self.params, strict=True):
             chosen = params if only is None else [param for param in params if param in only]
             group["params"][:] = [self._seat(param) for param in chosen]
@@ -200,7 +199,7 @@ class Seats:
             group["params"][:] = params
 
     def fill_states(self, stand_ins: Collection[StandIn]) -> None:
-        """Give the optimizers the states of `stand_ins`, by them."""
+        """Key the states of the optimizers by the tensors of `stand_ins`, and convert their values."""
         keys = {each.param: each for each in stand_ins}
         for states in self.states:
             _rename(states, {param: each.tensor for param, each in keys.items()})
@@ -209,9 +208,9 @@ class Seats:
                     each.enter_state(states[each.tensor])
 
     def empty_states(self, stand_ins: Collection[StandIn]) -> None:
-        """Give the states back to the parameters.
+        """Key the states by the parameters again, and convert their values back.
 
-        Raises UnsupportedError, on all ranks, where a state that is kept whole has the shape of a shard.
+        Raises UnsupportedError, on all ranks, if a full state has the shape of a shard.
         """
         unclear = []
         for states in self.states:

@@ -1,8 +1,8 @@
-"""Steps of optimizers on parameters that are cut: each on the tensors that the optimizer expects.
+"""Steps of optimizers on sharded parameters: each on the tensors that the optimizer expects.
 
-Optimizers read `param`, `param.grad` and their states as those of one process. Where every element is updated from its
-own gradient, they step on this rank's shards, as plain tensors. Where an update looks at a whole matrix (Muon,
-Adafactor), or at all of them (L-BFGS), they step on whole tensors, which are gathered before and cut again after it.
+Optimizers read `param`, `param.grad` and their states as in one process. If every element is updated from its own
+gradient, they step on this rank's shards, as plain tensors. If an update reads a full matrix (Muon, Adafactor) or all
+of them (L-BFGS), they step on full tensors, which are gathered before the step and sharded again after it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _sharded(optimizer: Optimizer) -> bool:
 
 
 def _on_stand_ins(step: Step) -> Step:
-    """The `step` of an optimizer's class, which steps on stand-ins where a parameter is a shard."""
+    """Wrap the `step` of an optimizer's class: it steps on stand-ins if any parameter is a shard."""
 
     @wraps(step)
     def on_stand_ins(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -58,9 +58,9 @@ def _step(step: Step, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
 
 
 def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Step on parameters that are gathered one after the other, so that no rank holds two whole ones.
+    """Step on one gathered parameter at a time, so that no rank holds two of them.
 
-    Each call begins with the settings that the groups had before the step. Parameters without a gradient are left out.
+    Each call starts from the settings that the groups had before the step. Parameters without a gradient are skipped.
     """
 
     def called(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -92,7 +92,7 @@ def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any
 
 
 class _Exchange:
-    """Let an optimizer have stand-ins in place of parameters; `only` these parameters, if given."""
+    """Replaces parameters of an optimizer by stand-ins; `only` these parameters, if given."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Exchange:
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Give parameters their new values, also those of a step that has raised: as in one process."""
+        """Write new values to the parameters, also after a step that raised: as in one process."""
         if self._is_begun:
             self._is_begun = False
             for each in self.stand_ins:
@@ -142,7 +142,7 @@ class _Exchange:
         self.seats.empty_states(self.stand_ins)
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The `closure`, for the time of which the optimizer has its parameters."""
+        """Wrap `closure`: while it runs, the optimizer has its own parameters."""
 
         @wraps(closure)
         def call() -> Any:
@@ -156,7 +156,7 @@ class _Exchange:
 
 
 def _stand_ins(optimizers: Sequence[Optimizer], *, is_whole: bool) -> dict[Tensor, StandIn]:
-    """Stand-ins for parameters that are shards; a plain shard is its own, where the optimizer needs no more."""
+    """Stand-ins for sharded parameters; a plain shard needs one only if the optimizer needs the full tensor."""
     tensors = TENSORS.find(optimizers[0])
     if tensors is None:
         TENSORS.put(optimizers[0], tensors := {})
@@ -169,7 +169,7 @@ def _stand_ins(optimizers: Sequence[Optimizer], *, is_whole: bool) -> dict[Tenso
 
 
 def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """An optimizer, and those that it has around it, such as that of a Lookahead."""
+    """An optimizer, and those that it wraps, such as that of a Lookahead."""
     yield optimizer
     for value in vars(optimizer).values():
         if isinstance(value, Optimizer) and value is not optimizer:
@@ -179,7 +179,7 @@ def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
 def _with_closure(
     change: Callable[[Callable[[], Any]], Callable[[], Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step, with its closure changed."""
+    """Apply `change` to the closure among the arguments of a step."""
     if args and callable(args[0]):
         return (change(args[0]), *args[1:]), kwargs
     if callable(kwargs.get("closure")):
@@ -192,7 +192,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reset(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Give a group the values that it had; tensors keep their memory."""
+    """Restore the settings of a group; tensors keep their memory."""
     for key in group.keys() - settings.keys() - {"params"}:
         del group[key]
     for key, value in settings.items():
@@ -213,9 +213,9 @@ def _add_param_group(original: Callable[..., Any], optimizer: Optimizer, *args: 
 
 
 def _install() -> Undo:
-    """Let steps of all optimizers go through `_on_stand_ins`, also of classes that have had an instance.
+    """Make the steps of all optimizers go through `_on_stand_ins`, also for classes that already have instances.
 
-    torch has put a function with its hooks around the step of such a class; what that calls is replaced.
+    torch has wrapped the step of such a class in a function with its hooks; replace the step that this function calls.
     """
     codes = unwrap(Optimizer.profile_hook_step).__code__.co_consts
     hooked = next((each for each in codes if isinstance(each, CodeType) and "func" in each.co_freevars), None)
@@ -251,11 +251,11 @@ def _classes(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _refuse(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    """`Optimizer.add_param_group`, through which an optimizer gets its parameters, where steps cannot be changed."""
+    """Reject shards in `Optimizer.add_param_group`, which every parameter goes through, if steps cannot be patched."""
     original(optimizer, *args, **kwargs)
     if _sharded(optimizer):
         STEPS_ON_SHARDS.refuse()
 
 
 STEPS_ON_SHARDS = Patch("torch", "optimizers", _install, without=lambda: replace(Optimizer, "add_param_group", _refuse))
-"""Lets optimizers of torch, and of others, update parameters that are shards as they update those of one process."""
+"""Makes optimizers of torch and of other packages update shards as they update full parameters in one process."""
