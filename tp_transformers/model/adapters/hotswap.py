@@ -23,7 +23,7 @@ def _swap(original: Callable[..., None], model: Any, state_dict: Any, adapter_na
 
 
 def _pad(original: Callable[..., bool], model: Any, *args: Any, **kw: Any) -> bool:
-    """`_pad_lora_weights`; its caller, `prepare_model_for_compiled_hotswap`, may be imported before a model is loaded."""
+    """`_pad_lora_weights`; its caller, `prepare_model_for_compiled_hotswap`, may be imported before a load."""
     with _on_whole(model):
         return original(model, *args, **kw)
 
