@@ -25,7 +25,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` by the norm of the full model's gradients. Collective.
+    """`torch.nn.utils.clip_grad_norm_` by the norm of the full model's gradients; collective.
 
     Every element of a gradient counts once: values that several ranks hold (norms, replicated KV heads) on the lowest
     of them, tied parameters once, shards of FSDP on every rank. One all-reduce of one number over the `tp` axis, and

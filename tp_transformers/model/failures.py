@@ -158,7 +158,7 @@ If torch lacks one of these, ranks notice such a failure while they wait in the 
 
 
 def renew_process_group(model: nn.Module) -> None:
-    """Start a new process group after a rank failed and the old one ended. Collective.
+    """Start a new process group after a rank failed and the old one ended; collective.
 
     Loaded models work as before: parameters, optimizers and random states are unchanged. Do not use earlier caches or
     recorded forwards; create other process groups again.
