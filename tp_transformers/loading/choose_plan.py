@@ -21,7 +21,7 @@ from ..ranks.group import TensorParallelGroup
 logger = get_logger(__name__)
 
 _told: set[str] = set()
-"""Model types for which the use of a declared plan was logged."""
+"""Model types with a logged use of their declared plan."""
 
 
 @dataclass(frozen=True)

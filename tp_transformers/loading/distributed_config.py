@@ -79,17 +79,17 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
         return None
     sharded, replicas = (getattr(config, name, None) or 1 for name in ("fsdp_size", "dp_replicate_size"))
     faults = [
-        f"{each.name}={shown(getattr(config, each.name))}"
-        for each in fields(config)  # type: ignore[arg-type]
-        if each.name not in _SERVED and repr(getattr(config, each.name)) not in ("None", "1", repr(each.default))
+        f"{entry.name}={shown(getattr(config, entry.name))}"
+        for entry in fields(config)  # type: ignore[arg-type]
+        if entry.name not in _SERVED and repr(getattr(config, entry.name)) not in ("None", "1", repr(entry.default))
     ]
     if tp_plan == {}:
         faults.append("tp_plan={}")
     if sharded > 1 and replicas > 1:
         faults.append(f"both fsdp_size={sharded} and dp_replicate_size={replicas}")
-    asked = [name for name in ("fsdp_cpu_offload", "fsdp_mixed_precision") if getattr(config, name, False)]
+    requested = [name for name in ("fsdp_cpu_offload", "fsdp_mixed_precision") if getattr(config, name, False)]
     if sharded == 1:
-        faults += [f"{name} without fsdp_size" for name in asked]
+        faults += [f"{name} without fsdp_size" for name in requested]
     if faults:
         raise UnsupportedError(
             "distributed_config",
@@ -113,18 +113,20 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
     copies = sharded * replicas
     if copies == 1:
         arguments["tp_size"] = tp_size
-    return Parallelism(arguments, int(tp_size or 1), copies, "shard" if sharded > 1 else "replicate", _options(asked))
+    return Parallelism(
+        arguments, int(tp_size or 1), copies, "shard" if sharded > 1 else "replicate", _options(requested)
+    )
 
 
-def _options(asked: Collection[str]) -> dict[str, Any]:
+def _options(requested: Collection[str]) -> dict[str, Any]:
     """Options of `fully_shard` that are equivalent to fields of a `DistributedConfig`."""
-    if not asked:
+    if not requested:
         return {}
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # rarely needed
 
     options: dict[str, Any] = {}
-    if "fsdp_cpu_offload" in asked:
+    if "fsdp_cpu_offload" in requested:
         options["offload_policy"] = CPUOffloadPolicy()
-    if "fsdp_mixed_precision" in asked:
+    if "fsdp_mixed_precision" in requested:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return options

@@ -49,7 +49,7 @@ def tell_of_no_hook() -> None:
     if CALLED or launcher() is None or not _is_first():
         return
     kind = sys.modules["transformers.modeling_utils"].PreTrainedModel
-    models = (each for each in gc.get_objects() if issubclass(type(each), kind))
+    models = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind))
     if any((getattr(model, "_tp_size", None) or 1) > 1 for model in models):
         logger.warning(
             "tp_transformers was imported, but a model was cut by transformers' own tensor parallelism: call "
@@ -59,5 +59,5 @@ def tell_of_no_hook() -> None:
 
 def _is_first() -> bool:
     """True on rank 0, and without a launcher."""
-    found = launcher()
-    return found is None or os.environ[found.rank] == "0"
+    launch = launcher()
+    return launch is None or os.environ[launch.rank] == "0"

@@ -28,7 +28,7 @@ from ..errors import CheckpointError, TensorParallelError, UnsupportedError
 from ..marks import untyped
 from ..model.failures import begin_watch, keep_watch
 from ..model.parallelize import parallelize
-from ..model.same_inputs import guard_if_asked
+from ..model.same_inputs import check_if_enabled
 from ..plans.bind import Resolution
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
@@ -147,7 +147,7 @@ def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs:
         _instead.reset(token)
 
 
-def _refuse_meta() -> None:
+def _reject_meta() -> None:
     """Raise UnsupportedError under `torch.device("meta")`, where new tensors have no values."""
     if torch.get_default_device().type == "meta":
         raise UnsupportedError(
@@ -171,12 +171,12 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         tell_of_one_rank()
     with ExitStack() as stack, group.agree():
         # 2. Reject arguments that contradict one another.
-        _refuse_meta()
+        _reject_meta()
         check_size(group, tp_size)
         options.check(name, kwargs)
         group = dataclasses.replace(group, reduce_dtype=options.tp_reduce_dtype)
-        for other in INSTEAD:
-            kwargs.pop(other, None)
+        for argument in INSTEAD:
+            kwargs.pop(argument, None)
         folder = _sharded_folder(args, kwargs)
         if folder is not None:
             refuse_distributed(folder)
@@ -189,7 +189,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         if watching is not None:
             stack.enter_context(watching)
         # 4. To stream from the Hub, agree on one commit for all files.
-        current.stream = _settle_stream(group, name, options, kwargs)
+        current.stream = _choose_commit(group, name, options, kwargs)
         # 5. Run transformers' load, with ours in place of its load of the weights; all ranks succeed or all fail.
         token = _current.set(current)
         try:
@@ -204,17 +204,17 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         # 6. Shard parameters that transformers has initialised because the checkpoint lacked them.
         current.undo()
         partition_initialized(model, current.resolution, group)
-        guard_if_asked(model)
+        check_if_enabled(model)
         TRAINER.hold_for(model)
         keep_watch(model, watching)
     return result
 
 
-def _settle_stream(group: TensorParallelGroup, name: Any, options: Options, kwargs: dict[str, Any]) -> str | None:
+def _choose_commit(group: TensorParallelGroup, name: Any, options: Options, kwargs: dict[str, Any]) -> str | None:
     """The Hub commit to stream weights from, or None; `revision` in `kwargs` is set to it on all ranks."""
     wanted = options.streams and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
-    asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
-    group.check_same({"tp_stream": asked})
+    requested = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
+    group.check_same({"tp_stream": requested})
     if not wanted:
         return None
     subfolder = kwargs.get("subfolder") or ""
@@ -228,21 +228,21 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(*args, **kwargs)
-    asked = inspect.signature(original).bind(*args, **kwargs).arguments
-    found = asked.get("download_kwargs") or {}
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    download_kwargs = arguments.get("download_kwargs") or {}
     if current.stream:
-        files, metadata = open_weights(current.group, Weights(asked, found))
+        files, metadata = open_weights(current.group, Weights(arguments, download_kwargs))
         current.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
         return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
 
     def resolve(first: bool) -> Any:
-        force = first and bool(found.get("force_download"))
+        force = first and bool(download_kwargs.get("force_download"))
         try:
-            return original(**{**asked, "download_kwargs": {**found, "force_download": force}})
+            return original(**{**arguments, "download_kwargs": {**download_kwargs, "force_download": force}})
         except OSError as error:  # other ranks raise the same class, which has to be ours
             raise CheckpointError(str(error)) from error
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # transformers, on a bad index
-            check_index(Weights(asked, found))
+            check_index(Weights(arguments, download_kwargs))
             raise
 
     return current.group.first_on_node(resolve)
@@ -272,7 +272,7 @@ def load_pretrained_model(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Parallelize and load `model`, which is on the meta device; returns what transformers' own function returns."""
+    """Parallelize and load `model`, which is on the meta device; returns as transformers' own function does."""
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
@@ -292,7 +292,7 @@ def load_pretrained_model(
 
 
 def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
-    """The folder in which `from_pretrained` may find a pre-sharded checkpoint; None if there can be none."""
+    """The folder that may hold a pre-sharded checkpoint for a `from_pretrained`; None if there can be none."""
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     if name is None or kwargs.get("variant") not in (None, VARIANT):
         return None

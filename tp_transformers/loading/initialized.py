@@ -49,11 +49,11 @@ def partition_initialized(model: nn.Module, resolution: Resolution, group: Tenso
             distinct = dict.fromkeys(param for _, param in full)
         for param in distinct:
             direct.broadcast(param.data, group.process_group, 0)
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+    sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for name, param in full:
-        if param not in made:
+        if param not in sharded:
             shard = resolution.shard(name, param.shape, group)
             local = take(Resident(param.data), resolution.layouts.get(name), group.rank).materialize()
-            made[param] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
+            sharded[param] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
         owner, param_type = owner_of(model, name)
-        owner._parameters[param_type] = made[param]
+        owner._parameters[param_type] = sharded[param]

@@ -141,12 +141,12 @@ def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, 
 
     Returns those of `names` that are not kept. `say`: whether this rank logs the parameters that it unties.
     """
-    gone = set()
+    dropped = set()
     for target, source in list(tied_parameters(model).items()):
         if target not in names or source not in names:
             continue
         if is_same(target, source):
-            gone.add(target)
+            dropped.add(target)
             continue
         untie(model, target)
         if say:
@@ -156,7 +156,7 @@ def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, 
                 target,
                 source,
             )
-    return gone
+    return dropped
 
 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -55,12 +55,16 @@ def allocate(model: PreTrainedModel, targets: Targets, group: TensorParallelGrou
         if pages is not None:
             mapped[name] = shard
     in_place, _ = leaves(mapped, values)
-    first, *later = _cut_rounds([name for name in dense if name not in mapped], targets, arriving, group.size, request)
-    stored, others = leaves({name: dense[name] for name in first}, values)
-    outlines = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
-    coming, _ = leaves({name: dense[name] for name in outlines}, outlines)
+    first, *later = _split_rounds(
+        [name for name in dense if name not in mapped], targets, arriving, group.size, request
+    )
+    stored, dependents = leaves({name: dense[name] for name in first}, values)
+    meta_values = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
+    later_reads, _ = leaves({name: dense[name] for name in meta_values}, meta_values)
     stored += packed.reads
-    return Memory(group, request, dense, targets.dtypes, values, packed, in_place, stored, others, later, coming)
+    return Memory(
+        group, request, dense, targets.dtypes, values, packed, in_place, stored, dependents, later, later_reads
+    )
 
 
 @dataclass
@@ -96,25 +100,25 @@ def pack_weights(
 
     Tied parameters cannot stay packed, since several modules compute with them, nor can partly quantised ones.
     """
-    found, conversion = Packing({}, []), targets.conversion
+    packing, conversion = Packing({}, []), targets.conversion
     if request.quantization is None or not request.stays_packed:
-        return found
+        return packing
     ties, unpacked = tied_parameters(model), list(conversion.fallbacks)
     untied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {*ties, *ties.values()}
     for name, shard in shards.items():
-        made = pack(shard, targets.dtypes[name], device) if name in untied else None
-        if made is not None:
-            found.weights[name] = made[0]
-            found.reads += [Request(leaf, view) for leaf, view in made[1]]
+        packed = pack(shard, targets.dtypes[name], device) if name in untied else None
+        if packed is not None:
+            packing.weights[name] = packed[0]
+            packing.reads += [Request(leaf, view) for leaf, view in packed[1]]
         elif _is_quantised(shard):
             unpacked.append(name)
-    beside = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in conversion.beside.items()}
-    reads, others = leaves(conversion.beside, beside)
-    found.reads += reads
-    for leaf, destination in others:
+    kept = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in conversion.beside.items()}
+    reads, dependents = leaves(conversion.beside, kept)
+    packing.reads += reads
+    for leaf, destination in dependents:
         leaf.fill(destination)
-    found.kept = PackedCheckpoint(request.quantization, beside, unpacked)
-    return found
+    packing.kept = PackedCheckpoint(request.quantization, kept, unpacked)
+    return packing
 
 
 def _names_arriving(model: PreTrainedModel, shards: Mapping[str, LazyTensor], request: LoadRequest) -> set[str]:
@@ -134,20 +138,20 @@ def _map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     a decode step takes 5 to 7 times as long with the view: torch copies the weight of a bfloat16 linear every time if
     it is not contiguous.
     """
-    outline = torch.empty(shard.shape, device="meta")
-    found = list(shard.pieces(outline))
-    if len(found) != 1 or not isinstance(found[0][0], Stored) or not found[0][1].is_contiguous():
+    meta = torch.empty(shard.shape, device="meta")
+    entries = list(shard.pieces(meta))
+    if len(entries) != 1 or not isinstance(entries[0][0], Stored) or not entries[0][1].is_contiguous():
         return None
-    boxes = [box for box, _ in found[0][0].boxes(found[0][1])]
-    if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].start % dtype.itemsize:
+    blocks = [block for block, _ in entries[0][0].boxes(entries[0][1])]
+    if len(blocks) != 1 or blocks[0].rows != 1 or blocks[0].dtype != dtype or blocks[0].start % dtype.itemsize:
         return None
-    (box,) = boxes
-    if not isinstance(box.source, LocalFile):
+    (block,) = blocks
+    if not isinstance(block.source, LocalFile):
         return None
-    return box.source.map(own=True).parameter(box.start, box.span, dtype, outline.shape)
+    return block.source.map(own=True).parameter(block.start, block.span, dtype, meta.shape)
 
 
-def _cut_rounds(
+def _split_rounds(
     names: Sequence[str], targets: Targets, arriving: Collection[str], size: int, request: LoadRequest
 ) -> list[list[str]]:
     """Split the names into rounds, the same on all ranks: first those with one form in memory, then the others."""
@@ -168,8 +172,8 @@ def _cut_rounds(
 
 def _is_quantised(expression: LazyTensor) -> bool:
     """True if some of it is decoded from tensors that are read first."""
-    outline = torch.empty(expression.shape, device="meta")
-    return any(isinstance(leaf, Decoded) for leaf, _ in expression.pieces(outline))
+    meta = torch.empty(expression.shape, device="meta")
+    return any(isinstance(leaf, Decoded) for leaf, _ in expression.pieces(meta))
 
 
 @dataclass
@@ -188,11 +192,11 @@ class Memory:
     """Shards that are mapped from a file: they need no read."""
     stored: Reads
     """Reads of the first round."""
-    others: Dependents
+    dependents: Dependents
     """Tensors that are computed from these reads."""
     later: Sequence[Sequence[str]]
     """Names of the shards of each later round."""
-    coming: Reads
+    later_reads: Reads
     """Reads of the later rounds, into meta tensors."""
 
     @property
@@ -203,18 +207,18 @@ class Memory:
     @cached_property
     def nbytes_in_files(self) -> int:
         """Bytes of the shards in the checkpoint."""
-        reads = sum(each.tensor.nbytes for each in (*self.mapped, *self.stored, *self.coming))
-        return reads + sum(leaf.nbytes for leaf, _ in self.others)
+        reads = sum(read.tensor.nbytes for read in (*self.mapped, *self.stored, *self.later_reads))
+        return reads + sum(leaf.nbytes for leaf, _ in self.dependents)
 
     @property
     def nbytes_mapped(self) -> int:
         """Bytes of the shards that are pages of a file."""
-        return sum(each.tensor.nbytes for each in self.mapped)
+        return sum(read.tensor.nbytes for read in self.mapped)
 
     @property
     def local_reads(self) -> Reads:
         """Reads of all rounds from local files; mapped shards count, since their pages are read later."""
-        return [each for each in (*self.stored, *self.coming, *self.mapped) if not each.tensor.source.is_remote]
+        return [read for read in (*self.stored, *self.later_reads, *self.mapped) if not read.tensor.source.is_remote]
 
     def fill(self, checkpoint: Checkpoint, progress: Callable[[int], object]) -> Statistics:
         """Read, round by round; `progress` is called with byte counts. Collective.
@@ -222,20 +226,20 @@ class Memory:
         Raises CheckpointError on all ranks if one cannot read a file, or if a file has changed.
         """
         progress(self.nbytes_mapped)
-        statistics = self._fill_round(self.stored, self.others, checkpoint, progress)
+        statistics = self._fill_round(self.stored, self.dependents, checkpoint, progress)
         for names in self.later:
             statistics.add(self._fill_later(names, checkpoint, progress))
         self.group.together(checkpoint.check_unchanged)
         return statistics
 
     def _fill_round(
-        self, stored: Reads, others: Dependents, checkpoint: Checkpoint, progress: Callable[[int], object]
+        self, stored: Reads, dependents: Dependents, checkpoint: Checkpoint, progress: Callable[[int], object]
     ) -> Statistics:
         """Read the stored tensors, then compute the tensors that depend on them."""
         statistics = read_together(stored, checkpoint, self.group, self.request, progress)
 
         def finish() -> None:
-            for leaf, destination in others:
+            for leaf, destination in dependents:
                 leaf.fill(destination)
                 progress(leaf.nbytes)
 
@@ -249,8 +253,8 @@ class Memory:
         with self.group.agree():
             unplaced = [name for name in names if name not in self.values]
             arriving = {name: empty(self.shards[name].shape, self.dtypes[name], self.group.device) for name in unplaced}
-            stored, others = leaves({name: self.shards[name] for name in names}, self.values | arriving)
-        statistics = self._fill_round(stored, others, checkpoint, progress)
+            stored, dependents = leaves({name: self.shards[name] for name in names}, self.values | arriving)
+        statistics = self._fill_round(stored, dependents, checkpoint, progress)
         if self.request.arriving is not None:
             quantise = self.request.arriving.quantised
             weights = self.group.together(lambda: {name: quantise(arriving.pop(name)) for name in sorted(arriving)})

@@ -38,7 +38,7 @@ class Options:
     """True: ranks have their own batches, which attention, MLPs and experts gather; or the modules that gather them.
     None: as in the plan."""
     tp_reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients are summed over replicas and copies. None: their own."""
+    """Dtype of sums of gradients over replicas and over copies of the model. None: their own."""
     tp_watch: bool | float | None = None
     """False: ranks do not watch one another. A number: seconds until a silent rank counts as lost. None: 10."""
 
@@ -64,7 +64,7 @@ class Options:
             return self.tp_stream
         return os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0")
 
-    def check(self, name: Any, others: Mapping[str, Any]) -> None:
+    def check(self, name: Any, arguments: Mapping[str, Any]) -> None:
         """Reject arguments that conflict with a plan, and a folder that does not exist.
 
         Raises:
@@ -86,32 +86,32 @@ class Options:
             if not fits:
                 fix = f"Pass {option}={example}, or leave it out."
                 raise PlanError(option, got=shown(value), expected=expected, fix=fix)
-        for other in others:
-            if other.startswith("tp_"):
+        for argument in arguments:
+            if argument.startswith("tp_"):
                 fix = f"There are tp_plan, tp_size, {', '.join(OPTIONS)}."
                 raise PlanError(
-                    "from_pretrained", got=f"{other}{nearest(other, OPTIONS)}", expected="an option", fix=fix
+                    "from_pretrained", got=f"{argument}{nearest(argument, OPTIONS)}", expected="an option", fix=fix
                 )
-        for other in INSTEAD:
-            if others.get(other) is not None:
+        for argument in INSTEAD:
+            if arguments.get(argument) is not None:
                 raise PlanError(
                     "from_pretrained",
-                    got=f"both tp_plan and {other}",
+                    got=f"both tp_plan and {argument}",
                     expected="one of them",
-                    fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
+                    fix=f"Leave out {argument}: with tp_plan each rank loads its shard to its own device.",
                 )
-        if self.tp_dequantize is False and others.get("quantization_config") is not None:
+        if self.tp_dequantize is False and arguments.get("quantization_config") is not None:
             fix = "Leave out quantization_config to keep weights packed, or tp_dequantize to undo it."
             got = "both tp_dequantize=False and quantization_config"
             raise PlanError("from_pretrained", got=got, expected="one of them", fix=fix)
-        if others.get("gguf_file") is not None:
+        if arguments.get("gguf_file") is not None:
             raise UnsupportedError(
                 "from_pretrained",
                 got="both tp_plan and gguf_file",
                 expected="weights in safetensors files",
                 fix="Convert once, in one process: from_pretrained(name, gguf_file=...).save_pretrained(folder).",
             )
-        dtype = others.get("dtype", others.get("torch_dtype"))
+        dtype = arguments.get("dtype", arguments.get("torch_dtype"))
         if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise UnsupportedError(
                 "dtype", got=repr(dtype), expected='"auto" or a dtype of torch', fix='Pass "bfloat16", for example.'
@@ -128,11 +128,11 @@ OPTIONS = tuple(option.name for option in fields(Options))
 
 def refuse_without_tp_plan(kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError if options are given without `tp_plan`; transformers would pass them to the model."""
-    given = [option for option in OPTIONS if kwargs.get(option) is not None]
-    if given:
+    options = [option for option in OPTIONS if kwargs.get(option) is not None]
+    if options:
         raise PlanError(
             "from_pretrained",
-            got=f"{', '.join(given)} without tp_plan",
+            got=f"{', '.join(options)} without tp_plan",
             expected="them together",
-            fix=f'Pass tp_plan="auto", or leave out {", ".join(given)}.',
+            fix=f'Pass tp_plan="auto", or leave out {", ".join(options)}.',
         )

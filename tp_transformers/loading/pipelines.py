@@ -23,26 +23,26 @@ def pipeline(*args: Any, **kwargs: Any) -> Any:
 
     Raises PlanError if the model is already loaded, and the error of a load that fails.
     """
-    found = {name: kwargs.pop(name) for name in _OURS if kwargs.get(name) is not None}
-    if not found:
+    ours = {name: kwargs.pop(name) for name in _OURS if kwargs.get(name) is not None}
+    if not ours:
         return _original(*args, **kwargs)
-    asked = inspect.signature(_original).bind(*args, **kwargs)
-    model = asked.arguments.get("model")
+    bound = inspect.signature(_original).bind(*args, **kwargs)
+    model = bound.arguments.get("model")
     if model is not None and not isinstance(model, str):
         raise PlanError(
             "pipeline",
-            got=f"{', '.join(found)} and a {type(model).__name__}, which is loaded already",
+            got=f"{', '.join(ours)} and a {type(model).__name__}, which is loaded already",
             expected="one of them",
             fix="Load it with from_pretrained(name, tp_plan=...), or pass its name.",
         )
-    for other in INSTEAD:
-        if asked.arguments.get(other) is not None:  # from_pretrained rejects it
-            found[other] = asked.arguments.pop(other)
-    asked.arguments["model_kwargs"] = {**(asked.arguments.get("model_kwargs") or {}), **found}
+    for argument in INSTEAD:
+        if bound.arguments.get(argument) is not None:  # from_pretrained rejects it
+            ours[argument] = bound.arguments.pop(argument)
+    bound.arguments["model_kwargs"] = {**(bound.arguments.get("model_kwargs") or {}), **ours}
     failures: list[TensorParallelError] = []
     token = FAILURES.set(failures)
     try:
-        return _original(*asked.args, **asked.kwargs)
+        return _original(*bound.args, **bound.kwargs)
     except ValueError:  # transformers tries several classes, and raises an error with the text of each
         if not failures:
             raise

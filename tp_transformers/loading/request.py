@@ -93,14 +93,14 @@ Dependents = list[tuple[Leaf, torch.Tensor]]
 def leaves(shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]) -> tuple[Reads, Dependents]:
     """Split `shards` into tensors to read from files, and tensors computed from those; `values`: their destinations."""
     stored: Reads = []
-    others: Dependents = []
+    dependents: Dependents = []
     for name, shard in shards.items():
         for leaf, destination in shard.pieces(values[name]):
             if isinstance(leaf, Stored):
                 stored.append(Request(leaf, destination))
             else:
-                others.append((leaf, destination))
-    return stored, others
+                dependents.append((leaf, destination))
+    return stored, dependents
 
 
 def read_together(
@@ -111,9 +111,9 @@ def read_together(
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> Statistics:
     """Read local files, each rank by itself, then fetch bytes from the Hub, which ranks share. Collective."""
-    local = [each for each in reads if not each.tensor.source.is_remote]
+    local = [entry for entry in reads if not entry.tensor.source.is_remote]
     statistics = group.together(lambda: read(local, threads=group.threads, progress=progress))
     if request.shared:
-        remote = [each for each in reads if each.tensor.source.is_remote]
+        remote = [entry for entry in reads if entry.tensor.source.is_remote]
         fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
     return statistics

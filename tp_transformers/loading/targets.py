@@ -54,14 +54,14 @@ def describe(
     Raises CheckpointError on tensors of the wrong shape, unless `ignore_mismatched_sizes` is set.
     """
     full = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    conversion = _express(model, checkpoint, full, request)
-    mismatched = _take_mismatched(conversion, full, request)
+    conversion = _write_expressions(model, checkpoint, full, request)
+    mismatched = _remove_mismatched(conversion, full, request)
     dtype_of = dtype_policy(request.config.dtype_plan)
     dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in full.items()}
     return Targets(full, dtypes, layouts, conversion, mismatched)
 
 
-def _express(
+def _write_expressions(
     model: PreTrainedModel, checkpoint: Checkpoint, full: Mapping[str, torch.Tensor], request: LoadRequest
 ) -> Conversion:
     """Write the `full` tensors as expressions over checkpoint tensors: a quantised weight has several."""
@@ -76,18 +76,18 @@ def _express(
     has_own_names = request.sharded is not None and request.quantization is None
     conversion = convert(model, tensors, shapes, None if has_own_names else entries)
     if request.stays_packed:
-        members = {name for tensor in tensors.values() for name in member_names(tensor)}
+        encoding = {name for tensor in tensors.values() for name in member_names(tensor)}
         conversion.beside = {
-            name: tensor for name, tensor in stored.items() if name not in members and tensors.get(name) is not tensor
+            name: tensor for name, tensor in stored.items() if name not in encoding and tensors.get(name) is not tensor
         }
     if request.sharded is not None:
         # Conversions of the load before the model was saved in shards; `save_pretrained` reverts them.
-        gone_through = [entry for entry in entries or () if identity(entry) in request.sharded.conversions]
-        untyped(model)._weight_conversions = gone_through
+        applied = [entry for entry in entries or () if identity(entry) in request.sharded.conversions]
+        untyped(model)._weight_conversions = applied
     return conversion
 
 
-def _take_mismatched(conversion: Conversion, full: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:
+def _remove_mismatched(conversion: Conversion, full: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:
     """Remove tensors of the wrong shape from `conversion`. Raises CheckpointError unless they are to be ignored."""
     mismatched = {
         (name, expression.shape, full[name].shape)

@@ -22,7 +22,7 @@ FIELDS = {"attentions": False, "cross_attentions": True}
 """Attention fields in the output of a stack of layers -> True for cross-attention."""
 
 
-def return_whole_attentions(
+def return_full_attentions(
     model: nn.Module, attention: Mapping[str, AttentionHeads], group: TensorParallelGroup
 ) -> None:
     """Gather the heads of all ranks in the attentions that a stack of layers returns, (batch, heads, queries, keys).
@@ -71,12 +71,12 @@ def _gather(
             )
         splits = [splits[0]] * len(weights)
     return tuple(
-        tree_map_only(Tensor, lambda layer, split=split: _whole(layer, split, rank, process_group), each)
-        for each, split in zip(weights, splits, strict=True)
+        tree_map_only(Tensor, lambda layer, split=split: _all_heads(layer, split, rank, process_group), layer_weights)
+        for layer_weights, split in zip(weights, splits, strict=True)
     )
 
 
-def _whole(weights: Tensor, split: Split, rank: int, process_group: Group) -> Tensor:
+def _all_heads(weights: Tensor, split: Split, rank: int, process_group: Group) -> Tensor:
     if weights.shape[1] != split.widths[rank]:
         return weights
     return _in_order(gather_from_region(weights, split.widths, process_group, dim=1), split)

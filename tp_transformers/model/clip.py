@@ -42,10 +42,10 @@ def clip_grad_norm_(
         The norm before clipping, the same on all ranks.
     """
     if isinstance(model_or_parameters, nn.Module):
-        given: Iterable[Tensor] = model_or_parameters.parameters()
+        parameters: Iterable[Tensor] = model_or_parameters.parameters()
     else:
-        given = [model_or_parameters] if isinstance(model_or_parameters, Tensor) else model_or_parameters
-    params = list({id(param): param for param in given}.values())
+        parameters = [model_or_parameters] if isinstance(model_or_parameters, Tensor) else model_or_parameters
+    params = list({id(param): param for param in parameters}.values())
     shards = [shard for shard in map(shard_of, params) if shard is not None]
     if not shards:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -61,14 +61,14 @@ def clip_grad_norm_(
         if grad is not None:
             grads.append(local_tensor(grad))
             shard = shard_of(param)
-            is_cut = shard is not None and shard.is_cut_over_copies
-            counted[is_cut].extend(_counted(param, grads[-1], rank))
+            over_copies = shard is not None and shard.is_cut_over_copies
+            counted[over_copies].extend(_counted(param, grads[-1], rank))
     # 2. The p-th powers of their norms, which add up.
     is_max = norm_type == float("inf")
     reduction = direct.MAX if is_max else direct.SUM
-    whole, cut = (_power(counted[is_cut], norm_type, device, dtype, foreach) for is_cut in (False, True))
-    direct.all_reduce(cut, copies, reduction)
-    total = torch.maximum(whole, cut) if is_max else whole + cut
+    unsharded, sharded = (_power(counted[over], norm_type, device, dtype, foreach) for over in (False, True))
+    direct.all_reduce(sharded, copies, reduction)
+    total = torch.maximum(unsharded, sharded) if is_max else unsharded + sharded
     direct.all_reduce(total, process_group, reduction)
     norm = total if is_max else total ** (1 / norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -90,7 +90,7 @@ def _clip(
     return clip_grad_norm_(params, *args, **keywords) if ours else original(params, *args, **keywords)
 
 
-WHOLE_NORMS = Patch(
+FULL_NORMS = Patch(
     "torch",
     "nn.utils.clip_grad_norm_",
     lambda: replace_all((owner, "clip_grad_norm_", _clip) for owner in (nn.utils, nn.utils.clip_grad)),
@@ -104,20 +104,20 @@ Unpatched, torch takes plain shards for full parameters: each rank would scale i
 def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
     """The slices of a local gradient that count on this rank: values that no lower rank also holds."""
     shard = shard_of(param)
-    if shard is None and isinstance(param, DTensor) and any(isinstance(each, Shard) for each in param.placements):
+    if shard is None and isinstance(param, DTensor) and any(isinstance(place, Shard) for place in param.placements):
         yield grad
         return
     if shard is None or shard.layout is None:  # a parameter that was added to the model, or a replicated one
-        is_cut = shard is not None and shard.data_parallel is not None and not shard.is_cut_over_copies
-        if rank == 0 or is_cut:
+        over_tp = shard is not None and shard.data_parallel is not None and not shard.is_cut_over_copies
+        if rank == 0 or over_tp:
             yield grad
         return
     dim, position = shard.layout.dim, 0
     start, stop = shard.rows if dim == 0 else (0, shard.local_shape[dim])
-    for part in shard.layout.split.shared(rank):
-        if rank != part.ranks[0]:
-            yield _between(grad, dim, position - start, part.local - start)
-            position = part.local + part.length
+    for shared in shard.layout.split.shared(rank):
+        if rank != shared.ranks[0]:
+            yield _between(grad, dim, position - start, shared.local - start)
+            position = shared.local + shared.length
     yield _between(grad, dim, position - start, stop - start)
 
 
@@ -132,17 +132,17 @@ def _power(
 ) -> Tensor:
     """The p-th power of the norm of `tensors`, in `dtype`; the norm itself for infinity."""
     norms: list[Tensor] = [torch.zeros((), dtype=dtype, device=device)]
-    for alike in _alike(tensor for tensor in tensors if tensor.numel()):
+    for same_kind in _by_device_and_dtype(tensor for tensor in tensors if tensor.numel()):
         if foreach is False:
-            found = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in alike]
+            kind_norms = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in same_kind]
         else:
-            found = list(foreach_norm(alike, norm_type, dtype=dtype))
-        norms += [norm.to(device) for norm in found]
+            kind_norms = list(foreach_norm(same_kind, norm_type, dtype=dtype))
+        norms += [norm.to(device) for norm in kind_norms]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm if norm_type == float("inf") else norm.pow(norm_type)
 
 
-def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     """Tensors grouped by device and dtype."""
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:

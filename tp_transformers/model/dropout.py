@@ -78,19 +78,19 @@ class OwnRandomness:
             return
         children = list(module.children())
         self.children = WeakSet(children)
-        on_parts = any(
+        has_sequence_shards = any(
             strategy is not None and strategy.signature.joins_sequence for strategy in map(_strategy, children)
         )
         for child in children:
             strategy = _strategy(child)
-            if child in self.hooked or (strategy is None and not on_parts):
+            if child in self.hooked or (strategy is None and not has_sequence_shards):
                 continue
             self.hooked.add(child)
             if strategy is None:
-                child.register_forward_pre_hook(self.enter_part)
+                child.register_forward_pre_hook(self.enter_sequence_shard)
             elif strategy.signature.joins_sequence:
                 child.register_forward_pre_hook(self.leave)
-                child.register_forward_hook(self.enter_part)
+                child.register_forward_hook(self.enter_sequence_shard)
             elif strategy.signature.takes is FEATURES:
                 child.register_forward_pre_hook(self.leave)
             elif strategy.signature.leaves is FEATURES:
@@ -103,7 +103,7 @@ class OwnRandomness:
         if child in self.children:
             self.enter()
 
-    def enter_part(self, *_: Any) -> None:
+    def enter_sequence_shard(self, *_: Any) -> None:
         """Switch to the own state if this rank has a shard of the sequence."""
         if self.group is not None and is_cut(self.group):
             self.enter()
@@ -145,7 +145,7 @@ class SharedRandomness:
     def begin(self, module: nn.Module, *_: Any) -> None:
         """Before the module: if it drops anything, use the first rank's next number as the seed (one all-gather)."""
         self.leave()
-        if module.training and any(_drops(each, _settings(each)) for each in module.modules()):
+        if module.training and any(_drops(inner, _settings(inner)) for inner in module.modules()):
             device, process_group = self.group.device, self.group.process_group
             assert process_group is not None
             seeds = all_gather_number(_next_seed(device), process_group, device)
@@ -172,7 +172,7 @@ Settings = tuple[tuple[str, ...], tuple[str, ...]]
 
 def _settings(module: nn.Module) -> Settings:
     holders = (module, getattr(module, "config", None))
-    own, of_config = (tuple(name for name in getattr(each, "__dict__", ()) if "drop" in name) for each in holders)
+    own, of_config = (tuple(name for name in getattr(holder, "__dict__", ()) if "drop" in name) for holder in holders)
     return own, of_config
 
 

@@ -96,11 +96,11 @@ class WatchedModel:
 
 
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with watched(each for each in POLLER.all() if isinstance(each, Watch) and each.owes_backward):
+    with watched(watch for watch in POLLER.all() if isinstance(watch, Watch) and watch.owes_backward):
         result = original(*args, **kwargs)
-    for each in POLLER.all():
-        if isinstance(each, Watch):
-            each.owes_backward = False
+    for watch in POLLER.all():
+        if isinstance(watch, Watch):
+            watch.owes_backward = False
     return result
 
 
@@ -112,11 +112,11 @@ def _watched_step(original: Callable[..., Any], step: Callable[..., Any]) -> Any
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         params = (param for group in optimizer.param_groups for param in group["params"])
         groups = {id(shard.group): shard.group for param in params if (shard := SHARD.find(param)) is not None}
-        found = []
+        process_groups = []
         for group in groups.values():
             with suppress(RuntimeError):  # the group has been destroyed
-                found.append(group.process_group)
-        with watched(each for one in found for each in watches(one)):
+                process_groups.append(group.process_group)
+        with watched(watch for process_group in process_groups for watch in watches(process_group)):
             return hooked(optimizer, *args, **kwargs)
 
     return step_of
@@ -129,10 +129,10 @@ def _compiled(original: Callable[..., Any], module: Any, *args: Any, **kwargs: A
 
 def _exit(original: Callable[..., Any], kind: Any, error: BaseException | None, trace: Any) -> Any:
     if isinstance(error, Exception) and FAILURE.find(error) is None:
-        for each in POLLER.all():
-            if isinstance(each, Watch):
+        for watch in POLLER.all():
+            if isinstance(watch, Watch):
                 try:
-                    each.tell(error)
+                    watch.tell(error)
                 except RemoteRankError as remote:  # the reason why a user's own collective was aborted
                     if hasattr(error, "add_note"):  # Python 3.11
                         error.add_note(str(remote))
@@ -186,10 +186,10 @@ def renew_process_group(model: nn.Module) -> None:
             expected="a model on one axis of all ranks",
             fix="Start all ranks again.",
         )
-    ended = [each for each in POLLER.all() if isinstance(each, Watch) and each.failure == failure]
+    ended = [watch for watch in POLLER.all() if isinstance(watch, Watch) and watch.failure == failure]
     restart(group, watching.meeting)
     # Ranks garbage-collect dropped models at different times: restart the watches that all ranks still have.
-    numbers = [set(found) for found in group.gather([each.number for each in ended])]
+    numbers = [set(rank_numbers) for rank_numbers in group.gather([watch.number for watch in ended])]
     common = set.intersection(*numbers)
-    for each in sorted((each for each in ended if each.number in common), key=lambda each: each.number):
-        each.begin()
+    for watch in sorted((watch for watch in ended if watch.number in common), key=lambda watch: watch.number):
+        watch.begin()

@@ -71,7 +71,9 @@ class TensorParallelGeneration(_Model):
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria = super()._get_stopping_criteria(*args, **kwargs)
         call = _call.get()
-        if call is None or not (call.shares_steps or any(isinstance(one, MaxTimeCriteria) for one in criteria)):
+        if call is None or not (
+            call.shares_steps or any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria)
+        ):
             return criteria
         return _SharedCriteria(criteria, self.tp_group, call)
 
@@ -134,7 +136,7 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     finally:
         _call.reset(token)
     if streams:
-        _agree_on_failure(group, call.failure)  # of the last tokens
+        _agree_on_failure(group, call.failure)  # a failure on the last tokens
 
 
 class _SharedCriteria(StoppingCriteriaList):
@@ -163,24 +165,24 @@ class _SharedCriteria(StoppingCriteriaList):
         if (votes[0] == _FAILED).any():
             _agree_on_failure(self.group, failure)
         if (votes[1] != -votes[2]).any():
-            _refuse_different(self.group.gather(input_ids.tolist()), self.call)
+            _raise_different(self.group.gather(input_ids.tolist()), self.call)
         return votes[0].to(input_ids.device, torch.bool)
 
 
-def _refuse_different(ranks: Sequence[list[list[int]]], call: _Call) -> None:
+def _raise_different(ranks: Sequence[list[list[int]]], call: _Call) -> None:
     """Raise MeshError, on all ranks, at the first token that is not rank 0's; `ranks`: (batch, length) of each rank."""
     for rank, rows in enumerate(ranks):
         for row, (first, own) in enumerate(zip(ranks[0], rows, strict=True)):
-            differing = (at for at, (one, other) in enumerate(zip_longest(first, own)) if one != other)
+            differing = (at for at, (first_id, own_id) in enumerate(zip_longest(first, own)) if first_id != own_id)
             place = next(differing, None)
             if place is None:
                 continue
-            one, other = ("none" if place >= len(tokens) else str(tokens[place]) for tokens in (first, own))
+            first_id, own_id = ("none" if place >= len(tokens) else str(tokens[place]) for tokens in (first, own))
             code = f"{' and '.join(call.chooses)} may draw" if call.chooses else "Your code in generate may have drawn"
             raise agreed(
                 MeshError(
                     "generate's tokens",
-                    got=f"{one} on rank 0 and {other} on rank {rank}, at position {place} of sequence {row}",
+                    got=f"{first_id} on rank 0 and {own_id} on rank {rank}, at position {place} of sequence {row}",
                     expected="the same on all ranks of a model",
                     fix=f"{code} random numbers that differ: ranks share the default generators of torch, numpy and "
                     "random; seed a generator of your own alike on all of them.",
@@ -190,11 +192,11 @@ def _refuse_different(ranks: Sequence[list[list[int]]], call: _Call) -> None:
 
 def _chooses(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the user code that changes which tokens are taken."""
-    found = []
+    names = []
     for name in CHOOSING:
         value = arguments.get(name)
-        found += [type(each).__name__ for each in value] if isinstance(value, list) else [name] if value else []
-    return tuple(found)
+        names += [type(item).__name__ for item in value] if isinstance(value, list) else [name] if value else []
+    return tuple(names)
 
 
 class _GuardedStreamer(BaseStreamer):
@@ -252,10 +254,10 @@ def _check_marks(ranks: Sequence[Mapping[str, str]]) -> None:
 
 def mark(value: Any) -> str:
     """A short hash of `value`: of the contents of tensors and plain data, of the type of everything else."""
-    return hashlib.blake2b(json.dumps(_outline(value), sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(_plain_data(value), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _outline(value: Any) -> Any:
+def _plain_data(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Tensor):
@@ -264,11 +266,11 @@ def _outline(value: Any) -> Any:
     if hasattr(value, "to_dict"):  # a config
         value = value.to_dict()
     if isinstance(value, Mapping):
-        return {str(key): _outline(each) for key, each in value.items()}
+        return {str(key): _plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_outline(each) for each in value]
+        return [_plain_data(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(mark, value))
     if hasattr(value, "get_seq_length"):  # a cache, of this rank's heads
-        return [type(value).__name__, _outline(value.get_seq_length())]
+        return [type(value).__name__, _plain_data(value.get_seq_length())]
     return type(value).__name__

@@ -23,18 +23,18 @@ from ..patches import Patch, replace, replace_all
 from ..ranks import direct
 from ..strategies.shards.shard import SHARD, local_tensor, settle_gradient, shard_of
 
-Found = dict[torch.device, Tensor]
+Infinities = dict[torch.device, Tensor]
 """For each device, a number above 0 if a gradient there is not finite."""
 
 
 def _unscale_shared(
-    unscale: Callable[..., Found],
+    unscale: Callable[..., Infinities],
     scaler: GradScaler,
     optimizer: torch.optim.Optimizer,
     inv_scale: Tensor,
     found_inf: Tensor,
     allow_fp16: bool,
-) -> Found:
+) -> Infinities:
     """Run `unscale`, torch's `GradScaler._unscale_grads_`, on local gradients, and reduce the result over the ranks."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     groups = _groups(params)
@@ -83,15 +83,15 @@ def with_gradient(grad: Tensor) -> Tensor:
     return holder
 
 
-def _reduce(found: Found, groups: Iterable[dist.ProcessGroup], params: Sequence[Tensor]) -> Found:
+def _reduce(infinities: Infinities, groups: Iterable[dist.ProcessGroup], params: Sequence[Tensor]) -> Infinities:
     """Reduce `found` over all ranks, also on a rank that has no gradient while another has one."""
     shard = next(filter(None, map(shard_of, params)), None)
     device = shard.group.device if shard is not None else local_tensor(params[0]).device
-    infinite = [value.to(device) for value in found.values()]
+    infinite = [value.to(device) for value in infinities.values()]
     total = torch.stack([*infinite, torch.zeros((), device=device)]).amax()
-    total = torch.stack([total, torch.full_like(total, bool(found))])
+    total = torch.stack([total, torch.full_like(total, bool(infinities))])
     for group in groups:
         direct.all_reduce(total, group, direct.MAX)
-    for value in found.values():
+    for value in infinities.values():
         value.copy_(total[0])
-    return found if found or not total[1] else {device: total[0]}
+    return infinities if infinities or not total[1] else {device: total[0]}

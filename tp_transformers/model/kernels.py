@@ -58,5 +58,5 @@ def check_kernels(model: PreTrainedModel) -> Iterator[None]:
 def _computes_alone(module: nn.Module) -> bool:
     """True if no module inside `module` has a strategy, and it holds no experts: a kernel may replace its forward."""
     own: TensorParallelLayer | None = module.__dict__.get("tp_strategy")
-    inside = (part for part in module.modules() if part is not module)
-    return not any("tp_strategy" in part.__dict__ for part in inside) and not (own is not None and own.holds_experts)
+    inside = (inner for inner in module.modules() if inner is not module)
+    return not any("tp_strategy" in inner.__dict__ for inner in inside) and not (own is not None and own.holds_experts)

@@ -44,16 +44,16 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = list(inspect.signature(module.forward).parameters)
-        given = {**{names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}, **kwargs}
+        inputs = {**{names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}, **kwargs}
         if module.training:
-            given["the random state"] = random_state(group.device)
-        _compare(group, {name: mark(value) for name, value in given.items()})
+            inputs["the random state"] = random_state(group.device)
+        _compare(group, {name: mark(value) for name, value in inputs.items()})
 
     handle: RemovableHandle = model.register_forward_pre_hook(check, with_kwargs=True)
     return handle
 
 
-def guard_if_asked(model: PreTrainedModel) -> None:
+def check_if_enabled(model: PreTrainedModel) -> None:
     """Check the inputs of a loaded model if `SWITCH` is set."""
     if os.environ.get(SWITCH, "0") not in ("", "0") and not any(batch_sharded(model)):
         check_inputs(model)
@@ -66,10 +66,10 @@ def _compare(group: TensorParallelGroup, digests: dict[str, str]) -> None:
     totals = all_gather_number(int(total.hexdigest(), 16), group.process_group, group.device)
     if len(set(totals)) == 1:
         return
-    everyone = group.gather(digests)
-    rank = next(rank for rank, others in enumerate(everyone) if others != everyone[0])
-    names = sorted({*everyone[0], *everyone[rank]})
-    different = [name for name in names if everyone[0].get(name) != everyone[rank].get(name)]
+    per_rank = group.gather(digests)
+    rank = next(rank for rank, peer in enumerate(per_rank) if peer != per_rank[0])
+    names = sorted({*per_rank[0], *per_rank[rank]})
+    different = [name for name in names if per_rank[0].get(name) != per_rank[rank].get(name)]
     error = MeshError(
         "the inputs of the model",
         got=f"{', '.join(different)} on rank {rank} of the tp axis that differ from those on rank 0",

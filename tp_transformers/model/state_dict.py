@@ -40,8 +40,8 @@ def keep_state(module: nn.Module) -> None:
 
     The hooks are on the module, so that they also run under a wrapper of the model.
     """
-    module.register_state_dict_post_hook(_say_place)
-    module.register_load_state_dict_pre_hook(_take_own)
+    module.register_state_dict_post_hook(_set_placement)
+    module.register_load_state_dict_pre_hook(_load_own_shards)
     untyped(module).tp_copies = _Copies(module)
 
 
@@ -58,7 +58,7 @@ class _Copies:
         return _Copies(memo.get(id(self.module), self.module))
 
 
-def _say_place(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+def _set_placement(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     """Replace plain shards in a state dict by tensors that torch.distributed.checkpoint can save."""
     for name, param in module._parameters.items():
         value = state.get(prefix + name)
@@ -66,7 +66,7 @@ def _say_place(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
             state[prefix + name] = placed(value, param)
 
 
-def _take_own(
+def _load_own_shards(
     module: nn.Module,
     state: dict[str, Any],
     prefix: str,
@@ -81,7 +81,7 @@ def _take_own(
         shard, value = shard_of(param), state.get(prefix + name)
         if param is None or shard is None or not isinstance(value, Tensor):
             continue
-        local = _own_part(value, shard, param)
+        local = _own_shard(value, shard, param)
         if local is None:
             kind = f"a DTensor of {value.placements}" if isinstance(value, DTensor) else "a tensor"
             errors.append(
@@ -98,7 +98,7 @@ def _take_own(
             state[prefix + name] = shard.wrap(local, requires_grad=param.requires_grad)
 
 
-def _own_part(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
+def _own_shard(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
     """This rank's shard of `value`: a slice of a full value, or a value that has the parameter's layout; else None."""
     if (
         isinstance(value, DTensor)
@@ -146,7 +146,7 @@ def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -
 def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: TensorParallelGroup) -> None:
     """Shard `new` like `old`, which it replaces; it is full on all ranks, which take rank 0's values."""
     strategy = STRATEGY.find(old)
-    if new is None or strategy is None or hasattr(new, "tp_strategy") or hasattr(new, "tp_whole"):
+    if new is None or strategy is None or hasattr(new, "tp_strategy") or hasattr(new, "tp_is_full"):
         return
     if isinstance(new, nn.Linear):  # its tied weight may have been replaced
         new.out_features, new.in_features = new.weight.shape
@@ -174,9 +174,9 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
         (model.get_output_embeddings, model.set_output_embeddings),
     ]
     old = [(get, put, module, whole_like(module.weight).shape) for get, put in ways if (module := get()) is not None]
-    made: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    full_params: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for _, put, module, _ in old:
-        put(_whole_module(module, made))
+        put(_full_module(module, full_params))
     try:
         with group.agree():
             resize()
@@ -186,7 +186,7 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
         raise
     for get, put, module, shape in old:
         new = get()
-        new.__dict__.pop("tp_whole", None)
+        new.__dict__.pop("tp_is_full", None)
         if new.weight.shape == shape:
             put(module)
         else:
@@ -196,17 +196,17 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
     return embeddings
 
 
-def _whole_module(module: nn.Module, made: dict[int, nn.Parameter]) -> nn.Module:
+def _full_module(module: nn.Module, full_params: dict[int, nn.Parameter]) -> nn.Module:
     """Copy `module` as in one process: with full parameters and without communication."""
-    whole = copy.copy(module)
+    full = copy.copy(module)
     for mark in ("tp_strategy", "tp_forwards", "forward", "_distribute_module_applied"):  # the last is torch's
-        whole.__dict__.pop(mark, None)
+        full.__dict__.pop(mark, None)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks"):
-        setattr(whole, hooks, OrderedDict())
-    whole._parameters = dict(module._parameters)
+        setattr(full, hooks, OrderedDict())
+    full._parameters = dict(module._parameters)
     for name, param in module.named_parameters(recurse=False):
-        if id(param) not in made:
-            made[id(param)] = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
-        whole._parameters[name] = made[id(param)]
-    untyped(whole).tp_whole = True
-    return whole
+        if id(param) not in full_params:
+            full_params[id(param)] = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
+        full._parameters[name] = full_params[id(param)]
+    untyped(full).tp_is_full = True
+    return full

@@ -24,7 +24,7 @@ from ..strategies.parameters.tensors import ASSIGNED_VALUES, FULL_BYTES
 from .adapters.files import load_adapter, save_adapter
 from .adapters.hotswap import HOT_SWAPS
 from .adapters.inject import WATCH_ADAPTERS
-from .clip import WHOLE_NORMS
+from .clip import FULL_NORMS
 from .continuous_batching import OWN_CACHE
 from .failures import WatchedModel, fail_together
 from .generate import TensorParallelGeneration
@@ -32,7 +32,7 @@ from .grad_scaler import SHARED_INFINITIES
 from .kernels import check_kernels
 from .optimizers.step import STEPS_ON_SHARDS
 from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
-from .wrappers import WHOLE_MODELS_ALONE
+from .wrappers import UNSHARDED_MODELS_ONLY
 
 _Model: Any = object
 """Base of the mixin; in the class of a model, a PreTrainedModel follows it in the MRO."""
@@ -110,9 +110,9 @@ class TensorParallelModel(WatchedModel, _Model):
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of this rank's parameters and buffers."""
-        held = [*self.parameters(), *(self.buffers() if return_buffers else ())]
+        tensors = [*self.parameters(), *(self.buffers() if return_buffers else ())]
         packed = sum(weight.nbytes for weight in packed_weights(self).values())
-        return packed + sum(local_tensor(tensor).nbytes for tensor in held if not tensor.is_meta)
+        return packed + sum(local_tensor(tensor).nbytes for tensor in tensors if not tensor.is_meta)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Set full embeddings, the same on all ranks, and shard them by the plan. Collective."""
@@ -170,11 +170,11 @@ _PATCHES = (
     HOT_SWAPS,
     STEPS_ON_SHARDS,
     SHARED_INFINITIES,
-    WHOLE_NORMS,
+    FULL_NORMS,
     OWN_CACHE,
     ASSIGNED_VALUES,
     FULL_BYTES,
-    WHOLE_MODELS_ALONE,
+    UNSHARDED_MODELS_ONLY,
 )
 
 

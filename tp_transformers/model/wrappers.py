@@ -30,7 +30,7 @@ def _init(original: Callable[..., Any], wrapper: nn.Module, module: nn.Module, *
     original(wrapper, module, *args, **kwargs)
 
 
-WHOLE_MODELS_ALONE = Patch(
+UNSHARDED_MODELS_ONLY = Patch(
     "torch", "DistributedDataParallel.__init__", lambda: replace(DistributedDataParallel, "__init__", _init)
 )
 """Makes DistributedDataParallel, and accelerate's `prepare`, raise for a tensor-parallel model, on all ranks."""

@@ -79,9 +79,9 @@ def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: 
     if not param.is_meta:
         param.data = param.data.contiguous()
         direct.broadcast(param.data, group.process_group, 0)
-    part: Tensor = untyped(take(param.data, layout, group.rank))
+    local: Tensor = untyped(take(param.data, layout, group.rank))
     shard = ParamShard(param.shape, layout, group, use_dtensor=layout is not None)
-    owner._parameters[name] = shard.wrap(part.clone(), requires_grad=param.requires_grad)
+    owner._parameters[name] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
     owner.__dict__.setdefault("tp_shards", {})[name] = shard
     keep_state(owner)
 
@@ -96,9 +96,7 @@ def unsupported(subject: str, got: str) -> UnsupportedError:
 
 
 @contextmanager
-def whole_adapters(
-    model: nn.Module, group: TensorParallelGroup, names: Collection[str] | None = None
-) -> Iterator[None]:
+def full_adapters(model: nn.Module, group: TensorParallelGroup, names: Collection[str] | None = None) -> Iterator[None]:
     """Give LoRA layers PEFT's own class and full adapters in the block; then shard their matrices again. Collective.
 
     Parameters that keep their shape stay the same objects. New ones take rank 0's values.
@@ -107,10 +105,10 @@ def whole_adapters(
         names: the adapters to gather; None for all.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLayer)]
-    saved = [each for layer in layers for each in _parameters(layer, names)]
-    whole = [nn.Parameter(full_tensor(param), requires_grad=param.requires_grad) for _, _, param in saved]
+    saved = [entry for layer in layers for entry in _parameters(layer, names)]
+    full_params = [nn.Parameter(full_tensor(param), requires_grad=param.requires_grad) for _, _, param in saved]
     try:
-        for (owner, name, _), full in zip(saved, whole, strict=True):
+        for (owner, name, _), full in zip(saved, full_params, strict=True):
             owner._parameters[name] = full
         for layer in layers:
             untyped(layer).__class__ = layer.peft_class
@@ -121,7 +119,7 @@ def whole_adapters(
         for owner, name, param in saved:
             value = owner._parameters.get(name)
             if value is not None:
-                owner._parameters[name] = _cut_again(value, param)
+                owner._parameters[name] = _shard_again(value, param)
     for name, module in list(model.named_modules()):
         adapters: Any = untyped(module).r if hasattr(module, "lora_embedding_A") else ()
         for adapter in adapters:
@@ -138,7 +136,7 @@ def _parameters(layer: Any, adapters: Collection[str] | None) -> Iterator[tuple[
                 yield module, name, param
 
 
-def _cut_again(value: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
+def _shard_again(value: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
     """`param` with this rank's shard of `value`; a new parameter if the LoRA rank has changed."""
     shard = shard_of(param)
     assert shard is not None

@@ -34,8 +34,8 @@ def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
     """
     group = GROUP.of(peft_model.base_model.model)
     save = type(peft_model).save_pretrained
-    given = inspect.signature(save).bind(peft_model, *args, **kwargs).arguments
-    options = {**given.pop("kwargs", {}), **given}
+    arguments = inspect.signature(save).bind(peft_model, *args, **kwargs).arguments
+    options = {**arguments.pop("kwargs", {}), **arguments}
     del options["self"]
     if options.get("path_initial_model_for_weight_conversion") is not None:  # PEFT would load it, on rank 0 alone
         raise unsupported("save_pretrained of an adapter", "path_initial_model_for_weight_conversion")
@@ -43,11 +43,11 @@ def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
     state = peft_model.state_dict(keep_vars=True)
     embeddings = {key: options[key] for key in ("save_embedding_layers",) if key in options}
     wanted = {id(value) for name in names for value in _adapter(peft_model, state, name, **embeddings).values()}
-    whole = {name: gather(value, group) if id(value) in wanted else torch.empty(0) for name, value in state.items()}
+    full = {name: gather(value, group) if id(value) in wanted else torch.empty(0) for name, value in state.items()}
     with group.agree():
         if group.writes:
             with _complete(Path(options["save_directory"])):
-                save(peft_model, **{"state_dict": whole, **options})
+                save(peft_model, **{"state_dict": full, **options})
 
 
 @contextmanager
@@ -81,10 +81,10 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     group = GROUP.of(model)
     (name,) = next(module for module in model.modules() if isinstance(module, BaseTunerLayer)).active_adapters
     adapter = _adapter(model, model.state_dict(keep_vars=True), name)
-    whole = {f"base_model.model.{key}": gather(value, group) for key, value in adapter.items()}
+    full = {f"base_model.model.{key}": gather(value, group) for key, value in adapter.items()}
     with group.agree():
         if group.writes:
-            tensors = {key: value.detach() for key, value in whole.items() if value is not None}
+            tensors = {key: value.detach() for key, value in full.items() if value is not None}
             config = copy.copy(model.peft_config[name])
             config.inference_mode = True
             with SaveFolder(folder) as place:
@@ -94,8 +94,8 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
                     writer.finish()
                 with named(folder, "folder"):
                     config.save_pretrained(str(place.staging))
-                    others = sorted({path.name for path in place.staging.iterdir()} - {ADAPTER_FILE})
-                place.put([*others, ADAPTER_FILE])
+                    other_files = sorted({path.name for path in place.staging.iterdir()} - {ADAPTER_FILE})
+                place.put([*other_files, ADAPTER_FILE])
 
 
 def load_adapter(
@@ -149,8 +149,8 @@ def load_adapter(
         for module in model.modules():
             if isinstance(module, BaseTunerLayer):
                 module.requires_grad_(False)
-    others: dict[str, Any] = {info.name: set() for info in dataclasses.fields(LoadStateDictInfo)}
-    return LoadStateDictInfo(**{**others, "error_msgs": [], "conversion_errors": {}})
+    empty: dict[str, Any] = {info.name: set() for info in dataclasses.fields(LoadStateDictInfo)}
+    return LoadStateDictInfo(**{**empty, "error_msgs": [], "conversion_errors": {}})
 
 
 def _adapter(model: nn.Module, state: Mapping[str, Tensor], name: str, **options: Any) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
 from ...strategies import SHARD, batch_sharded
 from ..state_dict import keep_shards
-from .cut import split_adapter, strategies_of, unsupported, whole_adapters
+from .cut import full_adapters, split_adapter, strategies_of, unsupported
 from .files import push_peft_model, save_peft_model
 
 INITS = (True, False, "gaussian", "orthogonal")
@@ -67,7 +67,7 @@ def _group(model: object) -> TensorParallelGroup | None:
 # -- injection
 
 
-def _inject_whole(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     """`inject_adapter` of a tuner, on all ranks or on none; its adapters are full, with values of each rank's own."""
     group, config = _group(model), tuner.peft_config[adapter_name]
     assert group is not None
@@ -83,7 +83,7 @@ def _inject_whole(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: 
 
 def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     """`inject_adapter` of a tuner: full adapters first, then sharded like their base layers, with rank 0's values."""
-    _inject_whole(tuner, model, adapter_name, *args, **kwargs)
+    _inject_full(tuner, model, adapter_name, *args, **kwargs)
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_embedding_A") and adapter_name in module.r:
             split_adapter(name, module, adapter_name, GROUP.of(model))
@@ -94,8 +94,8 @@ def _add_weighted_adapter(tuner: Any, adapters: Any, weights: Any, adapter_name:
     group = GROUP.of(tuner.model)
     if adapter_name in tuner.peft_config:  # peft leaves it as it is
         return
-    with whole_adapters(tuner.model, group, adapters):
-        tuner.inject_adapter = partial(_inject_whole, tuner)
+    with full_adapters(tuner.model, group, adapters):
+        tuner.inject_adapter = partial(_inject_full, tuner)
         try:
             with group.agree():
                 type(tuner).add_weighted_adapter(tuner, adapters, weights, adapter_name, *args, **named)
@@ -157,15 +157,15 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
         convert_peft_config_for_transformers(converted, model=model, conversions=get_model_conversion_mapping(model))
     options = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     options += ["use_dora", "layer_replication", "trainable_token_indices", "target_parameters", "ensure_weight_tying"]
-    given = sorted({option for option in options if getattr(converted, option, None)})
-    if "target_parameters" in given and not config.target_parameters:  # as all-linear does where there are experts
-        given[given.index("target_parameters")] = "target_modules that are parameters of experts"
+    rejected = sorted({option for option in options if getattr(converted, option, None)})
+    if "target_parameters" in rejected and not config.target_parameters:  # as all-linear does where there are experts
+        rejected[rejected.index("target_parameters")] = "target_modules that are parameters of experts"
     if config.init_lora_weights not in INITS:
-        given.append(f"init_lora_weights={config.init_lora_weights!r}")
+        rejected.append(f"init_lora_weights={config.init_lora_weights!r}")
     if config.lora_dropout and any(batch_sharded(model)):  # ranks draw numbers of their own
-        given.append("lora_dropout, where ranks have batches of their own")
-    if given:
-        raise unsupported("LoraConfig", ", ".join(given))
+        rejected.append("lora_dropout, where ranks have batches of their own")
+    if rejected:
+        raise unsupported("LoraConfig", ", ".join(rejected))
 
 
 def _check_random_state(group: TensorParallelGroup) -> None:

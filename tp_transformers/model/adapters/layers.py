@@ -88,10 +88,10 @@ class AdaptedLayer(_Layer):
             saved = {name: getattr(base, name) for name in local}
             base.__dict__.update(local)
             try:
-                found = super()._embed(ids, weight)
+                embedded = super()._embed(ids, weight)
             finally:
                 base.__dict__.update(saved)
-            output: Tensor = strategy.after(base, found, mesh)
+            output: Tensor = strategy.after(base, embedded, mesh)
             return output
 
 
@@ -137,6 +137,6 @@ class SlicedDropout(nn.Module):
         """x: (..., features/size)."""
         if not self.training:
             return x
-        whole = dropout(x.new_ones((*x.shape[:-1], self.split.length)), self.p)
-        own: Tensor = untyped(take(whole, Layout(x.ndim - 1, self.split), self.rank))
+        mask = dropout(x.new_ones((*x.shape[:-1], self.split.length)), self.p)
+        own: Tensor = untyped(take(mask, Layout(x.ndim - 1, self.split), self.rank))
         return x * own

@@ -23,14 +23,14 @@ def parameter_groups(
     """
     if isinstance(parameters, nn.Module):
         parameters = list(parameters.parameters())
-    given = list(parameters)
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    entries = list(parameters)
+    groups = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
     result: list[dict[str, Any]] = []
     for group in groups:
         assert isinstance(group, Mapping)
-        held = group["params"]
+        group_params = group["params"]
         kinds: dict[Any, list[Any]] = {}
-        for param in [held] if isinstance(held, Tensor) else held:
+        for param in [group_params] if isinstance(group_params, Tensor) else group_params:
             kinds.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
         result += [{**group, "params": params} for params in kinds.values()]
     return result

@@ -44,7 +44,7 @@ _KNOWN: dict[tuple[str, str], Scope] = {
 }
 """Scope by package and class name of an optimizer; each has been compared with one process."""
 
-_told: set[type] = set()
+_logged: set[type] = set()
 
 
 def scope_of(kind: type[Optimizer]) -> Scope:
@@ -91,8 +91,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
             expected='"shard", "parameter" or "model"',
             fix="See the page of training, Optimizers.",
         )
-    if scope is None and kind not in _told:
-        _told.add(kind)
+    if scope is None and kind not in _logged:
+        _logged.add(kind)
         logger.warning(
             "%s is not known here, so each of its steps gathers the whole model on every rank. If it updates every "
             'element from its own gradient, say so before the first step: %s.%s = "shard"; if every parameter from its '

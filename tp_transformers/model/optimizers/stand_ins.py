@@ -27,17 +27,17 @@ TENSORS: Mark[dict[Tensor, nn.Parameter]] = Mark("tp_stand_ins")
 class StandIn:
     """A plain parameter in place of a sharded one; empty between steps."""
 
-    def __init__(self, param: Tensor, tensors: dict[Tensor, nn.Parameter], *, is_whole: bool) -> None:
-        """Describe `param`; `is_whole`: the optimizer needs the full tensor, else this rank's shard."""
+    def __init__(self, param: Tensor, tensors: dict[Tensor, nn.Parameter], *, needs_full: bool) -> None:
+        """Describe `param`; `needs_full`: the optimizer needs the full tensor, else this rank's shard."""
         self.param, self.shard = param, shard_of(param)
-        if is_whole and self.shard is None:
+        if needs_full and self.shard is None:
             raise UnsupportedError(
                 f"an optimizer's parameter of {tuple(param.shape)}",
                 got="a DTensor that no plan has cut",
                 expected="shards of a tensor-parallel model",
                 fix="Give it to an optimizer of its own.",
             )
-        self.is_gathered = is_whole and self.shard is not None and _is_cut(self.shard)
+        self.is_gathered = needs_full and self.shard is not None and _needs_gather(self.shard)
         if param not in tensors:
             tensors[param] = nn.Parameter(_empty(param), requires_grad=param.requires_grad)
         self.tensor = tensors[param]
@@ -63,9 +63,9 @@ class StandIn:
             has_changed(self.param)
         for target, source in ((self.param, self.tensor), (self.param.grad, self.tensor.grad)):
             if target is not None and source is not None:
-                local, part = local_tensor(target), self._own(source.detach())
-                if part.data_ptr() != local.data_ptr():
-                    local.copy_(part)
+                local, own = local_tensor(target), self._own(source.detach())
+                if own.data_ptr() != local.data_ptr():
+                    local.copy_(own)
         if self.tensor.grad is None:
             self.param.grad = None
         if not self.is_gathered:  # `.data` has a version of its own
@@ -110,9 +110,9 @@ class StandIn:
     def _wrap(self, local: Tensor) -> Tensor:
         if not isinstance(self.param, DTensor):
             return know(local, self.param)  # type: ignore[no-any-return]
-        found: Any = self._wrapped.get(id(local))
-        if found is not None and found._local_tensor is local:
-            return found  # type: ignore[no-any-return]
+        wrapped: Any = self._wrapped.get(id(local))
+        if wrapped is not None and wrapped._local_tensor is local:
+            return wrapped  # type: ignore[no-any-return]
         if is_sharded(self.param):
             return know(local, self.param)  # type: ignore[no-any-return]
         layout: dict[str, Any] = {"shape": self.param.shape, "stride": self.param.stride(), "run_check": False}
@@ -126,7 +126,7 @@ class StandIn:
         return {shard.layout.local_shape(shard.shape, rank) for rank in range(shard.group.size)}
 
 
-def _is_cut(shard: ParamShard) -> bool:
+def _needs_gather(shard: ParamShard) -> bool:
     return shard.layout is not None or shard.data_parallel is not None
 
 
@@ -136,7 +136,7 @@ def _empty(param: Tensor) -> Tensor:
 
 def gradients(stand_ins: Sequence[StandIn]) -> list[bool]:
     """For each parameter, whether any rank has a gradient; one all-reduce per axis that the model is sharded over."""
-    has = [each.param.grad is not None for each in stand_ins]
+    has = [stand_in.param.grad is not None for stand_in in stand_ins]
     for group, device in groups_of(stand_ins):
         flags = torch.tensor(has, dtype=torch.uint8, device=device)
         direct.all_reduce(flags, group, direct.MAX)
@@ -146,12 +146,12 @@ def gradients(stand_ins: Sequence[StandIn]) -> list[bool]:
 
 def groups_of(stand_ins: Iterable[StandIn]) -> list[tuple[dist.ProcessGroup, torch.device]]:
     """The process groups over which any of the parameters is sharded, in the same order on all ranks."""
-    found: dict[Any, torch.device] = {}
-    for each in stand_ins:
-        if each.shard is not None:
-            found.setdefault(each.shard.group.process_group, each.shard.group.device)
-            found.setdefault(each.shard.data_parallel, each.shard.group.device)
-    return [(group, device) for group, device in found.items() if group is not None]
+    devices: dict[Any, torch.device] = {}
+    for stand_in in stand_ins:
+        if stand_in.shard is not None:
+            devices.setdefault(stand_in.shard.group.process_group, stand_in.shard.group.device)
+            devices.setdefault(stand_in.shard.data_parallel, stand_in.shard.group.device)
+    return [(group, device) for group, device in devices.items() if group is not None]
 
 
 @contextmanager
@@ -182,9 +182,9 @@ class Seats:
 
     def __init__(self, optimizers: Sequence[Optimizer], stand_ins: dict[Tensor, StandIn]) -> None:
         self.stand_ins = stand_ins
-        self.groups = list({id(group): group for each in optimizers for group in each.param_groups}.values())
+        self.groups = list({id(group): group for optimizer in optimizers for group in optimizer.param_groups}.values())
         self.params = [list(group["params"]) for group in self.groups]
-        states = (getattr(each, "state", None) for each in optimizers)
+        states = (getattr(optimizer, "state", None) for optimizer in optimizers)
         self.states = list({id(state): state for state in states if isinstance(state, MutableMapping)}.values())
 
     def fill(self, only: Collection[Tensor] | None = None) -> None:
@@ -200,12 +200,12 @@ class Seats:
 
     def fill_states(self, stand_ins: Collection[StandIn]) -> None:
         """Key the states of the optimizers by the tensors of `stand_ins`, and convert their values."""
-        keys = {each.param: each for each in stand_ins}
+        keys = {stand_in.param: stand_in for stand_in in stand_ins}
         for states in self.states:
-            _rename(states, {param: each.tensor for param, each in keys.items()})
-            for each in stand_ins:
-                if each.tensor in states:
-                    each.enter_state(states[each.tensor])
+            _rename(states, {param: stand_in.tensor for param, stand_in in keys.items()})
+            for stand_in in stand_ins:
+                if stand_in.tensor in states:
+                    stand_in.enter_state(states[stand_in.tensor])
 
     def empty_states(self, stand_ins: Collection[StandIn]) -> None:
         """Key the states by the parameters again, and convert their values back.
@@ -214,21 +214,21 @@ class Seats:
         """
         unclear = []
         for states in self.states:
-            for each in stand_ins:
-                if each.tensor in states:
-                    unclear += [(key, each) for key in each.leave_state(states[each.tensor])]
-            _rename(states, {each.tensor: each.param for each in stand_ins})
-        for key, each in unclear:
+            for stand_in in stand_ins:
+                if stand_in.tensor in states:
+                    unclear += [(key, stand_in) for key in stand_in.leave_state(states[stand_in.tensor])]
+            _rename(states, {stand_in.tensor: stand_in.param for stand_in in stand_ins})
+        for key, stand_in in unclear:
             raise UnsupportedError(
-                f"an optimizer's state {key} of a parameter of {tuple(each.param.shape)} on this rank",
+                f"an optimizer's state {key} of a parameter of {tuple(stand_in.param.shape)} on this rank",
                 got="a whole state of the same shape as a shard",
                 expected="another shape",
                 fix="Change the rank of the optimizer's projection, or the number of ranks.",
             )
 
     def _seat(self, param: Tensor) -> Tensor:
-        found = self.stand_ins.get(param)
-        return param if found is None else found.tensor
+        stand_in = self.stand_ins.get(param)
+        return param if stand_in is None else stand_in.tensor
 
 
 def _rename(states: MutableMapping[Any, Any], names: dict[Tensor, Tensor]) -> None:
