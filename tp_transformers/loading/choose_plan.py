@@ -1,4 +1,4 @@
-"""The plan of a load: the caller's own, the one for the architecture, or one that is inferred."""
+"""The plan of a load: the caller's own, the one for the architecture, or an inferred one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..ranks.group import TensorParallelGroup
 logger = get_logger(__name__)
 
 _told: set[str] = set()
-"""Model types with declared plans that were logged."""
+"""Model types with a logged use of their declared plan."""
 
 
 @dataclass(frozen=True)
 class ChangedPlan:
-    """The plan of "auto", with other rules in place of those for the same names."""
+    """The plan of "auto" with some of its rules replaced, by name."""
 
     rules: Mapping[str, Any]
     """{name in the full model: strategy}."""
@@ -48,15 +48,15 @@ class NamedPlan:
     path: Path
 
     def plan(self, model: PreTrainedModel, *, quietly: bool) -> Plan:
-        """The plan for `model`, and those of the models inside it."""
+        """The plan for `model`, with those of the models inside it."""
         plan = Plan.for_model(model, self.path)
         assert plan is not None  # every file has rules
         return plan
 
 
 def read_plan(tp_plan: Any) -> Plan | ChangedPlan | NamedPlan | str:
-    """The plan that the caller means; "auto", "infer", the name of a plan of ours, and changes to "auto" wait until the
-    model is known. A file counts before a name.
+    """Read the caller's plan. "auto", "infer", a plan of this package by name, and changes to "auto" are resolved
+    later, by `plan_for`. A file takes precedence over a name.
 
     Raises PlanError on anything else, and on a dict without rules.
     """
@@ -88,7 +88,7 @@ def read_plan(tp_plan: Any) -> Plan | ChangedPlan | NamedPlan | str:
 
 
 def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
-    """The plan that `tp_plan="auto"` takes for `model`. Raises PlanError where there is none."""
+    """The plan of `tp_plan="auto"` for `model`. Raises PlanError if there is none."""
     plan = Plan.for_model(model)
     model_type = model.config.model_type
     if plan is None:
@@ -110,7 +110,7 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ChangedPlan | NamedPlan | s
 
     Raises:
         PlanError: there is none.
-        UnsupportedError: one is to be inferred, and no small model of it can be made or run.
+        UnsupportedError: a plan cannot be inferred, since no small model can be made or run.
     """
     if isinstance(tp_plan, Plan):
         return tp_plan
@@ -118,14 +118,14 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ChangedPlan | NamedPlan | s
         return tp_plan.plan(model, quietly=group.rank > 0)
     if tp_plan == "auto":
         return auto_plan(model, quietly=group.rank > 0)
-    # The first rank looks: what reaches what is found by random numbers, and all ranks have to cut alike.
+    # The first rank infers it: data flow is found with random numbers, and all ranks have to shard identically.
     data = group.gather(group.together(lambda: _infer(model, group.size) if group.rank == 0 else None))[0]
     return Plan.parse(data, source=f"inferred for {type(model).__name__}")
 
 
 def _infer(model: PreTrainedModel, size: int) -> dict[str, Any]:
-    """The data of a plan that is inferred for `model`, which is told of."""
-    from ..plan_search.suggestion import suggest  # few need it
+    """Infer a plan for `model` and log it."""
+    from ..plan_search.suggestion import suggest  # rarely needed
 
     size = max(2, size)
     suggestion = suggest(model.config, size=size, cls=type(model))

@@ -1,4 +1,4 @@
-"""transformers' `DistributedConfig`: its request for tensor parallelism as arguments of this package."""
+"""transformers' `DistributedConfig`: its fields for tensor parallelism as arguments of this package."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _SERVED = {
     "fsdp_cpu_offload",
     "fsdp_mixed_precision",
 }
-"""Fields that a load here follows; the others have to have values that ask for nothing."""
+"""Supported fields; all others have to be None, 1 or their default."""
 
 _DP_AXIS = "dp"
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The part of a `DistributedConfig` that a load here follows."""
+    """The supported fields of a `DistributedConfig`."""
 
     arguments: Mapping[str, Any]
-    """Arguments of ours that mean the same."""
+    """Equivalent arguments of this package."""
     tp_size: int
     copies: int = 1
     mode: Literal["replicate", "shard"] = "replicate"
@@ -41,9 +41,9 @@ class Parallelism:
     """Options of `fully_shard`."""
 
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of the copies and the ranks that share each; None for one copy.
+        """The mesh of the copies and of the ranks that share each; None for one copy.
 
-        Raises MeshError where as many ranks were not started.
+        Raises MeshError if another number of ranks was started.
         """
         if self.copies == 1:
             return None
@@ -59,19 +59,19 @@ class Parallelism:
         return init_device_mesh(group.device.type, (self.copies, self.tp_size), mesh_dim_names=names)
 
     def make_copies(self, model: Any, mesh: DeviceMesh | None) -> None:
-        """Let the copies of `model` train on batches of their own; see `data_parallel`."""
+        """Let the copies of `model` train on their own batches; see `data_parallel`."""
         if mesh is not None:
-            from ..training.data_parallel import data_parallel  # few need it
+            from ..training.data_parallel import data_parallel  # rarely needed
 
             data_parallel(model, mesh, mode=self.mode, axis=_DP_AXIS, **self.options)
 
 
 def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
-    """The parallelism of the `distributed_config` among the arguments of a `from_pretrained`.
+    """Read the `distributed_config` among the arguments of a `from_pretrained`.
 
-    None where there is none, or it asks for no tensor parallelism, which transformers serves.
-    Raises UnsupportedError with the fields that cannot be served beside tensor parallelism, PlanError where another
-    argument says the same.
+    Returns None without one, or if it asks for no tensor parallelism: transformers handles that. Raises
+    UnsupportedError for fields that are not supported beside tensor parallelism, PlanError if another argument
+    conflicts with it.
     """
     config = kwargs.get("distributed_config")
     tp_plan, tp_size = getattr(config, "tp_plan", None), getattr(config, "tp_size", None)
@@ -79,17 +79,17 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
         return None
     sharded, replicas = (getattr(config, name, None) or 1 for name in ("fsdp_size", "dp_replicate_size"))
     faults = [
-        f"{each.name}={shown(getattr(config, each.name))}"
-        for each in fields(config)  # type: ignore[arg-type]
-        if each.name not in _SERVED and repr(getattr(config, each.name)) not in ("None", "1", repr(each.default))
+        f"{entry.name}={shown(getattr(config, entry.name))}"
+        for entry in fields(config)  # type: ignore[arg-type]
+        if entry.name not in _SERVED and repr(getattr(config, entry.name)) not in ("None", "1", repr(entry.default))
     ]
     if tp_plan == {}:
         faults.append("tp_plan={}")
     if sharded > 1 and replicas > 1:
         faults.append(f"both fsdp_size={sharded} and dp_replicate_size={replicas}")
-    asked = [name for name in ("fsdp_cpu_offload", "fsdp_mixed_precision") if getattr(config, name, False)]
+    requested = [name for name in ("fsdp_cpu_offload", "fsdp_mixed_precision") if getattr(config, name, False)]
     if sharded == 1:
-        faults += [f"{name} without fsdp_size" for name in asked]
+        faults += [f"{name} without fsdp_size" for name in requested]
     if faults:
         raise UnsupportedError(
             "distributed_config",
@@ -113,18 +113,20 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
     copies = sharded * replicas
     if copies == 1:
         arguments["tp_size"] = tp_size
-    return Parallelism(arguments, int(tp_size or 1), copies, "shard" if sharded > 1 else "replicate", _options(asked))
+    return Parallelism(
+        arguments, int(tp_size or 1), copies, "shard" if sharded > 1 else "replicate", _options(requested)
+    )
 
 
-def _options(asked: Collection[str]) -> dict[str, Any]:
-    """Options of `fully_shard` that mean the same as fields of a `DistributedConfig`."""
-    if not asked:
+def _options(requested: Collection[str]) -> dict[str, Any]:
+    """Options of `fully_shard` that are equivalent to fields of a `DistributedConfig`."""
+    if not requested:
         return {}
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # few need it
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # rarely needed
 
     options: dict[str, Any] = {}
-    if "fsdp_cpu_offload" in asked:
+    if "fsdp_cpu_offload" in requested:
         options["offload_policy"] = CPUOffloadPolicy()
-    if "fsdp_mixed_precision" in asked:
+    if "fsdp_mixed_precision" in requested:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return options

@@ -1,4 +1,4 @@
-"""Log messages, once a process, about a forgotten step of a launch: `enable()`, torchrun, or `tp_plan`."""
+"""Warnings, once a process, about a forgotten step of a launch: `enable()`, torchrun, or `tp_plan`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..ranks.environment import launcher
 logger = get_logger(__name__)
 
 CALLED: set[str] = set()
-"""Those of "enable" and "disable" that were called in this process."""
+"""Those of "enable" and "disable" that have been called in this process."""
 
 
 @cache
 def tell_of_one_rank() -> None:
-    """Say that one process without a launcher holds the whole model."""
+    """Warn that one process without a launcher holds the full model."""
     logger.warning(
         "tp_plan in one process, which holds the whole model: launch N ranks with `tp-transformers run -n N script.py` "
         "or `torchrun --nproc-per-node N script.py`, or pass tp_size=1 where one is meant"
@@ -27,7 +27,7 @@ def tell_of_one_rank() -> None:
 
 
 def tell_of_size_alone(tp_size: Any) -> None:
-    """Say that transformers' own tensor parallelism serves a `tp_size` without a `tp_plan`."""
+    """Warn that `tp_size` without `tp_plan` selects transformers' own tensor parallelism."""
     if tp_size not in (None, 1) and _is_first():
         _tell_of_size_alone(tp_size)
 
@@ -42,14 +42,14 @@ def _tell_of_size_alone(tp_size: Any) -> None:
 
 
 def tell_of_no_hook() -> None:
-    """Say at the end of a process that transformers itself has cut a model, since `enable()` was not called.
+    """Warn at the end of a process if transformers itself sharded a model and `enable()` was never called.
 
-    A load cannot say it: nothing of transformers is changed before `enable()`.
+    This cannot happen at the load: nothing of transformers is changed before `enable()`.
     """
     if CALLED or launcher() is None or not _is_first():
         return
     kind = sys.modules["transformers.modeling_utils"].PreTrainedModel
-    models = (each for each in gc.get_objects() if issubclass(type(each), kind))
+    models = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind))
     if any((getattr(model, "_tp_size", None) or 1) > 1 for model in models):
         logger.warning(
             "tp_transformers was imported, but a model was cut by transformers' own tensor parallelism: call "
@@ -58,6 +58,6 @@ def tell_of_no_hook() -> None:
 
 
 def _is_first() -> bool:
-    """True on rank 0, and without ranks."""
-    found = launcher()
-    return found is None or os.environ[found.rank] == "0"
+    """True on rank 0, and without a launcher."""
+    launch = launcher()
+    return launch is None or os.environ[launch.rank] == "0"

@@ -1,6 +1,6 @@
 """Functions that run in place of transformers' own while the hook is on: `from_pretrained`, and three that it calls.
 
-Everything around them (config, dtype, tying, initialising, the report, the generation config) stays transformers' own.
+The rest (config, dtype, tying, initialising, the report, the generation config) stays transformers' own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..errors import CheckpointError, TensorParallelError, UnsupportedError
 from ..marks import untyped
 from ..model.failures import begin_watch, keep_watch
 from ..model.parallelize import parallelize
-from ..model.same_inputs import guard_if_asked
+from ..model.same_inputs import check_if_enabled
 from ..plans.bind import Resolution
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
@@ -45,12 +45,12 @@ from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
 
 Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadResult]]
-"""Takes a model on the meta device, its plan, and the request for a load of it."""
+"""Takes a model on the meta device, its plan, and the request of a load."""
 
 
 @dataclasses.dataclass
 class _Load:
-    """A `from_pretrained(tp_plan=...)` that is under way."""
+    """State of a running `from_pretrained(tp_plan=...)`."""
 
     tp_plan: Plan | ChangedPlan | NamedPlan | str
     group: TensorParallelGroup
@@ -58,19 +58,19 @@ class _Load:
     sharded: Manifest | None = None
     """Manifest of a pre-sharded checkpoint; None for any other."""
     stream: str | None = None
-    """The Hub's commit to stream weights from; None: do not stream."""
+    """Hub commit to stream weights from; None: do not stream."""
     remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
-    """The files on the Hub, by the names that transformers passes on."""
+    """Files on the Hub, by the names that transformers passes on."""
     quantization: Quantization | None = None
-    """How the weights are quantised, if they are."""
+    """Quantisation of the checkpoint; None if it is not quantised."""
     arriving: Arriving | None = None
-    """How weights are to be quantised, if they are not and shall be."""
+    """Quantisation to apply to unquantised weights as they are loaded; None: none."""
     instead: Instead | None = None
     """Function that runs in place of parallelizing and loading."""
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
     undo: Callable[[], None] = lambda: None
-    """Undoes the patches that are there while transformers initialises."""
+    """Undoes the changes that hold while transformers initialises."""
 
     def request(
         self, config: LoadStateDictConfig, state_dict: Mapping[str, torch.Tensor] | None, files: Sequence[str]
@@ -88,7 +88,7 @@ class _Load:
         )
 
     def source(self, model: PreTrainedModel, files: Sequence[str]) -> Mapping[str, Any]:
-        """Name and commit of the checkpoint that the weights are from; a pre-sharded one names its own source."""
+        """Name and commit of the checkpoint; a pre-sharded one names its own source."""
         if self.sharded is not None:
             return self.sharded.source
         commit = self.stream or extract_commit_hash(next(iter(files), None), None)
@@ -98,12 +98,14 @@ class _Load:
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
 _instead: ContextVar[Instead | None] = ContextVar("tp_transformers_instead", default=None)
 FAILURES: ContextVar[list[TensorParallelError] | None] = ContextVar("tp_transformers_failures", default=None)
-"""Errors of loads, where a callee catches them; None while nobody asks, since they hold loaded tensors."""
+"""Errors of loads, for a caller that collects them; None while there is none, since errors hold loaded tensors."""
 
 
 def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-    """`from_pretrained` of a model or Auto class: `original`, unless there is a `tp_plan`, also in the form of a
-    `distributed_config`."""
+    """`from_pretrained` of a model or Auto class: calls `original` unless there is a `tp_plan`.
+
+    A `distributed_config` that asks for tensor parallelism counts as one.
+    """
     try:
         return _from_pretrained(original, cls, args, kwargs)
     except TensorParallelError as error:
@@ -134,9 +136,9 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
 
 
 def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs: Any) -> Any:
-    """`cls.from_pretrained(name, tp_plan=..., ...)`, but `instead` runs in place of the load; in this process alone.
+    """Call `cls.from_pretrained(name, tp_plan=..., ...)` with `instead` in place of the load, in this process alone.
 
-    The hook has to be on. Returns the model, with its parameters as `instead` has made them.
+    The hook has to be on. Returns the model, with the parameters that `instead` made.
     """
     token = _instead.set(instead)
     try:
@@ -145,8 +147,8 @@ def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs:
         _instead.reset(token)
 
 
-def _refuse_meta() -> None:
-    """Raise UnsupportedError where new tensors have no values."""
+def _reject_meta() -> None:
+    """Raise UnsupportedError under `torch.device("meta")`, where new tensors have no values."""
     if torch.get_default_device().type == "meta":
         raise UnsupportedError(
             "tp_plan",
@@ -168,13 +170,13 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     if instead is None and group.device_mesh is None and tp_size is None:
         tell_of_one_rank()
     with ExitStack() as stack, group.agree():
-        # 2. Refuse arguments that contradict one another.
-        _refuse_meta()
+        # 2. Reject arguments that contradict one another.
+        _reject_meta()
         check_size(group, tp_size)
         options.check(name, kwargs)
         group = dataclasses.replace(group, reduce_dtype=options.tp_reduce_dtype)
-        for other in INSTEAD:
-            kwargs.pop(other, None)
+        for argument in INSTEAD:
+            kwargs.pop(argument, None)
         folder = _sharded_folder(args, kwargs)
         if folder is not None:
             refuse_distributed(folder)
@@ -182,13 +184,13 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         current = _Load(read_plan(tp_plan), group, options, sharded, instead=instead)
         if sharded is not None:
             kwargs["variant"] = VARIANT
-        # 3. From now on, ranks hear when another one fails.
+        # 3. From now on, ranks notice when another one fails.
         watching = begin_watch(group, options.tp_watch)
         if watching is not None:
             stack.enter_context(watching)
-        # 4. If weights stay on the Hub, settle on one commit of everything.
-        current.stream = _settle_stream(group, name, options, kwargs)
-        # 5. Let transformers do its part, and ours where it would load the weights; all ranks succeed or all fail.
+        # 4. To stream from the Hub, agree on one commit for all files.
+        current.stream = _choose_commit(group, name, options, kwargs)
+        # 5. Run transformers' load, with ours in place of its load of the weights; all ranks succeed or all fail.
         token = _current.set(current)
         try:
             result = original(*args, device_map={"": group.device}, **kwargs)
@@ -199,20 +201,20 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         model = result[0] if isinstance(result, tuple) else result
         if current.resolution is None:
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
-        # 6. Cut parameters that transformers has initialised, because the checkpoint lacked them.
+        # 6. Shard parameters that transformers has initialised because the checkpoint lacked them.
         current.undo()
         partition_initialized(model, current.resolution, group)
-        guard_if_asked(model)
+        check_if_enabled(model)
         TRAINER.hold_for(model)
         keep_watch(model, watching)
     return result
 
 
-def _settle_stream(group: TensorParallelGroup, name: Any, options: Options, kwargs: dict[str, Any]) -> str | None:
-    """The Hub's commit to stream weights from, or None; with one, `kwargs` are of it, on all ranks."""
+def _choose_commit(group: TensorParallelGroup, name: Any, options: Options, kwargs: dict[str, Any]) -> str | None:
+    """The Hub commit to stream weights from, or None; `revision` in `kwargs` is set to it on all ranks."""
     wanted = options.streams and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
-    asked = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
-    group.check_same({"tp_stream": asked})
+    requested = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
+    group.check_same({"tp_stream": requested})
     if not wanted:
         return None
     subfolder = kwargs.get("subfolder") or ""
@@ -222,35 +224,35 @@ def _settle_stream(group: TensorParallelGroup, name: Any, options: Options, kwar
 
 
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The paths of a checkpoint's files and the metadata of its index; one rank of a node downloads, or none."""
+    """Paths of a checkpoint's files and the metadata of its index; one rank per node downloads, none if streaming."""
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(*args, **kwargs)
-    asked = inspect.signature(original).bind(*args, **kwargs).arguments
-    found = asked.get("download_kwargs") or {}
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    download_kwargs = arguments.get("download_kwargs") or {}
     if current.stream:
-        files, metadata = open_weights(current.group, Weights(asked, found))
+        files, metadata = open_weights(current.group, Weights(arguments, download_kwargs))
         current.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
         return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
 
     def resolve(first: bool) -> Any:
-        force = first and bool(found.get("force_download"))
+        force = first and bool(download_kwargs.get("force_download"))
         try:
-            return original(**{**asked, "download_kwargs": {**found, "force_download": force}})
-        except OSError as error:  # the other ranks get a class of error that is ours
+            return original(**{**arguments, "download_kwargs": {**download_kwargs, "force_download": force}})
+        except OSError as error:  # other ranks raise the same class, which has to be ours
             raise CheckpointError(str(error)) from error
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # of transformers, on an index
-            check_index(Weights(asked, found))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # transformers, on a bad index
+            check_index(Weights(arguments, download_kwargs))
             raise
 
     return current.group.first_on_node(resolve)
 
 
 def find_quantizer(original: Callable[..., Any], config: Any, quantization_config: Any, *args: Any, **kw: Any) -> Any:
-    """None in place of a quantizer, so that the model is built in floating point; the rest is as transformers has it.
+    """Return no quantizer, so that the model is built in floating point; all else is as in transformers.
 
-    `config` is transformers' own copy; the quantisation is taken out of it. Raises UnsupportedError on one that
-    cannot be undone while loading.
+    `config` is transformers' own copy; the quantisation is removed from it. Raises UnsupportedError on one that cannot
+    be undone while loading.
     """
     current = _current.get()
     if current is None or current.resolution is not None:
@@ -270,7 +272,7 @@ def load_pretrained_model(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Parallelize and load `model`, which is on the meta device; returns the result of transformers' own function."""
+    """Parallelize and load `model`, which is on the meta device; returns as transformers' own function does."""
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
@@ -290,7 +292,7 @@ def load_pretrained_model(
 
 
 def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
-    """The folder where a `from_pretrained` may find a pre-sharded checkpoint; None if it looks elsewhere."""
+    """The folder that may hold a pre-sharded checkpoint for a `from_pretrained`; None if there can be none."""
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     if name is None or kwargs.get("variant") not in (None, VARIANT):
         return None

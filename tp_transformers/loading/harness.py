@@ -1,4 +1,4 @@
-"""The patch of lm_eval: `--model hf --model_args pretrained=NAME,tp_plan=auto` takes any number of KV heads."""
+"""The patch of lm_eval: `--model hf --model_args pretrained=NAME,tp_plan=auto` works with any number of KV heads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..strategies import LocalConfig
 _MODULE = "lm_eval.models.huggingface"
 
 _takes_plan: ContextVar[bool] = ContextVar("tp_transformers_harness", default=False)
-"""True while a model is made for lm_eval by a plan."""
+"""True while lm_eval creates a model with a `tp_plan`."""
 
 
 def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`HFLM.__init__`, which loads by the plan, as any other does, once it has compared KV heads with the ranks."""
+    """`HFLM.__init__`: it compares KV heads with the ranks, then loads by the plan like any other load."""
     token = _takes_plan.set(bool(kwargs.get("tp_plan")))
     try:
         original(self, *args, **kwargs)
@@ -28,7 +28,7 @@ def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _get_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """The method that reads the config; it then shows as many KV heads as there are ranks, which divide them."""
+    """`HFLM._get_config`: the config then has as many KV heads as there are ranks, so that the comparison passes."""
     original(self, *args, **kwargs)
     if _takes_plan.get():
         self._config = LocalConfig(self._config, num_key_value_heads=int(os.environ.get("WORLD_SIZE", 1)))
@@ -40,4 +40,4 @@ def _install() -> Undo:
 
 
 HARNESS = Patch("lm_eval", "HFLM", _install, module=_MODULE, without=nothing)
-"""Held by `enable()`. Where lm_eval lacks the names, it refuses KV heads that its ranks do not divide, as by itself."""
+"""Held by `enable()`. If lm_eval lacks the names, it still rejects KV heads that its ranks do not divide."""

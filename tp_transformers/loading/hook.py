@@ -1,4 +1,4 @@
-"""`enable()` and `disable()`: functions of transformers are replaced by those of `from_pretrained.py`, and put back."""
+"""`enable()` and `disable()`: replace functions of transformers by those of `from_pretrained.py`, and restore them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _replace_all() -> Undo:
 
 
 def _name_registration() -> Undo:
-    """Let `register` of transformers' interface of strategies have the name that the documentation gives it."""
+    """Give `register` of transformers' `ParallelInterface` its documented name, `register_strategy`."""
     interface = type(parallel_styles())
     if hasattr(interface, "register_strategy"):
         return lambda: None
@@ -45,14 +45,14 @@ _HELD = (
 
 
 class enable:  # noqa: N801 - used as a function, returns its own context manager
-    """Let `from_pretrained(..., tp_plan=...)` load through this package; calling it again changes nothing.
+    """Let `from_pretrained(..., tp_plan=...)` load through this package; a second call changes nothing.
 
-    As a context manager it undoes itself on exit:
+    As a context manager it disables itself on exit:
 
         with tp_transformers.enable():
             model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto")
 
-    Raises UnsupportedError where the installed transformers is not one that the hook fits; nothing is patched then.
+    Raises UnsupportedError if the hook does not fit the installed transformers; nothing is patched then.
     """
 
     def __init__(self) -> None:
@@ -72,9 +72,9 @@ class enable:  # noqa: N801 - used as a function, returns its own context manage
 
 
 def disable() -> None:
-    """Undo exactly the replacements of `enable()`; models that are loaded stay as they are.
+    """Undo the replacements of `enable()`; loaded models stay as they are.
 
-    Changes to torch that such models need are undone when the last of them is collected.
+    Patches of torch that such models need are undone when the last of them is garbage-collected.
     """
     forgotten.CALLED.add("disable")
     if _HOOK.is_on:

@@ -20,14 +20,14 @@ def pad_locally(
 ) -> Callable[[], None]:
     """Let loaded embeddings count their padding row in this rank's rows; returns a function that undoes it.
 
-    Some classes set that row to zero where transformers initialises, whether the weights are loaded or not (Youtu).
+    Some classes (Youtu) set that row to zero while transformers initialises, even if the weights are loaded.
     """
     saved: dict[nn.Embedding, int | None] = {}
     for name, strategy in resolution.module_strategies.items():
         module = model.get_submodule(name)
         if group.size == 1 or not isinstance(module, nn.Embedding) or f"{name}.weight" in missing:
             continue
-        if not isinstance(module.weight, DTensor):  # its rows are those of the full tensor, on all ranks
+        if not isinstance(module.weight, DTensor):  # a DTensor has the rows of the full tensor on all ranks
             saved[module] = module.padding_idx
             module.padding_idx = strategy.local_attributes(module, group.rank).get("padding_idx", module.padding_idx)
 
@@ -41,19 +41,19 @@ def pad_locally(
 def partition_initialized(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
     """Shard the parameters that transformers has initialised in full; all ranks take the values of rank 0.
 
-    The ranks together hold the values that one process with rank 0's seed initialises.
+    Together, the shards are the values that one process with rank 0's seed initialises.
     """
     full = [pair for pair in model.named_parameters(remove_duplicate=False) if not hasattr(pair[1], "tp_shard")]
     if full and group.process_group is not None:
-        with group.agree():  # a rank that has failed has no part in the broadcasts
+        with group.agree():  # a rank that has failed does not join the broadcasts
             distinct = dict.fromkeys(param for _, param in full)
         for param in distinct:
             direct.broadcast(param.data, group.process_group, 0)
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay one
+    sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for name, param in full:
-        if param not in made:
+        if param not in sharded:
             shard = resolution.shard(name, param.shape, group)
             local = take(Resident(param.data), resolution.layouts.get(name), group.rank).materialize()
-            made[param] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
+            sharded[param] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
         owner, param_type = owner_of(model, name)
-        owner._parameters[param_type] = made[param]
+        owner._parameters[param_type] = sharded[param]

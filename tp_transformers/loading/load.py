@@ -35,10 +35,10 @@ logger = get_logger(__name__)
 
 @dataclass
 class LoadResult:
-    """Result of a load, in the terms of transformers' loading report."""
+    """Result of a load, for transformers' loading report."""
 
     missing: set[str]
-    """Names that the checkpoint lacks; of full shape and on the meta device, for transformers to initialise."""
+    """Names that the checkpoint lacks; meta tensors of full shape, for transformers to initialise."""
     unexpected: set[str]
     mismatched: Mismatched
     report: LoadReport
@@ -58,15 +58,15 @@ def load(
     Steps that can fail on one rank end with a vote, so that all ranks stop with the same error.
 
     Raises:
-        CheckpointError: on files that are missing, malformed, truncated or of the wrong shape.
+        CheckpointError: files are missing, malformed, truncated or of the wrong shape.
     """
     began = perf_counter()
     # 1. Open the files and read their headers.
     with open_together(request, group) as checkpoint:
         with group.agree():
-            # 2. Describe each parameter in terms of checkpoint tensors: a rank keeps its slice of that.
+            # 2. Describe each parameter in terms of checkpoint tensors; a rank keeps its slice.
             targets = describe(model, checkpoint, resolution.layouts, request)
-            # 3. Give each slice its memory; from here on it is known which bytes go where.
+            # 3. Allocate the slices; this fixes the destination of every byte.
             memory = allocate(model, targets, group, request)
         sampled = check_same_files(group, checkpoint)
         group.check_same({"the checkpoint": [sorted(memory.values), sorted(memory.packed.weights)]})
@@ -77,7 +77,7 @@ def load(
         total = memory.nbytes_in_files
         with transformers_logging.tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=is_quiet) as bar:
             statistics = memory.fill(checkpoint, bar.update)
-    # 5. Put the values in place; a missing parameter goes back to its full shape until it is initialised.
+    # 5. Put the values into the model; a missing parameter gets its full shape back until it is initialised.
     missing = install(model, targets, memory, group)
     missing -= {name for name, _, _ in targets.mismatched}
     report = LoadReport(
@@ -101,7 +101,7 @@ def load(
 
 
 def _log_quantization(memory: Memory) -> None:
-    """Log the form in memory of a quantised checkpoint."""
+    """Log whether a quantised checkpoint stays packed, and its size in memory."""
     quantization, packed = memory.request.quantization, memory.packed.weights
     if quantization is not None and memory.group.rank == 0:
         logger.log(
@@ -115,14 +115,14 @@ def _log_quantization(memory: Memory) -> None:
 
 
 def install(model: PreTrainedModel, targets: Targets, memory: Memory, group: TensorParallelGroup) -> set[str]:
-    """Put the values that are in memory into the model, one of two tied parameters that are the same.
+    """Put the values into the model; of two tied parameters with the same values, one.
 
     Returns the names that the checkpoint lacks; they have their full shapes again, for transformers to initialise.
     """
     values = memory.values
 
     def is_same(target: str, source: str) -> bool:
-        """The ranks decide together: tensors that differ in one process may be equal on some shards."""
+        """Compare on all ranks: tensors that differ in one process may be equal on some shards."""
         return all(group.everywhere(lambda: same_bytes(values[target], values[source])))
 
     for name in tie(model, values, is_same, say=group.rank == 0):
@@ -137,16 +137,16 @@ def install(model: PreTrainedModel, targets: Targets, memory: Memory, group: Ten
 
 
 def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, str], bool], *, say: bool) -> set[str]:
-    """If a checkpoint holds both of two tied parameters, keep one if they are the same, else untie them.
+    """If a checkpoint holds both of two tied parameters, keep one if they are equal, else untie them.
 
-    Returns those of `names` that are not kept. `say` is whether this rank logs the parameters that it unties.
+    Returns those of `names` that are not kept. `say`: whether this rank logs the parameters that it unties.
     """
-    gone = set()
+    dropped = set()
     for target, source in list(tied_parameters(model).items()):
         if target not in names or source not in names:
             continue
         if is_same(target, source):
-            gone.add(target)
+            dropped.add(target)
             continue
         untie(model, target)
         if say:
@@ -156,7 +156,7 @@ def tie(model: PreTrainedModel, names: Collection[str], is_same: Callable[[str, 
                 target,
                 source,
             )
-    return gone
+    return dropped
 
 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -167,7 +167,8 @@ def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
 def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Set one parameter or buffer, marked so that transformers does not initialise it.
 
-    A parameter is trainable even if its class freezes it (Whisper's encoder positions): so transformers loads it.
+    A floating-point parameter is trainable even if its class freezes it (Whisper's encoder positions), as transformers
+    loads it.
     """
     owner, attribute = owner_of(model, name)
     if attribute in owner._buffers:
@@ -182,7 +183,7 @@ def place(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def restore_full(model: nn.Module, name: str, full: torch.Tensor) -> None:
-    """Put back the meta parameter that was there before it was cut, for transformers to tie or to initialise."""
+    """Put back the meta parameter of full shape, for transformers to tie or to initialise."""
     owner, attribute = owner_of(model, name)
     if attribute in owner._parameters:
         owner._parameters[attribute] = nn.Parameter(full, requires_grad=full.requires_grad)

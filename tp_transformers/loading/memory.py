@@ -1,8 +1,8 @@
-"""The memory of a load: the places of this rank's shards, and the rounds of reads that fill them.
+"""The memory of a load: places for this rank's shards, and the rounds of reads that fill them.
 
-A contiguous shard of a local file is mapped, weights that stay packed have members, all others have memory of their
-own. Weights that are dequantised, or quantised as they arrive, come in later rounds: some at a time are in memory in
-both forms.
+A contiguous shard of a local file is mapped, weights that stay packed keep the tensors that encode them, all others get
+memory of their own. Weights that are dequantised, or quantised as they arrive, are read in later rounds, so that only
+some of them at a time are in memory in both forms.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROUND_BYTES = 256 << 20
-"""Bytes that the weights of a round have, dequantised, on one rank; a larger weight has a round of its own."""
+"""Bytes of the weights of one round, dequantised, on one rank; a larger weight has a round of its own."""
 
 
 def allocate(model: PreTrainedModel, targets: Targets, group: TensorParallelGroup, request: LoadRequest) -> Memory:
-    """Give each shard of this rank its memory, and plan the reads that fill it.
+    """Allocate the shards of this rank, and plan the reads that fill them.
 
-    Raises UnsupportedError where a weight cannot be quantised as it arrives.
+    Raises UnsupportedError if a weight cannot be quantised as it arrives.
     """
     shards = targets.shards(group.rank)
     packed = pack_weights(model, targets, shards, group.device, request)
@@ -55,30 +55,34 @@ def allocate(model: PreTrainedModel, targets: Targets, group: TensorParallelGrou
         if pages is not None:
             mapped[name] = shard
     in_place, _ = leaves(mapped, values)
-    first, *later = _cut_rounds([name for name in dense if name not in mapped], targets, arriving, group.size, request)
-    stored, others = leaves({name: dense[name] for name in first}, values)
-    outlines = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
-    coming, _ = leaves({name: dense[name] for name in outlines}, outlines)
+    first, *later = _split_rounds(
+        [name for name in dense if name not in mapped], targets, arriving, group.size, request
+    )
+    stored, dependents = leaves({name: dense[name] for name in first}, values)
+    meta_values = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
+    later_reads, _ = leaves({name: dense[name] for name in meta_values}, meta_values)
     stored += packed.reads
-    return Memory(group, request, dense, targets.dtypes, values, packed, in_place, stored, others, later, coming)
+    return Memory(
+        group, request, dense, targets.dtypes, values, packed, in_place, stored, dependents, later, later_reads
+    )
 
 
 @dataclass
 class Packing:
-    """Parameters of a rank that stay packed."""
+    """Parameters of this rank that stay packed."""
 
     weights: dict[str, HeldWeight]
     reads: Reads
-    """The reads of their members, and of tensors that are kept for a save."""
+    """Reads of the tensors that encode them, and of tensors that are kept for a save."""
     kept: PackedCheckpoint | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the members in memory."""
+        """Bytes of the packed weights in memory."""
         return sum(weight.nbytes for weight in self.weights.values())
 
     def hold(self, model: PreTrainedModel) -> None:
-        """Let the modules of `model` decode the weights for their forwards."""
+        """Make the modules of `model` decode the weights in their forwards."""
         for name, weight in self.weights.items():
             hold_packed(*owner_of(model, name), weight)
         if self.kept is not None and self.weights:
@@ -92,33 +96,33 @@ def pack_weights(
     device: torch.device,
     request: LoadRequest,
 ) -> Packing:
-    """The parameters that stay packed, of those that the request wants to.
+    """Parameters that stay packed, if the request wants packed weights.
 
-    Tied ones cannot, which several modules compute with, and ones that are quantised in part.
+    Tied parameters cannot stay packed, since several modules compute with them, nor can partly quantised ones.
     """
-    found, conversion = Packing({}, []), targets.conversion
+    packing, conversion = Packing({}, []), targets.conversion
     if request.quantization is None or not request.stays_packed:
-        return found
+        return packing
     ties, unpacked = tied_parameters(model), list(conversion.fallbacks)
     untied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {*ties, *ties.values()}
     for name, shard in shards.items():
-        made = pack(shard, targets.dtypes[name], device) if name in untied else None
-        if made is not None:
-            found.weights[name] = made[0]
-            found.reads += [Request(leaf, view) for leaf, view in made[1]]
+        packed = pack(shard, targets.dtypes[name], device) if name in untied else None
+        if packed is not None:
+            packing.weights[name] = packed[0]
+            packing.reads += [Request(leaf, view) for leaf, view in packed[1]]
         elif _is_quantised(shard):
             unpacked.append(name)
-    beside = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in conversion.beside.items()}
-    reads, others = leaves(conversion.beside, beside)
-    found.reads += reads
-    for leaf, destination in others:
+    kept = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in conversion.beside.items()}
+    reads, dependents = leaves(conversion.beside, kept)
+    packing.reads += reads
+    for leaf, destination in dependents:
         leaf.fill(destination)
-    found.kept = PackedCheckpoint(request.quantization, beside, unpacked)
-    return found
+    packing.kept = PackedCheckpoint(request.quantization, kept, unpacked)
+    return packing
 
 
 def _names_arriving(model: PreTrainedModel, shards: Mapping[str, LazyTensor], request: LoadRequest) -> set[str]:
-    """The parameters that are quantised as they arrive. Raises UnsupportedError where a shard cannot be."""
+    """Names of the parameters that are quantised as they arrive. Raises UnsupportedError if a shard cannot be."""
     if request.arriving is None:
         return set()
     names = shards.keys() & set(request.arriving.names(model))
@@ -128,28 +132,29 @@ def _names_arriving(model: PreTrainedModel, shards: Mapping[str, LazyTensor], re
 
 
 def _map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """The pages of the file with the shard, as a tensor, if they are the parameter's own values.
+    """Map the shard as a tensor, if it is one contiguous range of a local file, of `dtype`; else None.
 
-    A cut of a trailing dim is not: a view of 0.5 GB of such cuts takes 12 ms, and a copy 290, but a decode step takes 5
-    to 7 times as long with it, since torch copies the weight of a bfloat16 linear that is not contiguous every time.
+    A shard of a trailing dim is not mapped. A view of 0.5 GB of such shards takes 12 ms to make, and a copy 290 ms, but
+    a decode step takes 5 to 7 times as long with the view: torch copies the weight of a bfloat16 linear every time if
+    it is not contiguous.
     """
-    outline = torch.empty(shard.shape, device="meta")
-    found = list(shard.pieces(outline))
-    if len(found) != 1 or not isinstance(found[0][0], Stored) or not found[0][1].is_contiguous():
+    meta = torch.empty(shard.shape, device="meta")
+    entries = list(shard.pieces(meta))
+    if len(entries) != 1 or not isinstance(entries[0][0], Stored) or not entries[0][1].is_contiguous():
         return None
-    boxes = [box for box, _ in found[0][0].boxes(found[0][1])]
-    if len(boxes) != 1 or boxes[0].rows != 1 or boxes[0].dtype != dtype or boxes[0].start % dtype.itemsize:
+    blocks = [block for block, _ in entries[0][0].boxes(entries[0][1])]
+    if len(blocks) != 1 or blocks[0].rows != 1 or blocks[0].dtype != dtype or blocks[0].start % dtype.itemsize:
         return None
-    (box,) = boxes
-    if not isinstance(box.source, LocalFile):
+    (block,) = blocks
+    if not isinstance(block.source, LocalFile):
         return None
-    return box.source.map(own=True).parameter(box.start, box.span, dtype, outline.shape)
+    return block.source.map(own=True).parameter(block.start, block.span, dtype, meta.shape)
 
 
-def _cut_rounds(
+def _split_rounds(
     names: Sequence[str], targets: Targets, arriving: Collection[str], size: int, request: LoadRequest
 ) -> list[list[str]]:
-    """The names in rounds, the same on all ranks: first those that are in memory in one form, then some at a time."""
+    """Split the names into rounds, the same on all ranks: first those with one form in memory, then the others."""
     expressions = targets.conversion.expressions
     is_decoded = request.quantization is not None
     changed = {name for name in names if name in arriving or (is_decoded and _is_quantised(expressions[name]))}
@@ -166,32 +171,32 @@ def _cut_rounds(
 
 
 def _is_quantised(expression: LazyTensor) -> bool:
-    """True if some of it is decoded from members that are read first."""
-    outline = torch.empty(expression.shape, device="meta")
-    return any(isinstance(leaf, Decoded) for leaf, _ in expression.pieces(outline))
+    """True if some of it is decoded from tensors that are read first."""
+    meta = torch.empty(expression.shape, device="meta")
+    return any(isinstance(leaf, Decoded) for leaf, _ in expression.pieces(meta))
 
 
 @dataclass
 class Memory:
-    """The places of this rank's shards, and the reads that fill them."""
+    """Places of this rank's shards, and the reads that fill them."""
 
     group: TensorParallelGroup
     request: LoadRequest
     shards: Mapping[str, LazyTensor]
-    """Values of all but packed weights."""
+    """Expressions of all but packed weights."""
     dtypes: Mapping[str, torch.dtype]
     values: dict[str, torch.Tensor]
-    """Places of the shards; a weight that is quantised as it arrives gets one in its round, and is packed then."""
+    """Memory of the shards; a weight that is quantised as it arrives gets its own in its round, and is packed then."""
     packed: Packing
     mapped: Reads
-    """Shards that are pages of a file: in place without a read."""
+    """Shards that are mapped from a file: they need no read."""
     stored: Reads
     """Reads of the first round."""
-    others: Dependents
-    """Leaves that fill their places after these reads."""
+    dependents: Dependents
+    """Tensors that are computed from these reads."""
     later: Sequence[Sequence[str]]
     """Names of the shards of each later round."""
-    coming: Reads
+    later_reads: Reads
     """Reads of the later rounds, into meta tensors."""
 
     @property
@@ -202,39 +207,39 @@ class Memory:
     @cached_property
     def nbytes_in_files(self) -> int:
         """Bytes of the shards in the checkpoint."""
-        reads = sum(each.tensor.nbytes for each in (*self.mapped, *self.stored, *self.coming))
-        return reads + sum(leaf.nbytes for leaf, _ in self.others)
+        reads = sum(read.tensor.nbytes for read in (*self.mapped, *self.stored, *self.later_reads))
+        return reads + sum(leaf.nbytes for leaf, _ in self.dependents)
 
     @property
     def nbytes_mapped(self) -> int:
         """Bytes of the shards that are pages of a file."""
-        return sum(each.tensor.nbytes for each in self.mapped)
+        return sum(read.tensor.nbytes for read in self.mapped)
 
     @property
     def local_reads(self) -> Reads:
-        """Reads of all rounds in local files; mapped shards count, since their pages are read sometime."""
-        return [each for each in (*self.stored, *self.coming, *self.mapped) if not each.tensor.source.is_remote]
+        """Reads of all rounds from local files; mapped shards count, since their pages are read later."""
+        return [read for read in (*self.stored, *self.later_reads, *self.mapped) if not read.tensor.source.is_remote]
 
     def fill(self, checkpoint: Checkpoint, progress: Callable[[int], object]) -> Statistics:
-        """Read, round by round; `progress` is called with byte counts. All ranks call it.
+        """Read, round by round; `progress` is called with byte counts. Collective.
 
-        Raises CheckpointError on all ranks where one cannot read a file, or finds it changed.
+        Raises CheckpointError on all ranks if one cannot read a file, or if a file has changed.
         """
         progress(self.nbytes_mapped)
-        statistics = self._fill_round(self.stored, self.others, checkpoint, progress)
+        statistics = self._fill_round(self.stored, self.dependents, checkpoint, progress)
         for names in self.later:
             statistics.add(self._fill_later(names, checkpoint, progress))
         self.group.together(checkpoint.check_unchanged)
         return statistics
 
     def _fill_round(
-        self, stored: Reads, others: Dependents, checkpoint: Checkpoint, progress: Callable[[int], object]
+        self, stored: Reads, dependents: Dependents, checkpoint: Checkpoint, progress: Callable[[int], object]
     ) -> Statistics:
-        """Read the stored tensors, then let the leaves that depend on them fill their places."""
+        """Read the stored tensors, then compute the tensors that depend on them."""
         statistics = read_together(stored, checkpoint, self.group, self.request, progress)
 
         def finish() -> None:
-            for leaf, destination in others:
+            for leaf, destination in dependents:
                 leaf.fill(destination)
                 progress(leaf.nbytes)
 
@@ -244,12 +249,12 @@ class Memory:
     def _fill_later(
         self, names: Sequence[str], checkpoint: Checkpoint, progress: Callable[[int], object]
     ) -> Statistics:
-        """Fill the places of `names`; shards that have none yet are quantised, and packed then."""
+        """Fill one later round; shards without memory are quantised as they arrive, and then packed."""
         with self.group.agree():
             unplaced = [name for name in names if name not in self.values]
             arriving = {name: empty(self.shards[name].shape, self.dtypes[name], self.group.device) for name in unplaced}
-            stored, others = leaves({name: self.shards[name] for name in names}, self.values | arriving)
-        statistics = self._fill_round(stored, others, checkpoint, progress)
+            stored, dependents = leaves({name: self.shards[name] for name in names}, self.values | arriving)
+        statistics = self._fill_round(stored, dependents, checkpoint, progress)
         if self.request.arriving is not None:
             quantise = self.request.arriving.quantised
             weights = self.group.together(lambda: {name: quantise(arriving.pop(name)) for name in sorted(arriving)})

@@ -1,4 +1,4 @@
-"""Options of `from_pretrained` beside `tp_plan`, and the arguments that do not go with them."""
+"""Options of `from_pretrained` beside `tp_plan`, and the arguments that conflict with it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from ..plans.rules import Plan
 
 @dataclass(frozen=True)
 class Options:
-    """Those that are ours, each True, False, or None as its own line says; `tp_batch_sharded` may be names too,
+    """Options of this package: True, False, or None for the default. `tp_batch_sharded` may also be names of modules,
     `tp_reduce_dtype` is a dtype, and `tp_watch` may be a number."""
 
     allow_replicated: bool | None = None
-    """True if a plan that a transformers class declares may leave layers replicated. None: no."""
+    """True: a plan that a transformers class declares may leave layers replicated. None: it may not."""
     tp_dequantize: bool | None = None
-    """False if a quantised checkpoint stays packed in memory, and is dequantised in each forward. None: True."""
+    """False: a quantised checkpoint stays packed in memory, and is dequantised in each forward. None: True."""
     tp_map: bool | None = None
-    """False if nothing stays in the files on a CPU, mapped. None: a shard that is one run of a local file does."""
+    """False: on a CPU, nothing is mapped from files. None: shards that are one contiguous range of a local file are."""
     tp_prefetch: bool | None = None
-    """True if the ranks of a node fill the page cache together. None: where it is cold."""
+    """True: the ranks of a node fill the page cache together. None: if it is cold."""
     tp_stream: bool | None = None
-    """True if weights are read from the Hub without a download. None: as TP_TRANSFORMERS_STREAM says."""
+    """True: read weights from the Hub without a download. None: as TP_TRANSFORMERS_STREAM is set."""
     tp_sequence_parallel: bool | None = None
-    """True if activations are cut along the sequence between blocks. None: as the plan says."""
+    """True: activations are split along the sequence between blocks. None: as in the plan."""
     tp_loss_parallel: bool | None = None
-    """True if logits stay cut when there are labels. None: as the plan says."""
+    """True: logits stay sharded if there are labels. None: as in the plan."""
     tp_batch_sharded: bool | list[str] | tuple[str, ...] | None = None
-    """True if ranks have batches of their own, which attention, MLPs and experts gather; or the modules that gather
-    them. None: as the plan says."""
+    """True: ranks have their own batches, which attention, MLPs and experts gather; or the modules that gather them.
+    None: as in the plan."""
     tp_reduce_dtype: torch.dtype | None = None
-    """The dtype of sums of gradients over ranks that hold the same, and over copies. None: their own."""
+    """Dtype of sums of gradients over replicas and over copies of the model. None: their own."""
     tp_watch: bool | float | None = None
-    """False if ranks do not watch one another, or the seconds after which a silent one counts as lost. None: 10."""
+    """False: ranks do not watch one another. A number: seconds until a silent rank counts as lost. None: 10."""
 
     @classmethod
     def take(cls, kwargs: dict[str, Any]) -> Options:
-        """Take them out of the arguments of a `from_pretrained`; their type is checked by `check`."""
+        """Take the options out of the arguments of a `from_pretrained`; `check` checks their types."""
         return cls(**{name: kwargs.pop(name) for name in OPTIONS if name in kwargs})
 
     def change(self, plan: Plan) -> Plan:
@@ -59,18 +59,18 @@ class Options:
 
     @property
     def streams(self) -> bool:
-        """True if weights that are on the Hub are read from there."""
+        """True if weights on the Hub are read from there."""
         if self.tp_stream is not None:
             return self.tp_stream
         return os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0")
 
-    def check(self, name: Any, others: Mapping[str, Any]) -> None:
-        """Refuse arguments that do not go with a plan, and a folder that is not there.
+    def check(self, name: Any, arguments: Mapping[str, Any]) -> None:
+        """Reject arguments that conflict with a plan, and a folder that does not exist.
 
         Raises:
-            PlanError: an option that there is not, or of another type; an argument that says where weights go.
-            UnsupportedError: an argument that cannot be served.
-            CheckpointError: a folder that is not there.
+            PlanError: an unknown option, or one of the wrong type; an argument that places weights.
+            UnsupportedError: an unsupported argument.
+            CheckpointError: a folder that does not exist.
         """
         for option in OPTIONS:
             value = getattr(self, option)
@@ -86,32 +86,32 @@ class Options:
             if not fits:
                 fix = f"Pass {option}={example}, or leave it out."
                 raise PlanError(option, got=shown(value), expected=expected, fix=fix)
-        for other in others:
-            if other.startswith("tp_"):
+        for argument in arguments:
+            if argument.startswith("tp_"):
                 fix = f"There are tp_plan, tp_size, {', '.join(OPTIONS)}."
                 raise PlanError(
-                    "from_pretrained", got=f"{other}{nearest(other, OPTIONS)}", expected="an option", fix=fix
+                    "from_pretrained", got=f"{argument}{nearest(argument, OPTIONS)}", expected="an option", fix=fix
                 )
-        for other in INSTEAD:
-            if others.get(other) is not None:
+        for argument in INSTEAD:
+            if arguments.get(argument) is not None:
                 raise PlanError(
                     "from_pretrained",
-                    got=f"both tp_plan and {other}",
+                    got=f"both tp_plan and {argument}",
                     expected="one of them",
-                    fix=f"Leave out {other}: with tp_plan each rank loads its shard to its own device.",
+                    fix=f"Leave out {argument}: with tp_plan each rank loads its shard to its own device.",
                 )
-        if self.tp_dequantize is False and others.get("quantization_config") is not None:
+        if self.tp_dequantize is False and arguments.get("quantization_config") is not None:
             fix = "Leave out quantization_config to keep weights packed, or tp_dequantize to undo it."
             got = "both tp_dequantize=False and quantization_config"
             raise PlanError("from_pretrained", got=got, expected="one of them", fix=fix)
-        if others.get("gguf_file") is not None:
+        if arguments.get("gguf_file") is not None:
             raise UnsupportedError(
                 "from_pretrained",
                 got="both tp_plan and gguf_file",
                 expected="weights in safetensors files",
                 fix="Convert once, in one process: from_pretrained(name, gguf_file=...).save_pretrained(folder).",
             )
-        dtype = others.get("dtype", others.get("torch_dtype"))
+        dtype = arguments.get("dtype", arguments.get("torch_dtype"))
         if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise UnsupportedError(
                 "dtype", got=repr(dtype), expected='"auto" or a dtype of torch', fix='Pass "bfloat16", for example.'
@@ -122,17 +122,17 @@ class Options:
 
 
 INSTEAD = ("device_map", "distributed_config")
-"""Arguments of transformers that `tp_plan` takes the place of."""
+"""Arguments of transformers that `tp_plan` replaces."""
 OPTIONS = tuple(option.name for option in fields(Options))
 
 
 def refuse_without_tp_plan(kwargs: Mapping[str, Any]) -> None:
-    """Raise PlanError where options are given, and no `tp_plan`; transformers would take them for the model's."""
-    given = [option for option in OPTIONS if kwargs.get(option) is not None]
-    if given:
+    """Raise PlanError if options are given without `tp_plan`; transformers would pass them to the model."""
+    options = [option for option in OPTIONS if kwargs.get(option) is not None]
+    if options:
         raise PlanError(
             "from_pretrained",
-            got=f"{', '.join(given)} without tp_plan",
+            got=f"{', '.join(options)} without tp_plan",
             expected="them together",
-            fix=f'Pass tp_plan="auto", or leave out {", ".join(given)}.',
+            fix=f'Pass tp_plan="auto", or leave out {", ".join(options)}.',
         )

@@ -1,4 +1,4 @@
-"""`pipeline(..., tp_plan="auto")`: arguments of ours go to `from_pretrained`, as those in `model_kwargs` do."""
+"""`pipeline(..., tp_plan="auto")`: our arguments go to `from_pretrained`, like those in `model_kwargs`."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from .options import INSTEAD, OPTIONS
 _OURS = ("tp_plan", "tp_size", "device_mesh", "distributed_config", *OPTIONS)
 
 _original: Any = None
-"""transformers' `pipeline`, while another function runs in its place."""
+"""transformers' `pipeline`, while ours runs in its place."""
 
 
 def pipeline(*args: Any, **kwargs: Any) -> Any:
-    """transformers' `pipeline`, which takes an argument that it does not know for one of the forward.
+    """transformers' `pipeline`, which would pass our arguments to the forward.
 
-    Raises PlanError where a model is given that is loaded already, and the error of a load that fails.
+    Raises PlanError if the model is already loaded, and the error of a load that fails.
     """
-    found = {name: kwargs.pop(name) for name in _OURS if kwargs.get(name) is not None}
-    if not found:
+    ours = {name: kwargs.pop(name) for name in _OURS if kwargs.get(name) is not None}
+    if not ours:
         return _original(*args, **kwargs)
-    asked = inspect.signature(_original).bind(*args, **kwargs)
-    model = asked.arguments.get("model")
+    bound = inspect.signature(_original).bind(*args, **kwargs)
+    model = bound.arguments.get("model")
     if model is not None and not isinstance(model, str):
         raise PlanError(
             "pipeline",
-            got=f"{', '.join(found)} and a {type(model).__name__}, which is loaded already",
+            got=f"{', '.join(ours)} and a {type(model).__name__}, which is loaded already",
             expected="one of them",
             fix="Load it with from_pretrained(name, tp_plan=...), or pass its name.",
         )
-    for other in INSTEAD:
-        if asked.arguments.get(other) is not None:  # from_pretrained says why not
-            found[other] = asked.arguments.pop(other)
-    asked.arguments["model_kwargs"] = {**(asked.arguments.get("model_kwargs") or {}), **found}
+    for argument in INSTEAD:
+        if bound.arguments.get(argument) is not None:  # from_pretrained rejects it
+            ours[argument] = bound.arguments.pop(argument)
+    bound.arguments["model_kwargs"] = {**(bound.arguments.get("model_kwargs") or {}), **ours}
     failures: list[TensorParallelError] = []
     token = FAILURES.set(failures)
     try:
-        return _original(*asked.args, **asked.kwargs)
+        return _original(*bound.args, **bound.kwargs)
     except ValueError:  # transformers tries several classes, and raises an error with the text of each
         if not failures:
             raise
@@ -52,14 +52,14 @@ def pipeline(*args: Any, **kwargs: Any) -> Any:
 
 
 def _stand_in(*args: Any, **kwargs: Any) -> Any:
-    """Runs with the globals of transformers' module, so that it imports the functions that it calls by itself."""
+    """Runs with the globals of transformers' module, so it imports the function that it calls."""
     from tp_transformers.loading.pipelines import pipeline
 
     return pipeline(*args, **kwargs)
 
 
 def _install() -> Undo:
-    """Let the function object itself run ours, since scripts import its name before they call `enable()`."""
+    """Replace the code of the function object, since scripts import its name before they call `enable()`."""
     global _original
     function: Any = sys.modules["transformers.pipelines"].pipeline
     code = function.__code__
@@ -76,4 +76,4 @@ def _install() -> Undo:
 
 
 PIPELINE = Patch("transformers", "pipeline", _install, module="transformers.pipelines", without=nothing)
-"""Held by `enable()`. Without it, `pipeline` refuses our arguments by itself; `model_kwargs` takes them."""
+"""Held by `enable()`. Without it, `pipeline` rejects our arguments by itself; `model_kwargs` takes them."""

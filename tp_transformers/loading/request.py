@@ -1,4 +1,4 @@
-"""The request of a load: its weights, the files that hold them, and reads that all ranks make together."""
+"""The request of a load: its weights, the files that hold them, and collective reads."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from .options import Options
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The weights of a load, and the way it treats them."""
+    """The weights of a load, and how to treat them."""
 
     config: LoadStateDictConfig
-    """transformers' own request: renamings and converters, dtypes that are kept, the index, the name for messages."""
+    """transformers' own request: renamings and converters, dtypes to keep, the index, the name for messages."""
     options: Options
     files: Sequence[str | Source] | None = None
     shared: bool = False
-    """True if files are on the Hub, so that ranks share the bytes that they fetch; the same on all ranks."""
+    """True if files are on the Hub and ranks share the bytes that they fetch; the same on all ranks."""
     state_dict: Mapping[str, torch.Tensor] | None = None
     """Weights in memory, in place of files."""
     sharded: Manifest | None = None
-    """A pre-sharded checkpoint, in place of files: its names are the model's own, so nothing is converted."""
+    """Manifest of a pre-sharded checkpoint, in place of files; it is not converted, unless it is quantised."""
     quantization: Quantization | None = None
-    """How the weights are quantised, if they are."""
+    """Quantisation of the weights; None if they are not quantised."""
     arriving: Arriving | None = None
-    """How they are to be quantised, if they are not and shall be."""
+    """Quantisation to apply to unquantised weights; None to apply none."""
 
     @property
     def stays_packed(self) -> bool:
@@ -53,7 +53,7 @@ class LoadRequest:
 def open_together(request: LoadRequest, group: TensorParallelGroup) -> Iterator[Checkpoint]:
     """Open the files and read their headers on all ranks; close them at the end of the block.
 
-    Raises CheckpointError on all ranks where it fails on one.
+    Raises CheckpointError on all ranks if it fails on one.
     """
     with ExitStack() as stack:
         checkpoint = group.together(lambda: stack.enter_context(open_checkpoint(request, rank=group.rank)))
@@ -62,7 +62,7 @@ def open_together(request: LoadRequest, group: TensorParallelGroup) -> Iterator[
 
 
 def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
-    """Open the files and read their headers, as `rank` best reads them. Raises CheckpointError where that fails."""
+    """Open the files and read their headers, for the shards of `rank`. Raises CheckpointError if that fails."""
     if request.sharded is not None:
         return ShardedCheckpoint(request.sharded, rank=rank)
     if request.state_dict is not None:
@@ -74,7 +74,7 @@ def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
 
 
 def _read_first(checkpoint: Checkpoint, request: LoadRequest, group: TensorParallelGroup) -> None:
-    """Read the tensors of a quantised checkpoint that say how others are cut; they are in memory then."""
+    """Read the tensors of a quantised checkpoint that determine how others are sharded; they stay in memory."""
     if request.quantization is None:
         return
     names = request.quantization.format.read_first(checkpoint.tensors)
@@ -87,20 +87,20 @@ def _read_first(checkpoint: Checkpoint, request: LoadRequest, group: TensorParal
 
 Reads = list[Request]
 Dependents = list[tuple[Leaf, torch.Tensor]]
-"""Leaves that are filled after the reads that they depend on, each with its destination."""
+"""Tensors that are computed after the reads that they depend on, each with its destination."""
 
 
 def leaves(shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]) -> tuple[Reads, Dependents]:
-    """Tensors in files, to be read together, and tensors that come after; each with the memory that it fills."""
+    """Split `shards` into tensors to read from files, and tensors computed from those; `values`: their destinations."""
     stored: Reads = []
-    others: Dependents = []
+    dependents: Dependents = []
     for name, shard in shards.items():
         for leaf, destination in shard.pieces(values[name]):
             if isinstance(leaf, Stored):
                 stored.append(Request(leaf, destination))
             else:
-                others.append((leaf, destination))
-    return stored, others
+                dependents.append((leaf, destination))
+    return stored, dependents
 
 
 def read_together(
@@ -110,10 +110,10 @@ def read_together(
     request: LoadRequest,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> Statistics:
-    """Read local files, each rank by itself, then fetch bytes on the Hub, which ranks share; all ranks call it."""
-    local = [each for each in reads if not each.tensor.source.is_remote]
+    """Read local files, each rank by itself, then fetch bytes from the Hub, which ranks share. Collective."""
+    local = [entry for entry in reads if not entry.tensor.source.is_remote]
     statistics = group.together(lambda: read(local, threads=group.threads, progress=progress))
     if request.shared:
-        remote = [each for each in reads if each.tensor.source.is_remote]
+        remote = [entry for entry in reads if entry.tensor.source.is_remote]
         fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
     return statistics

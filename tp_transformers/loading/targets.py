@@ -30,18 +30,18 @@ class Targets:
     """The parameters and persistent buffers of a model, by name."""
 
     full: Mapping[str, torch.Tensor]
-    """Tensors of the full shapes on the meta device, those included that the checkpoint lacks."""
+    """Meta tensors of the full shapes, also of those that the checkpoint lacks."""
     dtypes: Mapping[str, torch.dtype]
     """Dtypes in memory."""
     layouts: Mapping[str, Layout | None]
-    """Indices that each rank holds of a sharded one."""
+    """Indices that each rank holds of a sharded tensor; None if it is replicated."""
     conversion: Conversion
-    """Full values in terms of checkpoint tensors."""
+    """Full values as expressions over checkpoint tensors."""
     mismatched: Mismatched
-    """Those that the checkpoint has in another shape; they are initialised anew."""
+    """Tensors that have another shape in the checkpoint; they are initialised anew."""
 
     def shards(self, rank: int) -> dict[str, LazyTensor]:
-        """The slices that `rank` holds; a pre-sharded checkpoint opens the files that they are in."""
+        """The slices that `rank` holds; for a pre-sharded checkpoint, this opens the files with them."""
         expressions = self.conversion.expressions
         return {name: take(expression, self.layouts.get(name), rank) for name, expression in expressions.items()}
 
@@ -51,20 +51,20 @@ def describe(
 ) -> Targets:
     """Describe each parameter and persistent buffer of `model` in terms of checkpoint tensors.
 
-    Raises CheckpointError on tensors of the wrong shape, unless they are to be ignored.
+    Raises CheckpointError on tensors of the wrong shape, unless `ignore_mismatched_sizes` is set.
     """
     full = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    conversion = _express(model, checkpoint, full, request)
-    mismatched = _take_mismatched(conversion, full, request)
+    conversion = _write_expressions(model, checkpoint, full, request)
+    mismatched = _remove_mismatched(conversion, full, request)
     dtype_of = dtype_policy(request.config.dtype_plan)
     dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in full.items()}
     return Targets(full, dtypes, layouts, conversion, mismatched)
 
 
-def _express(
+def _write_expressions(
     model: PreTrainedModel, checkpoint: Checkpoint, full: Mapping[str, torch.Tensor], request: LoadRequest
 ) -> Conversion:
-    """Express the `full` tensors in terms of checkpoint tensors; those of quantised weights in terms of members."""
+    """Write the `full` tensors as expressions over checkpoint tensors: a quantised weight has several."""
     tensors: Mapping[str, LazyTensor] = checkpoint.tensors
     if request.state_dict is not None:
         tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
@@ -72,23 +72,23 @@ def _express(
     if request.quantization is not None:
         tensors = request.quantization.format.expressed(tensors, stays_packed=request.stays_packed)
     shapes, entries = {name: tensor.shape for name, tensor in full.items()}, request.config.weight_mapping
-    # Quantised tensors have the checkpoint's own names in a pre-sharded one too.
+    # In a pre-sharded checkpoint, quantised tensors keep the names of the original checkpoint.
     has_own_names = request.sharded is not None and request.quantization is None
     conversion = convert(model, tensors, shapes, None if has_own_names else entries)
     if request.stays_packed:
-        members = {name for tensor in tensors.values() for name in member_names(tensor)}
+        encoding = {name for tensor in tensors.values() for name in member_names(tensor)}
         conversion.beside = {
-            name: tensor for name, tensor in stored.items() if name not in members and tensors.get(name) is not tensor
+            name: tensor for name, tensor in stored.items() if name not in encoding and tensors.get(name) is not tensor
         }
     if request.sharded is not None:
-        # The model went through these before it was saved in shards; `save_pretrained` reverts them.
-        gone_through = [entry for entry in entries or () if identity(entry) in request.sharded.conversions]
-        untyped(model)._weight_conversions = gone_through
+        # Conversions of the load before the model was saved in shards; `save_pretrained` reverts them.
+        applied = [entry for entry in entries or () if identity(entry) in request.sharded.conversions]
+        untyped(model)._weight_conversions = applied
     return conversion
 
 
-def _take_mismatched(conversion: Conversion, full: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:
-    """Take tensors of the wrong shape out of `conversion`. Raises CheckpointError unless they are to be ignored."""
+def _remove_mismatched(conversion: Conversion, full: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:
+    """Remove tensors of the wrong shape from `conversion`. Raises CheckpointError unless they are to be ignored."""
     mismatched = {
         (name, expression.shape, full[name].shape)
         for name, expression in conversion.expressions.items()

@@ -19,17 +19,17 @@ from ..slices.layout import Split
 from ..torch_api import tree_map_only
 
 FIELDS = {"attentions": False, "cross_attentions": True}
-"""The fields of the attentions that a stack of layers returns -> whether they are its cross-attention's."""
+"""Attention fields in the output of a stack of layers -> True for cross-attention."""
 
 
-def return_whole_attentions(
+def return_full_attentions(
     model: nn.Module, attention: Mapping[str, AttentionHeads], group: TensorParallelGroup
 ) -> None:
-    """Let every stack of layers in `model` gather the attentions that it is asked for, (batch, heads, queries, keys).
+    """Gather the heads of all ranks in the attentions that a stack of layers returns, (batch, heads, queries, keys).
 
-    Here and not in the layers: eager attention always computes its weights, and nobody may want them.
+    In the stack and not in its layers: eager attention always computes its weights, even if they are not returned.
 
-    `attention`: attention module -> how its heads are cut. A stack is a transformers model that holds attention itself.
+    `attention`: attention module -> its sharded heads. A stack is a transformers model that holds attention itself.
     """
     if group.process_group is None:
         return
@@ -60,8 +60,8 @@ def _gather_hook(
 def _gather(
     field: str, weights: Sequence[Tensor | None], splits: Sequence[Split], rank: int, process_group: Group
 ) -> tuple[Tensor | None, ...]:
-    """One all-gather a layer; backward: own slice."""
-    if len(weights) != len(splits):  # layers of another kind return none, or None
+    """All-gather the attentions of each layer; backward: this rank's slice."""
+    if len(weights) != len(splits):  # layers without attention return nothing, or None
         if any(split != splits[0] for split in splits):
             raise UnsupportedError(
                 field,
@@ -71,18 +71,18 @@ def _gather(
             )
         splits = [splits[0]] * len(weights)
     return tuple(
-        tree_map_only(Tensor, lambda layer, split=split: _whole(layer, split, rank, process_group), each)
-        for each, split in zip(weights, splits, strict=True)
+        tree_map_only(Tensor, lambda layer, split=split: _all_heads(layer, split, rank, process_group), layer_weights)
+        for layer_weights, split in zip(weights, splits, strict=True)
     )
 
 
-def _whole(weights: Tensor, split: Split, rank: int, process_group: Group) -> Tensor:
+def _all_heads(weights: Tensor, split: Split, rank: int, process_group: Group) -> Tensor:
     if weights.shape[1] != split.widths[rank]:
         return weights
     return _in_order(gather_from_region(weights, split.widths, process_group, dim=1), split)
 
 
 def _in_order(weights: Tensor, split: Split) -> Tensor:
-    """Those of all heads in the order of one process; a rank may have heads of several blocks."""
+    """Sort the gathered heads as in the unsharded model; a rank may hold heads of several ranges."""
     order = [head for ranges in split.ranges for start, stop in ranges for head in range(start, stop)]
     return weights if order == sorted(order) else weights[:, torch.tensor(order, device=weights.device).argsort()]

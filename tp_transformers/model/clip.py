@@ -25,27 +25,27 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` by the norm of the whole model's gradients; all ranks have to call it.
+    """`torch.nn.utils.clip_grad_norm_` by the norm of the full model's gradients; collective.
 
-    Every element of every gradient counts once, whoever holds it: values that several ranks hold (norms, replicated KV
-    heads) for the first of them, tied parameters as one, shards of FSDP on every rank. One all-reduce of two numbers
-    over the `tp` axis, and one over the copies if gradients are cut over them. Norms are computed in fp32 at least.
+    Every element of a gradient counts once: values that several ranks hold (norms, replicated KV heads) on the lowest
+    of them, tied parameters once, shards of FSDP on every rank. One all-reduce of one number over the `tp` axis, and
+    one over the copies if gradients are sharded over them. Norms are computed in fp32 at least.
 
     Args:
-        model_or_parameters: the model, or parameters of it; those without a gradient are left out.
-        max_norm: the largest norm that gradients keep; where they exceed it, all are scaled alike, in place.
+        model_or_parameters: the model, or some of its parameters; those without a gradient are left out.
+        max_norm: the largest norm; if it is exceeded, all gradients are scaled by one factor, in place.
         norm_type: the p of the norm; `float("inf")` for the largest magnitude.
-        error_if_nonfinite: whether to raise RuntimeError, on all ranks, where the norm is not a number or infinite.
-        foreach: whether to compute many tensors at a time; None where that is possible.
+        error_if_nonfinite: whether to raise RuntimeError, on all ranks, if the norm is NaN or infinite.
+        foreach: whether to compute many tensors at a time; None: where possible.
 
     Returns:
         The norm before clipping, the same on all ranks.
     """
     if isinstance(model_or_parameters, nn.Module):
-        given: Iterable[Tensor] = model_or_parameters.parameters()
+        parameters: Iterable[Tensor] = model_or_parameters.parameters()
     else:
-        given = [model_or_parameters] if isinstance(model_or_parameters, Tensor) else model_or_parameters
-    params = list({id(param): param for param in given}.values())
+        parameters = [model_or_parameters] if isinstance(model_or_parameters, Tensor) else model_or_parameters
+    params = list({id(param): param for param in parameters}.values())
     shards = [shard for shard in map(shard_of, params) if shard is not None]
     if not shards:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -53,7 +53,7 @@ def clip_grad_norm_(
     rank, process_group, device = shards[0].group.rank, shards[0].group.process_group, shards[0].group.device
     dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
     copies = next((shard.data_parallel for shard in shards if shard.is_cut_over_copies), None)
-    # 1. Gradients that count on this rank: those cut over the copies too, and those that each copy has completely.
+    # 1. Gradients that count on this rank: those that are also sharded over the copies, and those that are not.
     counted: dict[bool, list[Tensor]] = {False: [], True: []}
     grads = []
     for param in params:
@@ -61,14 +61,14 @@ def clip_grad_norm_(
         if grad is not None:
             grads.append(local_tensor(grad))
             shard = shard_of(param)
-            is_cut = shard is not None and shard.is_cut_over_copies
-            counted[is_cut].extend(_counted(param, grads[-1], rank))
-    # 2. Their norms, to the power in which norms add up.
+            over_copies = shard is not None and shard.is_cut_over_copies
+            counted[over_copies].extend(_counted(param, grads[-1], rank))
+    # 2. The p-th powers of their norms, which add up.
     is_max = norm_type == float("inf")
     reduction = direct.MAX if is_max else direct.SUM
-    whole, cut = (_power(counted[is_cut], norm_type, device, dtype, foreach) for is_cut in (False, True))
-    direct.all_reduce(cut, copies, reduction)
-    total = torch.maximum(whole, cut) if is_max else whole + cut
+    unsharded, sharded = (_power(counted[over], norm_type, device, dtype, foreach) for over in (False, True))
+    direct.all_reduce(sharded, copies, reduction)
+    total = torch.maximum(unsharded, sharded) if is_max else unsharded + sharded
     direct.all_reduce(total, process_group, reduction)
     norm = total if is_max else total ** (1 / norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -76,7 +76,7 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of all gradients is {norm.item()}, by which they cannot be clipped; with "
             "error_if_nonfinite=False they would be scaled by it"
         )
-    # 3. As torch scales them.
+    # 3. Scale them with torch's function.
     nn.utils.clip_grads_with_norm_(map(with_gradient, grads), max_norm, norm, foreach)
     return norm
 
@@ -90,39 +90,39 @@ def _clip(
     return clip_grad_norm_(params, *args, **keywords) if ours else original(params, *args, **keywords)
 
 
-WHOLE_NORMS = Patch(
+FULL_NORMS = Patch(
     "torch",
     "nn.utils.clip_grad_norm_",
     lambda: replace_all((owner, "clip_grad_norm_", _clip) for owner in (nn.utils, nn.utils.clip_grad)),
 )
-"""Lets `torch.nn.utils.clip_grad_norm_`, and so accelerate's, clip a tensor-parallel model by its whole norm.
+"""Makes `torch.nn.utils.clip_grad_norm_`, and so accelerate's, clip by the norm of the full tensor-parallel model.
 
-Torch takes plain shards for parameters of one process: each rank would scale its gradients by another norm.
+Unpatched, torch takes plain shards for full parameters: each rank would scale its gradients by another norm.
 """
 
 
 def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
-    """The parts of a local gradient that count on this rank: values that no lower rank holds too."""
+    """The slices of a local gradient that count on this rank: values that no lower rank also holds."""
     shard = shard_of(param)
-    if shard is None and isinstance(param, DTensor) and any(isinstance(each, Shard) for each in param.placements):
+    if shard is None and isinstance(param, DTensor) and any(isinstance(place, Shard) for place in param.placements):
         yield grad
         return
-    if shard is None or shard.layout is None:  # a part that was added to the model, or a replicated parameter
-        is_cut = shard is not None and shard.data_parallel is not None and not shard.is_cut_over_copies
-        if rank == 0 or is_cut:
+    if shard is None or shard.layout is None:  # a parameter that was added to the model, or a replicated one
+        over_tp = shard is not None and shard.data_parallel is not None and not shard.is_cut_over_copies
+        if rank == 0 or over_tp:
             yield grad
         return
     dim, position = shard.layout.dim, 0
     start, stop = shard.rows if dim == 0 else (0, shard.local_shape[dim])
-    for part in shard.layout.split.shared(rank):
-        if rank != part.ranks[0]:
-            yield _between(grad, dim, position - start, part.local - start)
-            position = part.local + part.length
+    for shared in shard.layout.split.shared(rank):
+        if rank != shared.ranks[0]:
+            yield _between(grad, dim, position - start, shared.local - start)
+            position = shared.local + shared.length
     yield _between(grad, dim, position - start, stop - start)
 
 
 def _between(tensor: Tensor, dim: int, start: int, stop: int) -> Tensor:
-    """The indices from `start` to `stop` of `dim`, as far as the tensor has them."""
+    """The indices from `start` to `stop` of `dim`, clamped to the tensor."""
     start, stop = (min(max(index, 0), tensor.shape[dim]) for index in (start, stop))
     return tensor.narrow(dim, start, max(stop - start, 0))
 
@@ -132,18 +132,18 @@ def _power(
 ) -> Tensor:
     """The p-th power of the norm of `tensors`, in `dtype`; the norm itself for infinity."""
     norms: list[Tensor] = [torch.zeros((), dtype=dtype, device=device)]
-    for alike in _alike(tensor for tensor in tensors if tensor.numel()):
+    for same_kind in _by_device_and_dtype(tensor for tensor in tensors if tensor.numel()):
         if foreach is False:
-            found = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in alike]
+            kind_norms = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in same_kind]
         else:
-            found = list(foreach_norm(alike, norm_type, dtype=dtype))
-        norms += [norm.to(device) for norm in found]
+            kind_norms = list(foreach_norm(same_kind, norm_type, dtype=dtype))
+        norms += [norm.to(device) for norm in kind_norms]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm if norm_type == float("inf") else norm.pow(norm_type)
 
 
-def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Tensors of one device and dtype, together."""
+def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Tensors grouped by device and dtype."""
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)

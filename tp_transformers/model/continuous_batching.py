@@ -16,11 +16,11 @@ from ..strategies import LocalConfig
 _MODULE = "transformers.generation.continuous_batching.continuous_api"
 
 _kv_heads: ContextVar[int | None] = ContextVar("tp_transformers_kv_heads", default=None)
-"""KV heads of this rank, while the cache of a tensor-parallel model is made."""
+"""Number of KV heads of this rank, while the cache of a tensor-parallel model is created."""
 
 
 def _create_batch_processor(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The method of `ContinuousBatchingManager` that makes the cache."""
+    """`ContinuousBatchingManager._create_batch_processor`, which creates the cache."""
     if GROUP.find(self.model) is None:
         return original(self, *args, **kwargs)
     token = _kv_heads.set(_own_kv_heads(self.model))
@@ -31,36 +31,38 @@ def _create_batch_processor(original: Any, self: Any, *args: Any, **kwargs: Any)
 
 
 def _make_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`PagedAttentionCache.__init__`, with a config of this rank's heads, which are not divided again."""
+    """`PagedAttentionCache.__init__` with this rank's KV heads in its config; it does not divide them again."""
     heads = _kv_heads.get()
     if heads is not None:
-        asked = inspect.signature(original).bind(self, *args, **kwargs)
-        given = asked.arguments
-        given["config"] = LocalConfig(given["config"], num_key_value_heads=heads)
-        if "distributed_helper" in given:
-            given["distributed_helper"] = LocalConfig(given["distributed_helper"], are_kv_heads_tp_ed=lambda: False)
-        for name, nothing in (("tp_plan", {}), ("tp_size", None)):  # what older releases ask
-            if name in given:
-                given[name] = nothing
-        args, kwargs = asked.args[1:], asked.kwargs
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        arguments = bound.arguments
+        arguments["config"] = LocalConfig(arguments["config"], num_key_value_heads=heads)
+        if "distributed_helper" in arguments:
+            arguments["distributed_helper"] = LocalConfig(
+                arguments["distributed_helper"], are_kv_heads_tp_ed=lambda: False
+            )
+        for name, default in (("tp_plan", {}), ("tp_size", None)):  # arguments of older releases
+            if name in arguments:
+                arguments[name] = default
+        args, kwargs = bound.args[1:], bound.kwargs
     original(self, *args, **kwargs)
 
 
 def _own_kv_heads(model: Any) -> int | None:
-    """KV heads of this rank in every layer; None where attention is not cut.
+    """KV heads of this rank, the same in every layer; None if attention is not sharded.
 
-    Raises UnsupportedError where layers have different numbers of them.
+    Raises UnsupportedError if layers have different numbers of them.
     """
     rank = model.tp_group.rank
-    found = {heads.kv.widths[rank] for heads in model.tp_resolution.attention.values()}
-    if len(found) > 1:
+    counts = {heads.kv.widths[rank] for heads in model.tp_resolution.attention.values()}
+    if len(counts) > 1:
         raise UnsupportedError(
             "continuous batching",
-            got=f"layers with {', '.join(map(str, sorted(found)))} KV heads on rank {rank}",
+            got=f"layers with {', '.join(map(str, sorted(counts)))} KV heads on rank {rank}",
             expected="layers that have as many",
             fix="Call generate.",
         )
-    return found.pop() if found else None
+    return counts.pop() if counts else None
 
 
 def _install() -> Undo:
@@ -73,11 +75,11 @@ def _install() -> Undo:
     )
 
 
-def _refuse_managers() -> Undo:
-    """Refuse the manager of a tensor-parallel model, with a cache that would have all heads."""
+def _reject_managers() -> Undo:
+    """Reject a tensor-parallel model in `ContinuousBatchingManager`: its cache would have all heads."""
     manager = untyped(sys.modules[_MODULE]).ContinuousBatchingManager
     return replace(manager, "__init__", OWN_CACHE.refusing(lambda _, model, *__, **___: GROUP.find(model) is not None))
 
 
-OWN_CACHE = Patch("transformers", "continuous batching", _install, module=_MODULE, without=_refuse_managers)
-"""Lets the cache of continuous batching have this rank's heads."""
+OWN_CACHE = Patch("transformers", "continuous batching", _install, module=_MODULE, without=_reject_managers)
+"""Gives the cache of continuous batching this rank's KV heads."""

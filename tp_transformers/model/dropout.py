@@ -1,16 +1,16 @@
-"""Random numbers under tensor parallelism: the same where ranks hold the same activations, each rank's own where not.
+"""Random numbers under tensor parallelism: shared for replicated activations, each rank's own for sharded ones.
 
-All ranks begin with one seed, and draw alike where activations are whole: dropouts on them have one mask. Between a
-layer that leaves its features sharded and the next that takes them so, each rank has features or heads of its own, in
-numbers that may differ: there it draws from a state of its own, and the shared one goes on alike on all ranks.
+All ranks start from one seed and draw the same numbers for replicated activations: dropouts on them have one mask.
+Between a layer that outputs sharded features and the next that takes them, each rank has its own features or heads, and
+their numbers may differ: there it draws from its own state, and the shared state advances equally on all ranks.
 
-    whole ── colwise ── [ own state: attention, activations ] ── rowwise ── whole
+    replicated ── colwise ── [ own state: attention, activations ] ── rowwise ── replicated
 
-Under sequence parallelism each rank has tokens of its own wherever a layer is not within a block, which joins them:
+Under sequence parallelism each rank has its own tokens outside of the blocks, which gather the sequence:
 
-    part ── norm ── block ── [ own state: dropout, sum, norm ] ── block ── [ own state: dropout, sum ] ── part
+    shard ── norm ── block ── [ own state: dropout, sum, norm ] ── block ── [ own state: dropout, sum ] ── shard
 
-The own state is a function of the shared one and of the rank, and nothing is kept from step to step: where
+The own state is a function of the shared state and of the rank. Nothing is kept between steps: where
 torch.utils.checkpoint restores the shared state, the same masks are drawn again.
 """
 
@@ -33,27 +33,27 @@ from ..strategies.regions.sequence import is_cut
 from ..strategies.signature import FEATURES
 
 _STEP = 0x9E3779B97F4A7C15
-"""Between the seeds of neighbouring ranks: 2**64 by the golden ratio."""
+"""Difference between the seeds of neighbouring ranks: 2**64 divided by the golden ratio."""
 
 
 class OwnRandomness:
-    """Lets a rank draw numbers of its own between the layers, or the blocks, of one module."""
+    """Lets a rank draw its own numbers between the layers, or the blocks, of one module."""
 
     def __init__(self, rank: int, device: torch.device, group: Group | None = None) -> None:
         self.rank = rank
         self.device = device
         self.group = group
         self.shared: Tensor | None = None
-        """The state that the ranks share, while this one draws from its own."""
+        """The shared state, while this rank draws from its own."""
         self.seed = 0
-        """Seed of the own state. If the generator has another, the shared state is back already: torch.utils.checkpoint
+        """Seed of the own state. If the generator has another, the shared state is already back: torch.utils.checkpoint
         restores it when its recomputation ends before `module` does."""
         self.draws = False
         self.settings: Settings = ((), ())
-        """Those of the module, found once: torch before 2.12 compiles no search for them."""
+        """Settings of the module, found once: torch before 2.12 does not compile the search for them."""
         self.hooked: WeakSet[nn.Module] = WeakSet()
         self.children: WeakSet[nn.Module] = WeakSet()
-        """Children of the module by now; an earlier child may have become part of an adapter."""
+        """Current children of the module; an earlier child may now be inside an adapter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnRandomness:
         copied = type(self)(self.rank, self.device, self.group)
@@ -61,54 +61,55 @@ class OwnRandomness:
         return copied
 
     def attach(self, module: nn.Module) -> None:
-        """Draw as this rank from the end of a column-parallel layer of `module` to the start of a row-parallel one.
+        """Draw from the own state between a column-parallel layer of `module` and the next row-parallel one.
 
-        If there is none, or a forward raises, it is the end of `module` (recomputation stops by raising). For a
-        part of a sequence, draw as this rank from the end of a block, which joins the parts, to the start of the next.
+        Without a row-parallel layer, or if a forward raises (recomputation stops by raising), up to the end of
+        `module`. With a sharded sequence: from the end of a block, which gathers the sequence, to the start of the
+        next.
         """
         self.settings = _settings(module)
         block_of(module).guards.append(self)
 
     def begin(self, module: nn.Module) -> None:
-        """Before the module: find out whether it drops anything, and the layers that it is made of by now."""
+        """Before the module: find out whether it drops anything, and hook the layers that it now consists of."""
         self.leave()
         self.draws = module.training and _drops(module, self.settings)
         if not self.draws:
             return
         children = list(module.children())
         self.children = WeakSet(children)
-        on_parts = any(
+        has_sequence_shards = any(
             strategy is not None and strategy.signature.joins_sequence for strategy in map(_strategy, children)
         )
         for child in children:
             strategy = _strategy(child)
-            if child in self.hooked or (strategy is None and not on_parts):
+            if child in self.hooked or (strategy is None and not has_sequence_shards):
                 continue
             self.hooked.add(child)
             if strategy is None:
-                child.register_forward_pre_hook(self.enter_part)
+                child.register_forward_pre_hook(self.enter_sequence_shard)
             elif strategy.signature.joins_sequence:
                 child.register_forward_pre_hook(self.leave)
-                child.register_forward_hook(self.enter_part)
+                child.register_forward_hook(self.enter_sequence_shard)
             elif strategy.signature.takes is FEATURES:
                 child.register_forward_pre_hook(self.leave)
             elif strategy.signature.leaves is FEATURES:
                 child.register_forward_hook(self.enter_after)
-                if "tp_strategy" not in child.__dict__:  # an adapter, which may drop some of its own, whole, input
+                if "tp_strategy" not in child.__dict__:  # an adapter, which may drop some of its replicated input
                     child.register_forward_pre_hook(self.leave)
 
     def enter_after(self, child: nn.Module, *_: Any) -> None:
-        """Draw as this rank alone, if `child` is not within an adapter, which goes on to compute on the whole."""
+        """Switch to the own state, unless `child` is inside an adapter, which goes on with replicated activations."""
         if child in self.children:
             self.enter()
 
-    def enter_part(self, *_: Any) -> None:
-        """Draw as this rank alone, where it has a part of the sequence."""
+    def enter_sequence_shard(self, *_: Any) -> None:
+        """Switch to the own state if this rank has a shard of the sequence."""
         if self.group is not None and is_cut(self.group):
             self.enter()
 
     def enter(self) -> None:
-        """Draw as this rank alone; the shared state goes on by one number, on every rank."""
+        """Switch to the own state; the shared state advances by one number on every rank."""
         if self.draws and not self._has_entered():
             seed = _next_seed(self.device)
             self.shared = random_state(self.device)
@@ -116,7 +117,7 @@ class OwnRandomness:
             _generator(self.device).manual_seed(self.seed)
 
     def leave(self, *_: Any) -> None:
-        """Draw as all ranks do."""
+        """Switch back to the shared state."""
         if self.shared is not None and self._has_entered():
             set_random_state(self.device, self.shared)
         self.shared = None
@@ -126,25 +127,25 @@ class OwnRandomness:
 
 
 class SharedRandomness:
-    """Lets the ranks draw alike in a module that computes on the samples of all, while each draws its own outside."""
+    """Lets ranks draw the same numbers in a module that computes on the samples of all; outside, each draws its own."""
 
     def __init__(self, group: TensorParallelGroup) -> None:
         self.group = group
         self.own: Tensor | None = None
-        """The state of this rank, while the ranks draw from a shared one."""
+        """The state of this rank, while it draws from the shared one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedRandomness:
         return type(self)(self.group)
 
     def attach(self, module: nn.Module) -> None:
-        """Draw as all ranks do from the start of `module` to its end, however it ends."""
+        """Draw from the shared state from the start of `module` to its end, also if it raises."""
         module.register_forward_pre_hook(self.begin)
         module.register_forward_hook(self.leave, always_call=True)
 
     def begin(self, module: nn.Module, *_: Any) -> None:
-        """Before the module: if it drops anything, take the first rank's next number for a seed (one all-gather)."""
+        """Before the module: if it drops anything, use the first rank's next number as the seed (one all-gather)."""
         self.leave()
-        if module.training and any(_drops(each, _settings(each)) for each in module.modules()):
+        if module.training and any(_drops(inner, _settings(inner)) for inner in module.modules()):
             device, process_group = self.group.device, self.group.process_group
             assert process_group is not None
             seeds = all_gather_number(_next_seed(device), process_group, device)
@@ -152,31 +153,31 @@ class SharedRandomness:
             _generator(device).manual_seed(seeds[0])
 
     def leave(self, *_: Any) -> None:
-        """Draw as this rank alone."""
+        """Switch back to the state of this rank."""
         if self.own is not None:
             set_random_state(self.group.device, self.own)
             self.own = None
 
 
 def _strategy(module: nn.Module) -> TensorParallelLayer | None:
-    """The strategy of a layer, or of that which an adapter such as LoRA's is wrapped around."""
+    """The strategy of a layer; for an adapter such as LoRA, that of its base layer."""
     while isinstance(getattr(module, "base_layer", None), nn.Module):
         module = untyped(module).base_layer
     return module.__dict__.get("tp_strategy")
 
 
 Settings = tuple[tuple[str, ...], tuple[str, ...]]
-"""Names of the attributes of a module, and of its config, that may say how much it drops."""
+"""Names of the attributes of a module, and of its config, that may be a dropout probability."""
 
 
 def _settings(module: nn.Module) -> Settings:
     holders = (module, getattr(module, "config", None))
-    own, of_config = (tuple(name for name in getattr(each, "__dict__", ()) if "drop" in name) for each in holders)
+    own, of_config = (tuple(name for name in getattr(holder, "__dict__", ()) if "drop" in name) for holder in holders)
     return own, of_config
 
 
 def _drops(module: nn.Module, settings: Settings) -> bool:
-    """True if a module drops anything itself: by a setting of its own or of its config, or with a dropout in it."""
+    """True if a module drops anything itself: by its own setting, by one of its config, or by a dropout child."""
     config = getattr(module, "config", None)
     for holder, names in zip((module, config), settings, strict=True):
         for name in names:
@@ -187,9 +188,9 @@ def _drops(module: nn.Module, settings: Settings) -> bool:
 
 
 def _next_seed(device: torch.device) -> int:
-    """A number below 2**62 from the default generator of `device`, which goes on by one draw.
+    """Draw a number below 2**62 from the default generator of `device`.
 
-    Another device than a CPU is not waited for: the number is a hash of the generator's state, which is on the host.
+    This does not synchronise with a GPU: there the number is a hash of the generator's state, which is on the host.
     """
     if device.type == "cpu":
         return int(torch.randint(2**62, (), device=device))
@@ -199,5 +200,5 @@ def _next_seed(device: torch.device) -> int:
 
 
 def _generator(device: torch.device) -> Any:
-    """The holder of the seed of a device's default generator."""
+    """The object with the seed of a device's default generator."""
     return torch.default_generator if device.type == "cpu" else torch.get_device_module(device)

@@ -1,7 +1,7 @@
-"""Failures of one rank in calls of a model: all ranks hear of them, and raise. See `ranks.watch`.
+"""Failures of one rank in calls of a model: all ranks raise. See `ranks.watch`.
 
-Forwards, `generate`, backwards, steps of optimizers, and errors that end the process are watched; `fail_together` is
-for the code of users around them.
+Watched are forwards, `generate`, backwards, steps of optimizers, and errors that end the process. `fail_together` is
+for user code around them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from ..strategies.shards.shard import SHARD
 from ..torch_api import DYNAMO, compiled_class
 
 WATCH: Mark[Watch] = Mark("tp_watch")
-"""Hears of the failures of other ranks, on a model and on the models inside it."""
+"""The watch for failures of other ranks, on a model and on the models inside it."""
 
 
 def begin_watch(group: TensorParallelGroup, limit: bool | float | None) -> Watch | None:
-    """Let all ranks of `group` hear when one of them fails; all have to call it. None where nothing is watched.
+    """Start a watch that reports a failure of any rank of `group` to the others. Collective.
 
-    `limit`: seconds until a silent rank counts as lost; None and True for `LIMIT`, False for no watch at all.
-    Raises MeshError where some ranks pass False and others do not.
+    Returns None if nothing is watched. Raises MeshError if some ranks pass `limit=False` and others do not.
+
+    Args:
+        limit: seconds until a silent rank counts as lost; None and True for `LIMIT`, False for no watch at all.
     """
     group.check_same({"tp_watch": limit is not False})
     if group.size == 1 or limit is False or store_of_ranks() is None:
@@ -58,27 +60,27 @@ def keep_watch(model: nn.Module, watching: Watch | None) -> None:
 
 
 def watch_copies(model: nn.Module, copies: TensorParallelGroup) -> None:
-    """Let the ranks that hold the same part of each copy of `model` hear of one another, too."""
+    """Watch the ranks that hold the same shards in the other copies of `model`, too."""
     own = WATCH.find(model)
     if own is not None and copies.size > 1:
         own.beyond = Watch(copies, own.limit, is_of_copies=True)
 
 
 def fail_together(model: Any) -> AbstractContextManager[Any]:
-    """A block that all ranks run: where it fails on some of them alone, it fails on all, within seconds.
+    """Context manager for a block that all ranks run: if it fails on some of them, it fails on all, within seconds.
 
-    For code around a tensor-parallel model that may fail on one rank: a step of a training loop, a tokenizer, a
-    metric. The rank that fails first raises its own error, the others raise RemoteRankError with its message and
-    traceback; their process group has ended then. Where all ranks fail alike, each raises its own, and may go on.
+    For code around a tensor-parallel model that may fail on one rank: a step of a training loop, a tokenizer, a metric.
+    The rank that fails first raises its own error; the others raise RemoteRankError with its message and traceback, and
+    their process group has ended. If all ranks fail in the same way, each raises its own error and can go on.
     """
     return WATCH.find(model) or nullcontext()
 
 
 class WatchedModel:
-    """A module with outermost calls that are watched."""
+    """A module with watched outermost calls."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The call of the module's own class."""
+        """Call the module's own class, watched."""
         call: Callable[..., Any] = super().__call__  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return call(*args, **kwargs)
@@ -94,27 +96,27 @@ class WatchedModel:
 
 
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with watched(each for each in POLLER.all() if isinstance(each, Watch) and each.owes_backward):
+    with watched(watch for watch in POLLER.all() if isinstance(watch, Watch) and watch.owes_backward):
         result = original(*args, **kwargs)
-    for each in POLLER.all():
-        if isinstance(each, Watch):
-            each.owes_backward = False
+    for watch in POLLER.all():
+        if isinstance(watch, Watch):
+            watch.owes_backward = False
     return result
 
 
 def _watched_step(original: Callable[..., Any], step: Callable[..., Any]) -> Any:
-    """The `step` of an optimizer's class as torch wraps it, watched."""
+    """Wrap the hooked `step` of an optimizer's class in the watches of its process groups."""
     hooked = original(step)
 
     @wraps(hooked)
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         params = (param for group in optimizer.param_groups for param in group["params"])
         groups = {id(shard.group): shard.group for param in params if (shard := SHARD.find(param)) is not None}
-        found = []
+        process_groups = []
         for group in groups.values():
             with suppress(RuntimeError):  # the group has been destroyed
-                found.append(group.process_group)
-        with watched(each for one in found for each in watches(one)):
+                process_groups.append(group.process_group)
+        with watched(watch for process_group in process_groups for watch in watches(process_group)):
             return hooked(optimizer, *args, **kwargs)
 
     return step_of
@@ -127,11 +129,11 @@ def _compiled(original: Callable[..., Any], module: Any, *args: Any, **kwargs: A
 
 def _exit(original: Callable[..., Any], kind: Any, error: BaseException | None, trace: Any) -> Any:
     if isinstance(error, Exception) and FAILURE.find(error) is None:
-        for each in POLLER.all():
-            if isinstance(each, Watch):
+        for watch in POLLER.all():
+            if isinstance(watch, Watch):
                 try:
-                    each.tell(error)
-                except RemoteRankError as remote:  # why the collective of a user's own was ended
+                    watch.tell(error)
+                except RemoteRankError as remote:  # the reason why a user's own collective was aborted
                     if hasattr(error, "add_note"):  # Python 3.11
                         error.add_note(str(remote))
     original(kind, error, trace)
@@ -149,22 +151,22 @@ WATCHED_CALLS = (
     ),
     Patch("Python", "sys.excepthook", lambda: replace(sys, "excepthook", _exit)),
 )
-"""Held by every watch: backwards, optimizers that are made while it lives, compiled models, errors that end a process.
+"""Held by every watch: backwards, optimizers created while it lives, compiled models, errors that end a process.
 
-Where torch lacks one of these, ranks hear of such failures when they next wait for each other in vain.
+If torch lacks one of these, ranks notice such a failure while they wait in the next collective.
 """
 
 
 def renew_process_group(model: nn.Module) -> None:
-    """Start a new process group in place of one that has ended since a rank failed; all ranks have to call it.
+    """Start a new process group after a rank failed and the old one ended; collective.
 
-    Models that are loaded work as before: parameters, optimizers and random states are unchanged. Caches and
-    recorded forwards of before are not to be used; other process groups have to be made again.
+    Loaded models work as before: parameters, optimizers and random states are unchanged. Do not use earlier caches or
+    recorded forwards; create other process groups again.
 
     Raises:
-        RemoteRankError: if a rank is lost.
-        MeshError: if the group has not ended.
-        UnsupportedError: if the model's ranks are not all that were started.
+        RemoteRankError: a rank is lost.
+        MeshError: the group has not ended.
+        UnsupportedError: the model does not use all ranks that were started.
     """
     group, watching = GROUP.of(model), WATCH.find(model)
     failure = watching.failure if watching is not None else None
@@ -184,10 +186,10 @@ def renew_process_group(model: nn.Module) -> None:
             expected="a model on one axis of all ranks",
             fix="Start all ranks again.",
         )
-    ended = [each for each in POLLER.all() if isinstance(each, Watch) and each.failure == failure]
+    ended = [watch for watch in POLLER.all() if isinstance(watch, Watch) and watch.failure == failure]
     restart(group, watching.meeting)
-    # Each rank collects a model that is dropped in its own time: only those join that all ranks still have.
-    numbers = [set(found) for found in group.gather([each.number for each in ended])]
+    # Ranks garbage-collect dropped models at different times: restart the watches that all ranks still have.
+    numbers = [set(rank_numbers) for rank_numbers in group.gather([watch.number for watch in ended])]
     common = set.intersection(*numbers)
-    for each in sorted((each for each in ended if each.number in common), key=lambda each: each.number):
-        each.begin()
+    for watch in sorted((watch for watch in ended if watch.number in common), key=lambda watch: watch.number):
+        watch.begin()

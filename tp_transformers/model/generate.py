@@ -1,8 +1,8 @@
-"""`generate` on ranks that share one model: one random state, one prompt, one moment to stop.
+"""`generate` on the ranks of one model, which share a random state, a prompt and the decision to stop.
 
-Each rank decodes for itself, from logits that are the same on all; so the ranks keep in step as long as nothing that
-each has of its own gets into it. So ranks share random states at the start, and the results of clocks and of users'
-code in every step.
+Each rank decodes by itself, from logits that are the same on all. Ranks stay in step as long as nothing that differs
+between them gets into the loop. So they share random states at the start, and in every step the results of clocks and
+of user code.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..transformers_api import BaseStreamer
 from .failures import fail_together
 
 _Model: Any = object
-"""Base of the methods: a PreTrainedModel with GenerationMixin, in the class of a model."""
+"""Base of the mixin; in the class of a model, a PreTrainedModel with GenerationMixin follows it in the MRO."""
 OWN = ("streamer", "stopping_criteria")
-"""Arguments of `generate` that some ranks may have and others not."""
+"""Arguments of `generate` that may be given to some ranks only."""
 CHOOSING = ("logits_processor", "prefix_allowed_tokens_fn")
-"""Arguments of `generate` with code of a user's own that changes which tokens are taken."""
+"""Arguments of `generate` with user code that changes which tokens are taken."""
 
 _FAILED = 2
 """Vote of a rank that failed; 1 is stop, 0 is go on."""
@@ -49,21 +49,21 @@ class TensorParallelGeneration(_Model):
     tp_resolution: Resolution
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The `generate` of the model's own class, which all ranks have to call, with the same inputs.
+        """The `generate` of the model's own class, which all ranks call with the same inputs.
 
-        Every rank draws the numbers of one process with rank 0's random state. A streamer may be given to some ranks
-        alone, and so may stopping criteria: where one of them says stop, or fails, all ranks do.
+        Every rank draws the numbers of one process with rank 0's random state. A streamer or stopping criteria may be
+        given to some ranks only: if one of them stops or fails, all ranks do.
 
         Raises:
-            MeshError: if the ranks' inputs differ, or tokens that a user's own code chose; the message names them.
-            RemoteRankError: if a streamer or a stopping criterion of any rank failed.
+            MeshError: the ranks' inputs differ, or tokens that user code chose; the message names them.
+            RemoteRankError: a streamer or a stopping criterion of any rank failed.
         """
         with fail_together(self):
             return self._generate(super().generate, *args, **kwargs)
 
     def _generate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.tp_group.size == 1 or (_call.get() or _NOBODY).ranks == self.tp_group.global_ranks:
-            return own(*args, **kwargs)  # an assistant's ranks are in step already
+            return own(*args, **kwargs)  # nested, as for an assistant: its ranks are in step already
         arguments = _name_arguments(own, args, kwargs)
         with _in_step(self, arguments), same_inputs():
             return own(**arguments)
@@ -71,13 +71,16 @@ class TensorParallelGeneration(_Model):
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria = super()._get_stopping_criteria(*args, **kwargs)
         call = _call.get()
-        if call is None or not (call.shares_steps or any(isinstance(one, MaxTimeCriteria) for one in criteria)):
+        if call is None or not (
+            call.shares_steps or any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria)
+        ):
             return criteria
         return _SharedCriteria(criteria, self.tp_group, call)
 
     def _get_static_cache_init_shape(self) -> Any:
-        """(KV heads, head size), each a number or one for every layer, where transformers counts this rank's heads
-        right; None elsewhere, so that a cache takes its shape from its first input.
+        """(KV heads, head size), each a number or a list per layer, if transformers counts this rank's heads right.
+
+        Else None: the cache then takes its shape from its first input.
         """
         shape = super()._get_static_cache_init_shape()
         for name, heads in self.tp_resolution.attention.items():
@@ -92,17 +95,17 @@ class TensorParallelGeneration(_Model):
 
 @dataclass
 class _Call:
-    """One `generate` that is running."""
+    """A running `generate`."""
 
     ranks: list[int]
-    """World ranks that run it."""
+    """Its world ranks."""
     shares_steps: bool = False
-    """True if a rank has code of its user's in the loop: in every step the ranks then compare their tokens, and agree
-    to stop or go on."""
+    """True if some rank runs user code in the loop: ranks then compare tokens, and agree to stop or go on, in every
+    step."""
     chooses: tuple[str, ...] = ()
-    """Names of the user's code that changes which tokens are taken."""
+    """Names of user code that changes which tokens are taken."""
     failure: Exception | None = None
-    """The error that this rank's streamer raised."""
+    """The error of this rank's streamer."""
 
 
 _NOBODY = _Call([])
@@ -111,7 +114,7 @@ _call: ContextVar[_Call | None] = ContextVar("generate", default=None)
 
 @contextmanager
 def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
-    """Bring the ranks' random states together; put guards around the calls that only some of them have."""
+    """Share rank 0's random states, and guard the calls that only some ranks have."""
     group: TensorParallelGroup = model.tp_group
     marks = {name: mark(value) for name, value in arguments.items() if name not in OWN and value is not None}
     marks["generation_config"] = mark(arguments.get("generation_config") or getattr(model, "generation_config", None))
@@ -133,13 +136,13 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     finally:
         _call.reset(token)
     if streams:
-        _agree_on_failure(group, call.failure)  # the last tokens
+        _agree_on_failure(group, call.failure)  # a failure on the last tokens
 
 
 class _SharedCriteria(StoppingCriteriaList):
-    """Stop a sequence where any rank would, and raise where ranks have taken different tokens.
+    """Stop a sequence if any rank would, and raise if ranks took different tokens.
 
-    Clocks differ, and so may objects of users. One all-reduce of three numbers a sequence in every step.
+    Clocks differ between ranks, and user code may. One all-reduce of three numbers per sequence in every step.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, group: TensorParallelGroup, call: _Call) -> None:
@@ -147,10 +150,10 @@ class _SharedCriteria(StoppingCriteriaList):
         self.group, self.call = group, call
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """(batch,) whether each sequence is done, the same on all ranks."""
+        """(batch,) True for a sequence that is done, the same on all ranks."""
         votes = torch.full((3, len(input_ids)), _FAILED, dtype=torch.int64, device=self.group.device)
         places = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
-        votes[1] = (input_ids * places).sum(-1)  # a mark of the tokens
+        votes[1] = (input_ids * places).sum(-1)  # a checksum of the tokens
         votes[2] = -votes[1]
         failure = self.call.failure
         if failure is None:
@@ -162,24 +165,24 @@ class _SharedCriteria(StoppingCriteriaList):
         if (votes[0] == _FAILED).any():
             _agree_on_failure(self.group, failure)
         if (votes[1] != -votes[2]).any():
-            _refuse_different(self.group.gather(input_ids.tolist()), self.call)
+            _raise_different(self.group.gather(input_ids.tolist()), self.call)
         return votes[0].to(input_ids.device, torch.bool)
 
 
-def _refuse_different(ranks: Sequence[list[list[int]]], call: _Call) -> None:
-    """Raise MeshError, the same on all ranks, at the first token (batch, length) that is not rank 0's."""
+def _raise_different(ranks: Sequence[list[list[int]]], call: _Call) -> None:
+    """Raise MeshError, on all ranks, at the first token that is not rank 0's; `ranks`: (batch, length) of each rank."""
     for rank, rows in enumerate(ranks):
         for row, (first, own) in enumerate(zip(ranks[0], rows, strict=True)):
-            differing = (at for at, (one, other) in enumerate(zip_longest(first, own)) if one != other)
+            differing = (at for at, (first_id, own_id) in enumerate(zip_longest(first, own)) if first_id != own_id)
             place = next(differing, None)
             if place is None:
                 continue
-            one, other = ("none" if place >= len(tokens) else str(tokens[place]) for tokens in (first, own))
+            first_id, own_id = ("none" if place >= len(tokens) else str(tokens[place]) for tokens in (first, own))
             code = f"{' and '.join(call.chooses)} may draw" if call.chooses else "Your code in generate may have drawn"
             raise agreed(
                 MeshError(
                     "generate's tokens",
-                    got=f"{one} on rank 0 and {other} on rank {rank}, at position {place} of sequence {row}",
+                    got=f"{first_id} on rank 0 and {own_id} on rank {rank}, at position {place} of sequence {row}",
                     expected="the same on all ranks of a model",
                     fix=f"{code} random numbers that differ: ranks share the default generators of torch, numpy and "
                     "random; seed a generator of your own alike on all of them.",
@@ -188,26 +191,26 @@ def _refuse_different(ranks: Sequence[list[list[int]]], call: _Call) -> None:
 
 
 def _chooses(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the code of a user's own that changes which tokens are taken."""
-    found = []
+    """Names of the user code that changes which tokens are taken."""
+    names = []
     for name in CHOOSING:
         value = arguments.get(name)
-        found += [type(each).__name__ for each in value] if isinstance(value, list) else [name] if value else []
-    return tuple(found)
+        names += [type(item).__name__ for item in value] if isinstance(value, list) else [name] if value else []
+    return tuple(names)
 
 
 class _GuardedStreamer(BaseStreamer):
-    """A streamer that keeps its failure until all ranks can hear of it; on a rank without one, nothing."""
+    """A streamer that keeps its error until all ranks can raise; does nothing on a rank without one."""
 
     def __init__(self, streamer: BaseStreamer | None, call: _Call) -> None:
         self.streamer, self.call = streamer, call
 
     def put(self, value: Tensor) -> None:
-        """Hand on tokens."""
+        """Pass tokens on."""
         self._do("put", value)
 
     def end(self) -> None:
-        """Hand on that there will be no more."""
+        """Signal the end of the tokens."""
         self._do("end")
 
     def _do(self, method: str, *args: Any) -> None:
@@ -219,7 +222,7 @@ class _GuardedStreamer(BaseStreamer):
 
 
 def _agree_on_failure(group: TensorParallelGroup, failure: Exception | None) -> None:
-    """Raise on all ranks where one has failed."""
+    """Raise on all ranks if one has failed."""
     with group.agree():
         if failure is not None:
             raise failure
@@ -236,7 +239,7 @@ def _name_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _check_marks(ranks: Sequence[Mapping[str, str]]) -> None:
-    """Raise MeshError, on all ranks, where they do not have the same marks."""
+    """Raise MeshError, on all ranks, if their marks differ."""
     for rank, marks in enumerate(ranks):
         names = sorted(name for name in marks.keys() | ranks[0].keys() if marks.get(name) != ranks[0].get(name))
         if names:
@@ -250,11 +253,11 @@ def _check_marks(ranks: Sequence[Mapping[str, str]]) -> None:
 
 
 def mark(value: Any) -> str:
-    """A short text that differs where values do: by value for tensors and plain data, by type for all else."""
-    return hashlib.blake2b(json.dumps(_outline(value), sort_keys=True).encode(), digest_size=16).hexdigest()
+    """A short hash of `value`: of the contents of tensors and plain data, of the type of everything else."""
+    return hashlib.blake2b(json.dumps(_plain_data(value), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _outline(value: Any) -> Any:
+def _plain_data(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Tensor):
@@ -263,11 +266,11 @@ def _outline(value: Any) -> Any:
     if hasattr(value, "to_dict"):  # a config
         value = value.to_dict()
     if isinstance(value, Mapping):
-        return {str(key): _outline(each) for key, each in value.items()}
+        return {str(key): _plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_outline(each) for each in value]
+        return [_plain_data(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(map(mark, value))
     if hasattr(value, "get_seq_length"):  # a cache, of this rank's heads
-        return [type(value).__name__, _outline(value.get_seq_length())]
+        return [type(value).__name__, _plain_data(value.get_seq_length())]
     return type(value).__name__

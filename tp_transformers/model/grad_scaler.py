@@ -1,9 +1,9 @@
 """torch's GradScaler on shards: all ranks skip a step, or none does.
 
-`torch.amp.GradScaler` looks for infinities in the gradients of one process. For DTensors, torch shares the result over
-their mesh; for plain shards it does not, and it refuses a list of both. One rank would skip a step that another takes,
-and they would scale the next loss by different factors. So whatever optimizer it is given the parameters of a
-tensor-parallel model with, it looks at this rank's values alone and shares what it finds.
+`torch.amp.GradScaler` looks for infinities in the gradients of one process. For DTensors, torch reduces the result over
+their mesh; for plain shards it does not, and it rejects a mix of both. One rank would skip a step that another takes,
+and they would scale the next loss by different factors. So for optimizers with parameters of a tensor-parallel model,
+the scaler checks this rank's local gradients, and the result is reduced over the ranks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..patches import Patch, replace, replace_all
 from ..ranks import direct
 from ..strategies.shards.shard import SHARD, local_tensor, settle_gradient, shard_of
 
-Found = dict[torch.device, Tensor]
-"""For each device, a number above 0 where a gradient there is not finite."""
+Infinities = dict[torch.device, Tensor]
+"""For each device, a number above 0 if a gradient there is not finite."""
 
 
 def _unscale_shared(
-    unscale: Callable[..., Found],
+    unscale: Callable[..., Infinities],
     scaler: GradScaler,
     optimizer: torch.optim.Optimizer,
     inv_scale: Tensor,
     found_inf: Tensor,
     allow_fp16: bool,
-) -> Found:
-    """`unscale`, torch's `GradScaler._unscale_grads_`; ranks share their findings."""
+) -> Infinities:
+    """Run `unscale`, torch's `GradScaler._unscale_grads_`, on local gradients, and reduce the result over the ranks."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     groups = _groups(params)
     if not groups:
@@ -57,15 +57,15 @@ SHARED_INFINITIES: Patch = Patch(
         (GradScaler, name, SHARED_INFINITIES.refusing(_has_shards)) for name in ("step", "unscale_")
     ),
 )
-"""Lets every GradScaler of torch share over the ranks the infinities that it finds in shards.
+"""Makes every GradScaler of torch reduce the infinities that it finds in shards over the ranks.
 
-One all-reduce of two numbers for each axis that cuts the model, whenever gradients are unscaled. Optimizers without
-shards are torch's own affair.
+One all-reduce of two numbers per sharded axis, each time gradients are unscaled. Without shards, an optimizer is
+unscaled as torch does it.
 """
 
 
 def _groups(params: Iterable[Tensor]) -> Sequence[dist.ProcessGroup]:
-    """The ranks over which any of `params` is cut, axis by axis; empty where no shard is among them."""
+    """The process groups over which any of `params` is sharded, one per axis; empty if none is."""
     groups: dict[dist.ProcessGroup | None, None] = {}
     for param in params:
         shard = shard_of(param)
@@ -83,15 +83,15 @@ def with_gradient(grad: Tensor) -> Tensor:
     return holder
 
 
-def _reduce(found: Found, groups: Iterable[dist.ProcessGroup], params: Sequence[Tensor]) -> Found:
-    """`found` with the findings of any rank, on every rank; also on one that has no gradient, where another has."""
+def _reduce(infinities: Infinities, groups: Iterable[dist.ProcessGroup], params: Sequence[Tensor]) -> Infinities:
+    """Reduce `found` over all ranks, also on a rank that has no gradient while another has one."""
     shard = next(filter(None, map(shard_of, params)), None)
     device = shard.group.device if shard is not None else local_tensor(params[0]).device
-    infinite = [value.to(device) for value in found.values()]
+    infinite = [value.to(device) for value in infinities.values()]
     total = torch.stack([*infinite, torch.zeros((), device=device)]).amax()
-    total = torch.stack([total, torch.full_like(total, bool(found))])
+    total = torch.stack([total, torch.full_like(total, bool(infinities))])
     for group in groups:
         direct.all_reduce(total, group, direct.MAX)
-    for value in found.values():
+    for value in infinities.values():
         value.copy_(total[0])
-    return found if found or not total[1] else {device: total[0]}
+    return infinities if infinities or not total[1] else {device: total[0]}

@@ -1,8 +1,8 @@
-"""Kernels of the Hub on a tensor-parallel model: a forward that is replaced may leave out modules that communicate.
+"""Kernels of the Hub on a tensor-parallel model: a replaced forward must not skip modules that communicate.
 
-transformers puts a kernel's function in place of a module's forward (`use_kernels=True`). A strategy's work around that
-forward stays, and so does the view of this rank's tensors. But a kernel for a whole block, such as that of GPT-OSS's
-mixtures, reads the parameters of the modules in it and never calls these.
+transformers puts a kernel's function in place of a module's forward (`use_kernels=True`). The strategy's work around
+that forward stays, and the kernel sees this rank's tensors. But a kernel for a larger block, such as the mixture of
+experts of GPT-OSS, reads the parameters of the modules inside it and never calls them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ..strategies import TensorParallelLayer
 
 @contextmanager
 def check_kernels(model: PreTrainedModel) -> Iterator[None]:
-    """Let the block replace forwards of modules that compute by themselves, such as norms; all ranks have to call it.
+    """Let the block replace forwards of modules that compute by themselves, such as norms. Collective.
 
-    Raises UnsupportedError on all ranks where it has replaced that of a module which holds others with strategies, or
-    which holds experts. If anything is raised on any rank, all forwards are restored.
+    Raises UnsupportedError on all ranks if it replaced the forward of a module that contains modules with strategies,
+    or that holds experts. After an error on any rank, all forwards are restored.
     """
     attributes = ("_use_kernels", "kernel_config")
     before = {module: module.__dict__.get("forward") for module in model.modules()}
@@ -56,7 +56,7 @@ def check_kernels(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _computes_alone(module: nn.Module) -> bool:
-    """True if a kernel in place of a module's forward leaves out no other module with a strategy."""
+    """True if no module inside `module` has a strategy, and it holds no experts: a kernel may replace its forward."""
     own: TensorParallelLayer | None = module.__dict__.get("tp_strategy")
-    inside = (part for part in module.modules() if part is not module)
-    return not any("tp_strategy" in part.__dict__ for part in inside) and not (own is not None and own.holds_experts)
+    inside = (inner for inner in module.modules() if inner is not module)
+    return not any("tp_strategy" in inner.__dict__ for inner in inside) and not (own is not None and own.holds_experts)

@@ -1,7 +1,7 @@
-"""The forward of a module with packed weights: decoded before it, and dropped after it.
+"""The forward of a module with packed weights: decoded before it, dropped after it.
 
-A backward that needs a weight decodes it again. The module's parameter is a placeholder on the meta device: its shape,
-dtype and shard are those of the weight, and it has no values. In the forward, the decoded weight stands in its place.
+A backward that needs a weight decodes it again. The module's parameter is a placeholder on the meta device, with the
+shape, dtype and shard of the weight. During the forward, the decoded weight replaces it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..torch_api import top_saved_tensors_hooks
 
 
 def hold_packed(module: nn.Module, name: str, weight: HeldWeight) -> None:
-    """Let the parameter `name` of a module, on the meta device, be decoded for each forward."""
+    """Decode the parameter `name` of a module, which is on the meta device, for each forward."""
     shard = SHARD.of(module._parameters[name])
     placeholder = shard.wrap(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), requires_grad=False)
     untyped(placeholder)._is_hf_initialized = True
@@ -36,7 +36,7 @@ def hold_packed(module: nn.Module, name: str, weight: HeldWeight) -> None:
 
 
 def _with_weights(call: Forwarder) -> Forwarder:
-    """The forward of a module with its weights decoded."""
+    """Wrap a forward so that the module's weights are decoded while it runs."""
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         packed = PACKED.of(module)
@@ -57,9 +57,9 @@ def _with_weights(call: Forwarder) -> Forwarder:
 
 @contextmanager
 def _decoded_again(storages: Mapping[int, HeldWeight]) -> Iterator[None]:
-    """Let a backward decode the weights in those `storages` once more, so that none is kept for it.
+    """Decode the weights in those `storages` again in the backward, instead of keeping them for it.
 
-    Where something else already keeps tensors for the backward, as activation checkpoints do, it does so with these.
+    If other hooks already save tensors for the backward, as activation checkpoints do, they handle these weights too.
     """
     if not torch.is_grad_enabled() or top_saved_tensors_hooks(False) is not None:
         yield

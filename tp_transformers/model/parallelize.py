@@ -27,7 +27,7 @@ from ..strategies import (
     mix_locally,
 )
 from ..strategies.signature import FEATURES
-from .attentions import return_whole_attentions
+from .attentions import return_full_attentions
 from .dropout import OwnRandomness, SharedRandomness
 from .state_dict import keep_state
 from .tensor_parallel_model import become_tensor_parallel, hold_patches
@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 
 
 def is_tensor_parallel(model: object) -> bool:
-    """True if `model` was loaded with a `tp_plan` by this package (also on one rank), or is PEFT's around one."""
+    """True if `model` was loaded with a `tp_plan` by this package (also on one rank), or is a PEFT wrapper of one."""
     return isinstance(GROUP.find(model), TensorParallelGroup)
 
 
@@ -45,22 +45,22 @@ def parallelize(
 ) -> Resolution:
     """Give every parameter of `model`, on the meta device, its local shape, and every module its communication.
 
-    `allow_replicated`: whether a plan that a transformers class declares may leave most of the model on every rank.
-    Raises PlanError if the plan does not fit; the model is then untouched.
+    `allow_replicated`: whether a plan that a transformers class declares may leave most of the model replicated. Raises
+    PlanError if the plan does not fit; the model is then unchanged.
     """
-    # 1. Bind the plan to the modules. Nothing is changed before every fault is known.
+    # 1. Bind the plan to the modules. All faults are reported before anything is changed.
     resolution = _bind(model, plan, group, allow_replicated=allow_replicated)
     # 2. Local shapes.
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shards = {name: _local_parameter(model, name, resolution, group) for name in names}
-    # 3. Local head counts, on the module alone: the config is shared and stays as it is.
+    # 3. Local head counts, set on the modules: the config is shared and stays unchanged.
     _count_local_heads(model, resolution, group)
     # 4. Communication.
     if group.device_mesh is not None:
         _attach_strategies(model, resolution, shards, group, group.device_mesh)
-        return_whole_attentions(model, resolution.attention, group)
+        return_full_attentions(model, resolution.attention, group)
         _attach_randomness(model, resolution, group)
-    # 5. The model knows that it is tensor-parallel, and so do modules around it.
+    # 5. The model, and the models inside it, become TensorParallelModels.
     hold_patches(model)
     for module in list(model.modules()):
         if hasattr(module, "save_pretrained"):
@@ -72,12 +72,12 @@ def parallelize(
 
 
 def _bind(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, allow_replicated: bool) -> Resolution:
-    """Bind the plan to the modules, compare plan and model over the ranks, and log how parameters are replicated."""
+    """Bind the plan to the modules, compare plan and model between ranks, and log the replicated parameters."""
     with group.agree():
         resolution = resolve(plan, model, group.size)
         warning = check_layers_are_cut(model, plan, resolution, group.size, allow_replicated=allow_replicated)
         config = json.loads(model.config.to_json_string(use_diff=False))
-    config.pop("_name_or_path", None)  # nodes may have copies at paths of their own
+    config.pop("_name_or_path", None)  # nodes may have the checkpoint under different paths
     plan = resolution.plan
     group.check_same(
         {
@@ -98,7 +98,7 @@ def _bind(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, all
 
 
 def _local_parameter(model: nn.Module, name: str, resolution: Resolution, group: TensorParallelGroup) -> ParamShard:
-    """Swap one meta parameter for a meta parameter of this rank's shape; returns the rank's shards."""
+    """Replace one meta parameter by one of this rank's local shape; returns its ParamShard."""
     owner, param_type = owner_of(model, name)
     full: nn.Parameter = getattr(owner, param_type)
     shard = resolution.shard(name, full.shape, group)
@@ -108,7 +108,7 @@ def _local_parameter(model: nn.Module, name: str, resolution: Resolution, group:
 
 
 def _count_local_heads(model: PreTrainedModel, resolution: Resolution, group: TensorParallelGroup) -> None:
-    """Set this rank's numbers of heads in attention modules and mixers."""
+    """Set this rank's head counts on attention modules and mixers."""
     for name, heads in resolution.attention.items():
         count_heads(model, name, heads, group.rank)
     for name, mixer in resolution.mixers.items():
@@ -126,7 +126,7 @@ def _attach_strategies(
     group: TensorParallelGroup,
     mesh: DeviceMesh,
 ) -> None:
-    """Attach strategies to the modules that communicate, hold a parameter that a rule cuts, or mix tokens by heads."""
+    """Attach strategies to modules that communicate, hold a sharded parameter, or mix tokens by heads."""
     takes_dtensors = any(strategy.passes_dtensors for strategy in resolution.module_strategies.values())
     owners = dict(resolution.module_strategies)
     for name in resolution.param_strategies:
@@ -147,7 +147,7 @@ def _attach_strategies(
 
 
 def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
-    """Let modules draw random numbers of this rank for sharded activations, those of all ranks for replicated ones."""
+    """Let modules draw this rank's own random numbers for sharded activations, shared ones for replicated ones."""
     for name in dict.fromkeys(
         name if strategy.signature.computes_locally else name.rpartition(".")[0]
         for name, strategy in resolution.module_strategies.items()
@@ -158,5 +158,5 @@ def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorPa
         join_layers(model.get_submodule(name))
         OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
     for name, strategy in resolution.module_strategies.items():
-        if strategy.signature.gathers_batch:  # after what is inside: its own states begin in the shared one
+        if strategy.signature.gathers_batch:  # after the modules inside: their own states derive from the shared one
             SharedRandomness(group).attach(model.get_submodule(name))

@@ -1,4 +1,4 @@
-"""`check_inputs`: an error where ranks that share a model get different batches, which nothing else would show."""
+"""`check_inputs`: raise MeshError if ranks that share a model get different batches; nothing else detects that."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ..strategies import batch_sharded
 from .generate import mark
 
 SWITCH = "TP_TRANSFORMERS_DEBUG"
-"""The environment variable that guards every model that is loaded, unless it is empty or 0."""
+"""Environment variable; unless it is empty or 0, every loaded model is checked."""
 
 
 def check_inputs(model: PreTrainedModel) -> RemovableHandle:
-    """Raise MeshError on all ranks of the `tp` axis where a forward of `model` is given different inputs.
+    """Raise MeshError on all ranks of the `tp` axis if the inputs of a forward of `model` differ between them.
 
-    A rank computes its part of whatever it is given: with batches of their own, ranks add up parts of different
-    sums, and the loss may well go down. The guard compares a hash of the inputs before every forward, in one
-    all-gather of 8 bytes a rank; in training it compares the state of the random numbers too, which dropouts on whole
-    activations draw from. It reads all inputs, from the GPU too: it is for debugging.
+    With different batches, ranks sum partial results of different inputs, and the loss may still go down. The check
+    compares a hash of the inputs before every forward, in one all-gather of 8 bytes per rank. In training it also
+    compares the random state, which dropouts on replicated activations draw from. It reads all inputs, also from the
+    GPU: use it for debugging.
 
     Returns:
-        A handle; its `remove()` ends it.
+        A handle; its `remove()` ends the check.
 
     Raises:
-        UnsupportedError: for a model without a plan, or one with ranks that have batches of their own.
+        UnsupportedError: the model has no plan, or its ranks have different batches by design.
     """
     group = GROUP.find(model)
     if group is None:
@@ -44,17 +44,17 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = list(inspect.signature(module.forward).parameters)
-        given = {**{names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}, **kwargs}
+        inputs = {**{names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}, **kwargs}
         if module.training:
-            given["the random state"] = random_state(group.device)
-        _compare(group, {name: mark(value) for name, value in given.items()})
+            inputs["the random state"] = random_state(group.device)
+        _compare(group, {name: mark(value) for name, value in inputs.items()})
 
     handle: RemovableHandle = model.register_forward_pre_hook(check, with_kwargs=True)
     return handle
 
 
-def guard_if_asked(model: PreTrainedModel) -> None:
-    """Guard a model that has been loaded, where the environment says so."""
+def check_if_enabled(model: PreTrainedModel) -> None:
+    """Check the inputs of a loaded model if `SWITCH` is set."""
     if os.environ.get(SWITCH, "0") not in ("", "0") and not any(batch_sharded(model)):
         check_inputs(model)
 
@@ -66,10 +66,10 @@ def _compare(group: TensorParallelGroup, digests: dict[str, str]) -> None:
     totals = all_gather_number(int(total.hexdigest(), 16), group.process_group, group.device)
     if len(set(totals)) == 1:
         return
-    everyone = group.gather(digests)
-    rank = next(rank for rank, others in enumerate(everyone) if others != everyone[0])
-    names = sorted({*everyone[0], *everyone[rank]})
-    different = [name for name in names if everyone[0].get(name) != everyone[rank].get(name)]
+    per_rank = group.gather(digests)
+    rank = next(rank for rank, peer in enumerate(per_rank) if peer != per_rank[0])
+    names = sorted({*per_rank[0], *per_rank[rank]})
+    different = [name for name in names if per_rank[0].get(name) != per_rank[rank].get(name)]
     error = MeshError(
         "the inputs of the model",
         got=f"{', '.join(different)} on rank {rank} of the tp axis that differ from those on rank 0",

@@ -1,7 +1,7 @@
-"""The state of a tensor-parallel model: state dicts, moves, counts, embeddings of another size.
+"""State of a tensor-parallel model: state dicts, moves and casts, embeddings of another size.
 
-Complete tensors that come in (a state dict of one process, new embeddings) are cut as the plan says; tensors that go
-out are this rank's shards, in the names of the plain model.
+Full tensors that come in (a state dict of one process, new embeddings) are sharded by the plan. Tensors that go out are
+this rank's shards, under the names of the plain model.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from ..strategies.parameters.sharded import full_values, is_sharded, local_value
 
 
 def keep_state(module: nn.Module) -> None:
-    """Let `module`'s own part of a state dict say where it stands, and take what is whole; copies know their shards.
+    """Let `module` save shards with their placement, load full tensors, and keep its shards in deep copies.
 
-    The hooks are the module's, so that they also work from a wrapper around the model.
+    The hooks are on the module, so that they also run under a wrapper of the model.
     """
-    module.register_state_dict_post_hook(_say_place)
-    module.register_load_state_dict_pre_hook(_take_own)
+    module.register_state_dict_post_hook(_set_placement)
+    module.register_load_state_dict_pre_hook(_load_own_shards)
     untyped(module).tp_copies = _Copies(module)
 
 
 class _Copies:
-    """On a module: the parameters of its deep copies are the same shards. torch's copy of a parameter knows of none."""
+    """On a module: puts the shard marks of its parameters on their deep copies; torch's copies drop them."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -58,15 +58,15 @@ class _Copies:
         return _Copies(memo.get(id(self.module), self.module))
 
 
-def _say_place(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """In a state dict, plain shards become those that torch.distributed.checkpoint can save."""
+def _set_placement(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """Replace plain shards in a state dict by tensors that torch.distributed.checkpoint can save."""
     for name, param in module._parameters.items():
         value = state.get(prefix + name)
         if param is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             state[prefix + name] = placed(value, param)
 
 
-def _take_own(
+def _load_own_shards(
     module: nn.Module,
     state: dict[str, Any],
     prefix: str,
@@ -76,12 +76,12 @@ def _take_own(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """In a state dict to be loaded, whole tensors become this rank's shards."""
+    """Replace full tensors in a state dict that is loaded by this rank's shards."""
     for name, param in module._parameters.items():
         shard, value = shard_of(param), state.get(prefix + name)
         if param is None or shard is None or not isinstance(value, Tensor):
             continue
-        local = _own_part(value, shard, param)
+        local = _own_shard(value, shard, param)
         if local is None:
             kind = f"a DTensor of {value.placements}" if isinstance(value, DTensor) else "a tensor"
             errors.append(
@@ -98,14 +98,14 @@ def _take_own(
             state[prefix + name] = shard.wrap(local, requires_grad=param.requires_grad)
 
 
-def _own_part(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
-    """This rank's part of a value that is whole, or already laid out like the parameter; None if it is neither."""
+def _own_shard(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
+    """This rank's shard of `value`: a slice of a full value, or a value that has the parameter's layout; else None."""
     if (
         isinstance(value, DTensor)
         and shard.placement is None
         and all(place.is_replicate() for place in value.placements)
     ):
-        value = local_tensor(value)  # whole
+        value = local_tensor(value)  # full on every rank
     if isinstance(value, DTensor):
         placements = param.placements if isinstance(param, DTensor) else (shard.placement,)
         return local_tensor(value) if value.placements == placements else None
@@ -119,7 +119,7 @@ def _own_part(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
 
 @contextmanager
 def keep_shards(module: nn.Module) -> Iterator[None]:
-    """Let parameters that the block makes anew stand for the same shards: a DTensor of another dtype is a new one."""
+    """Put the shard marks back on parameters that the block recreates: a DTensor of another dtype is a new one."""
     shards = {
         name: SHARD.of(param)
         for name, param in module.named_parameters(remove_duplicate=False)
@@ -132,7 +132,7 @@ def keep_shards(module: nn.Module) -> Iterator[None]:
 
 
 def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -> None:
-    """Raise UnsupportedError where `move`, which makes a tensor another, would leave the device of the mesh."""
+    """Raise UnsupportedError if `move`, such as a cast or a copy to a GPU, leaves the device of the mesh."""
     device = move(torch.empty(0, device=group.device)).device
     if device != group.device:
         raise UnsupportedError(
@@ -144,9 +144,9 @@ def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -
 
 
 def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: TensorParallelGroup) -> None:
-    """Cut `new`, which takes the place of `old` and is whole on all ranks, as `old` is cut; rank 0's values count."""
+    """Shard `new` like `old`, which it replaces; it is full on all ranks, which take rank 0's values."""
     strategy = STRATEGY.find(old)
-    if new is None or strategy is None or hasattr(new, "tp_strategy") or hasattr(new, "tp_whole"):
+    if new is None or strategy is None or hasattr(new, "tp_strategy") or hasattr(new, "tp_is_full"):
         return
     if isinstance(new, nn.Linear):  # its tied weight may have been replaced
         new.out_features, new.in_features = new.weight.shape
@@ -157,16 +157,16 @@ def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: Tens
 
 
 def split_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
-    """Cut the whole parameters of `module`, and let its state dict know; see `strategies.cut_module`."""
+    """Shard the full parameters of `module` and register its state-dict hooks; see `strategies.cut_module`."""
     cut_module(module, strategy, group)
     keep_state(module)
 
 
 def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> nn.Module:
-    """Run transformers' `resize` on whole embeddings, then cut them again; every rank has to call it.
+    """Run transformers' `resize` on full embeddings, then shard them again. Collective.
 
-    Every rank holds the embeddings and the head whole while it runs. All take rank 0's result. Returns the
-    input embeddings.
+    Every rank holds the full embeddings and the full head while it runs. All take rank 0's result. Returns the input
+    embeddings.
     """
     group = GROUP.of(model)
     ways = [
@@ -174,9 +174,9 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
         (model.get_output_embeddings, model.set_output_embeddings),
     ]
     old = [(get, put, module, whole_like(module.weight).shape) for get, put in ways if (module := get()) is not None]
-    made: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    full_params: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for _, put, module, _ in old:
-        put(_whole_module(module, made))
+        put(_full_module(module, full_params))
     try:
         with group.agree():
             resize()
@@ -186,7 +186,7 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
         raise
     for get, put, module, shape in old:
         new = get()
-        new.__dict__.pop("tp_whole", None)
+        new.__dict__.pop("tp_is_full", None)
         if new.weight.shape == shape:
             put(module)
         else:
@@ -196,17 +196,17 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
     return embeddings
 
 
-def _whole_module(module: nn.Module, made: dict[int, nn.Parameter]) -> nn.Module:
-    """`module` as one process has it: whole parameters, and no communication around it."""
-    whole = copy.copy(module)
+def _full_module(module: nn.Module, full_params: dict[int, nn.Parameter]) -> nn.Module:
+    """Copy `module` as in one process: with full parameters and without communication."""
+    full = copy.copy(module)
     for mark in ("tp_strategy", "tp_forwards", "forward", "_distribute_module_applied"):  # the last is torch's
-        whole.__dict__.pop(mark, None)
+        full.__dict__.pop(mark, None)
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_load_state_dict_pre_hooks", "_state_dict_hooks"):
-        setattr(whole, hooks, OrderedDict())
-    whole._parameters = dict(module._parameters)
+        setattr(full, hooks, OrderedDict())
+    full._parameters = dict(module._parameters)
     for name, param in module.named_parameters(recurse=False):
-        if id(param) not in made:
-            made[id(param)] = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
-        whole._parameters[name] = made[id(param)]
-    untyped(whole).tp_whole = True
-    return whole
+        if id(param) not in full_params:
+            full_params[id(param)] = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
+        full._parameters[name] = full_params[id(param)]
+    untyped(full).tp_is_full = True
+    return full

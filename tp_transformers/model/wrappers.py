@@ -1,4 +1,4 @@
-"""Wrappers that refuse a tensor-parallel model: `DistributedDataParallel`, and with it accelerate's `prepare`."""
+"""Wrappers that reject a tensor-parallel model: `DistributedDataParallel`, and with it accelerate's `prepare`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _init(original: Callable[..., Any], wrapper: nn.Module, module: nn.Module, *
     original(wrapper, module, *args, **kwargs)
 
 
-WHOLE_MODELS_ALONE = Patch(
+UNSHARDED_MODELS_ONLY = Patch(
     "torch", "DistributedDataParallel.__init__", lambda: replace(DistributedDataParallel, "__init__", _init)
 )
-"""Lets DistributedDataParallel, and accelerate's `prepare`, refuse a tensor-parallel model, the same on all ranks."""
+"""Makes DistributedDataParallel, and accelerate's `prepare`, raise for a tensor-parallel model, on all ranks."""

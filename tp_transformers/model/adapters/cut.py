@@ -1,4 +1,4 @@
-"""An adapter's matrices: cut as the base layer is, and gathered for as long as PEFT computes on full ones."""
+"""An adapter's matrices: sharded like the base layer, and gathered while PEFT computes on full ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .layers import AdaptedLayer, SlicedDropout, adapted_class
 
 
 def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGroup) -> None:
-    """Cut the adapter called `adapter` of a LoRA layer as its base layer is cut, if it is not yet."""
+    """Shard the adapter called `adapter` of a LoRA layer like its base layer, if it is not sharded yet."""
     base = layer.get_base_layer()
     of_a, of_b = strategies_of(base)
     shard = SHARD.find(base.weight)
@@ -56,7 +56,7 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
 
 
 def strategies_of(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-    """The strategies of A and B, on a base layer and bound to it. Raises UnsupportedError where there are none."""
+    """The strategies of A and B, from the strategy of the base layer. Raises UnsupportedError if it has no adapters."""
     strategy = STRATEGY.find(base)
     if strategy is None and isinstance(getattr(base, "weight", None), DTensor):
         raise unsupported(type(base).__name__, "an adapter on a layer that torch's parallelize_module has cut")
@@ -72,16 +72,16 @@ def strategies_of(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelL
 
 
 def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: TensorParallelGroup) -> None:
-    """Cut one parameter, which no module computes with by itself; all ranks take rank 0's values."""
+    """Shard one parameter that is not the weight of a module; all ranks take rank 0's values."""
     param: nn.Parameter = getattr(owner, name)
     if hasattr(param, SHARD.name):
         return
     if not param.is_meta:
         param.data = param.data.contiguous()
         direct.broadcast(param.data, group.process_group, 0)
-    part: Tensor = untyped(take(param.data, layout, group.rank))
+    local: Tensor = untyped(take(param.data, layout, group.rank))
     shard = ParamShard(param.shape, layout, group, use_dtensor=layout is not None)
-    owner._parameters[name] = shard.wrap(part.clone(), requires_grad=param.requires_grad)
+    owner._parameters[name] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
     owner.__dict__.setdefault("tp_shards", {})[name] = shard
     keep_state(owner)
 
@@ -96,21 +96,19 @@ def unsupported(subject: str, got: str) -> UnsupportedError:
 
 
 @contextmanager
-def whole_adapters(
-    model: nn.Module, group: TensorParallelGroup, names: Collection[str] | None = None
-) -> Iterator[None]:
-    """Let LoRA layers be peft's own, with whole adapters, in the block; then cut their matrices; on all ranks.
+def full_adapters(model: nn.Module, group: TensorParallelGroup, names: Collection[str] | None = None) -> Iterator[None]:
+    """Give LoRA layers PEFT's own class and full adapters in the block; then shard their matrices again. Collective.
 
-    Parameters of the shape that they had stay the same objects. New ones take rank 0's values.
+    Parameters that keep their shape stay the same objects. New ones take rank 0's values.
 
     Args:
-        names: the adapters that are gathered; None for all.
+        names: the adapters to gather; None for all.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLayer)]
-    saved = [each for layer in layers for each in _parameters(layer, names)]
-    whole = [nn.Parameter(full_tensor(param), requires_grad=param.requires_grad) for _, _, param in saved]
+    saved = [entry for layer in layers for entry in _parameters(layer, names)]
+    full_params = [nn.Parameter(full_tensor(param), requires_grad=param.requires_grad) for _, _, param in saved]
     try:
-        for (owner, name, _), full in zip(saved, whole, strict=True):
+        for (owner, name, _), full in zip(saved, full_params, strict=True):
             owner._parameters[name] = full
         for layer in layers:
             untyped(layer).__class__ = layer.peft_class
@@ -121,7 +119,7 @@ def whole_adapters(
         for owner, name, param in saved:
             value = owner._parameters.get(name)
             if value is not None:
-                owner._parameters[name] = _cut_again(value, param)
+                owner._parameters[name] = _shard_again(value, param)
     for name, module in list(model.named_modules()):
         adapters: Any = untyped(module).r if hasattr(module, "lora_embedding_A") else ()
         for adapter in adapters:
@@ -129,7 +127,7 @@ def whole_adapters(
 
 
 def _parameters(layer: Any, adapters: Collection[str] | None) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """(module, name in it, parameter) of some adapters of a LoRA layer, or of all."""
+    """(module, name in it, parameter) of the given adapters of a LoRA layer; None for all."""
     modules = [*layer.lora_A.items(), *layer.lora_B.items()]
     modules += [(None, owner) for owner in (layer.lora_embedding_A, layer.lora_embedding_B)]
     for adapter, module in modules:
@@ -138,8 +136,8 @@ def _parameters(layer: Any, adapters: Collection[str] | None) -> Iterator[tuple[
                 yield module, name, param
 
 
-def _cut_again(value: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
-    """`param`, with this rank's part of `value`; a new parameter where the adapter's rank is another one."""
+def _shard_again(value: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
+    """`param` with this rank's shard of `value`; a new parameter if the LoRA rank has changed."""
     shard = shard_of(param)
     assert shard is not None
     if value.shape != shard.shape:

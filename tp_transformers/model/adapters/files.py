@@ -1,4 +1,4 @@
-"""Full adapters to and from files, as PEFT and transformers do in one process, on the ranks of a model."""
+"""Full adapters to and from files, in the formats of PEFT and transformers, on the ranks of a model."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
-    """`save_pretrained` of a PeftModel: rank 0 writes whole adapters; every rank has to call it.
+    """`save_pretrained` of a PeftModel: rank 0 writes full adapters. Collective.
 
-    Raises UnsupportedError where the adapter would be converted on its way, and CheckpointError for a full disk.
+    Raises UnsupportedError if the adapter would be converted, and CheckpointError if it cannot be written.
     """
     group = GROUP.of(peft_model.base_model.model)
     save = type(peft_model).save_pretrained
-    given = inspect.signature(save).bind(peft_model, *args, **kwargs).arguments
-    options = {**given.pop("kwargs", {}), **given}
+    arguments = inspect.signature(save).bind(peft_model, *args, **kwargs).arguments
+    options = {**arguments.pop("kwargs", {}), **arguments}
     del options["self"]
     if options.get("path_initial_model_for_weight_conversion") is not None:  # PEFT would load it, on rank 0 alone
         raise unsupported("save_pretrained of an adapter", "path_initial_model_for_weight_conversion")
@@ -43,22 +43,22 @@ def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
     state = peft_model.state_dict(keep_vars=True)
     embeddings = {key: options[key] for key in ("save_embedding_layers",) if key in options}
     wanted = {id(value) for name in names for value in _adapter(peft_model, state, name, **embeddings).values()}
-    whole = {name: gather(value, group) if id(value) in wanted else torch.empty(0) for name, value in state.items()}
+    full = {name: gather(value, group) if id(value) in wanted else torch.empty(0) for name, value in state.items()}
     with group.agree():
         if group.writes:
             with _complete(Path(options["save_directory"])):
-                save(peft_model, **{"state_dict": whole, **options})
+                save(peft_model, **{"state_dict": full, **options})
 
 
 @contextmanager
 def _complete(folder: Path) -> Iterator[None]:
-    """Remove new files again where not all can be written; raises CheckpointError, with the folder, then."""
+    """Remove new files if not all can be written; raises CheckpointError, with the folder, then."""
     before = {*folder.rglob("*")}
     try:
         yield
     except (OSError, SafetensorError) as error:
         for path in {*folder.rglob("*")} - before:
-            with suppress(OSError):  # folders, too
+            with suppress(OSError):  # path may be a folder
                 path.unlink()
         raise CheckpointError(
             f"folder {folder}",
@@ -69,22 +69,22 @@ def _complete(folder: Path) -> Iterator[None]:
 
 
 def push_peft_model(peft_model: Any, repo_id: str, **options: Any) -> Any:
-    """`push_to_hub` of a PeftModel: rank 0 uploads whole adapters; every rank has to call it."""
+    """`push_to_hub` of a PeftModel: rank 0 uploads full adapters. Collective."""
     options.pop("max_shard_size", None)
     return push(peft_model.base_model.model.tp_group, peft_model.save_pretrained, repo_id, **options)
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the active adapter that transformers' `add_adapter` or `load_adapter` gave a model, whole, from rank 0."""
+    """Write the active adapter of transformers' `add_adapter` or `load_adapter` in full, from rank 0. Collective."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     group = GROUP.of(model)
     (name,) = next(module for module in model.modules() if isinstance(module, BaseTunerLayer)).active_adapters
     adapter = _adapter(model, model.state_dict(keep_vars=True), name)
-    whole = {f"base_model.model.{key}": gather(value, group) for key, value in adapter.items()}
+    full = {f"base_model.model.{key}": gather(value, group) for key, value in adapter.items()}
     with group.agree():
         if group.writes:
-            tensors = {key: value.detach() for key, value in whole.items() if value is not None}
+            tensors = {key: value.detach() for key, value in full.items() if value is not None}
             config = copy.copy(model.peft_config[name])
             config.inference_mode = True
             with SaveFolder(folder) as place:
@@ -94,8 +94,8 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
                     writer.finish()
                 with named(folder, "folder"):
                     config.save_pretrained(str(place.staging))
-                    others = sorted({path.name for path in place.staging.iterdir()} - {ADAPTER_FILE})
-                place.put([*others, ADAPTER_FILE])
+                    other_files = sorted({path.name for path in place.staging.iterdir()} - {ADAPTER_FILE})
+                place.put([*other_files, ADAPTER_FILE])
 
 
 def load_adapter(
@@ -111,10 +111,10 @@ def load_adapter(
     adapter_kwargs: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> LoadStateDictInfo:
-    """`load_adapter` of transformers: a whole adapter, cut to this rank; every rank has to call it.
+    """`load_adapter` of transformers: load a full adapter and keep this rank's shards. Collective.
 
-    Arguments are transformers' own. Raises CheckpointError where the adapter's tensors are not those that it should
-    have, UnsupportedError where it would be swapped for another.
+    Arguments are transformers' own. Raises CheckpointError if tensors of the adapter are missing or unexpected,
+    UnsupportedError for `hotswap=True`.
     """
     from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -149,15 +149,15 @@ def load_adapter(
         for module in model.modules():
             if isinstance(module, BaseTunerLayer):
                 module.requires_grad_(False)
-    others: dict[str, Any] = {info.name: set() for info in dataclasses.fields(LoadStateDictInfo)}
-    return LoadStateDictInfo(**{**others, "error_msgs": [], "conversion_errors": {}})
+    empty: dict[str, Any] = {info.name: set() for info in dataclasses.fields(LoadStateDictInfo)}
+    return LoadStateDictInfo(**{**empty, "error_msgs": [], "conversion_errors": {}})
 
 
 def _adapter(model: nn.Module, state: Mapping[str, Tensor], name: str, **options: Any) -> dict[str, Tensor]:
-    """This rank's parameters of the adapter called `name`, by the names in the file that peft saves."""
+    """This rank's parameters of the adapter called `name`, by their names in the file that PEFT saves."""
     from peft import get_peft_model_state_dict
 
-    # peft is given numbers in place of tensors: it would gather every DTensor of the model.
+    # PEFT gets indices in place of tensors: it would gather every DTensor of the model.
     tensors = list(state.values())
     numbers = {key: torch.tensor([index]) for index, key in enumerate(state)}
     picked = get_peft_model_state_dict(model, state_dict=numbers, adapter_name=name, **options)

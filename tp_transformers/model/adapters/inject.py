@@ -1,11 +1,11 @@
-"""PEFT's LoRA on a tensor-parallel model: an adapter's two matrices follow the cut of the layer that they adapt.
+"""PEFT's LoRA on a tensor-parallel model: an adapter's two matrices are sharded like the layer that they adapt.
 
-    colwise   x ── A ──f── [B1 | B2] ── beside the base's own part of the output
-    rowwise   [x | y] ── [A1 / A2] ──g── B ── beside the base's summed output
+    colwise   x ── A ──f── [B1 | B2] ── added to the base's shard of the output
+    rowwise   [x | y] ── [A1 / A2] ──g── B ── added to the base's summed output
 
-Each matrix is a module with a strategy of its own, so gradients, state dicts and `full_tensor` work. torch tells of
-every module that becomes part of another; the tuner of peft that takes in a tensor-parallel model is given methods of
-its own, as is the PeftModel around it. Nothing of peft is patched for it, but for swaps; see `hotswap`.
+Each matrix is a module with its own strategy, so gradients, state dicts and `full_tensor` work. A registration hook of
+torch sees every module that becomes a child of another. PEFT's tuner of a tensor-parallel model, and the PeftModel
+around it, get methods of this module. PEFT itself is not patched for it, except for swaps; see `hotswap`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
 from ...strategies import SHARD, batch_sharded
 from ..state_dict import keep_shards
-from .cut import split_adapter, strategies_of, unsupported, whole_adapters
+from .cut import full_adapters, split_adapter, strategies_of, unsupported
 from .files import push_peft_model, save_peft_model
 
 INITS = (True, False, "gaussian", "orthogonal")
-"""Values of a LoraConfig's init_lora_weights that look at no weight of the base layer, which is cut."""
+"""Values of a LoraConfig's init_lora_weights that do not read the base layer's weight, which is sharded."""
 
 
 def _joined(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """`inner` becomes part of `outer`; called by torch for every module that does."""
+    """Handle `inner` becoming a child of `outer`; torch calls this for every registered module."""
     if name not in ("model", "base_model") or not type(outer).__module__.startswith("peft."):
         return
     if name == "model" and _group(inner) is not None and hasattr(outer, "inject_adapter"):
@@ -55,11 +55,11 @@ WATCH_ADAPTERS = Patch(
     "module registration hook",
     lambda: nn.modules.module.register_module_module_registration_hook(_joined).remove,
 )
-"""Tells whatever of peft is put around a tensor-parallel model about the shards in it."""
+"""Makes PEFT objects around a tensor-parallel model handle its shards."""
 
 
 def _group(model: object) -> TensorParallelGroup | None:
-    """The ranks of a tensor-parallel model; None for any other, and where there is nothing to split."""
+    """The group of a tensor-parallel model; None for any other, and for a model without a mesh."""
     group = getattr(model, "__dict__", {}).get("tp_group")
     return group if isinstance(group, TensorParallelGroup) and group.device_mesh is not None else None
 
@@ -67,8 +67,8 @@ def _group(model: object) -> TensorParallelGroup | None:
 # -- injection
 
 
-def _inject_whole(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    """`inject_adapter` of a tuner, on all ranks or on none; its adapters are whole, each rank's values its own."""
+def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    """`inject_adapter` of a tuner, on all ranks or on none; its adapters are full, with values of each rank's own."""
     group, config = _group(model), tuner.peft_config[adapter_name]
     assert group is not None
     with group.agree():
@@ -82,20 +82,20 @@ def _inject_whole(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: 
 
 
 def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    """`inject_adapter` of a tuner: whole adapters first, of rank 0's values; then each is cut as its base layer is."""
-    _inject_whole(tuner, model, adapter_name, *args, **kwargs)
+    """`inject_adapter` of a tuner: full adapters first, then sharded like their base layers, with rank 0's values."""
+    _inject_full(tuner, model, adapter_name, *args, **kwargs)
     for name, module in list(model.named_modules()):
         if hasattr(module, "lora_embedding_A") and adapter_name in module.r:
             split_adapter(name, module, adapter_name, GROUP.of(model))
 
 
 def _add_weighted_adapter(tuner: Any, adapters: Any, weights: Any, adapter_name: str, *args: Any, **named: Any) -> None:
-    """`add_weighted_adapter` of a tuner, which takes the SVD, quantiles and random masks of whole matrices."""
+    """`add_weighted_adapter` of a tuner, which takes the SVD, quantiles and random masks of full matrices."""
     group = GROUP.of(tuner.model)
     if adapter_name in tuner.peft_config:  # peft leaves it as it is
         return
-    with whole_adapters(tuner.model, group, adapters):
-        tuner.inject_adapter = partial(_inject_whole, tuner)
+    with full_adapters(tuner.model, group, adapters):
+        tuner.inject_adapter = partial(_inject_full, tuner)
         try:
             with group.agree():
                 type(tuner).add_weighted_adapter(tuner, adapters, weights, adapter_name, *args, **named)
@@ -110,13 +110,13 @@ def _add_weighted_adapter(tuner: Any, adapters: Any, weights: Any, adapter_name:
 def _create_and_replace(
     tuner: Any, config: Any, adapter_name: str, target: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """`_create_and_replace` of a tuner, which takes the adapter's widths from the base layer's weight."""
+    """`_create_and_replace` of a tuner, which reads the adapter's widths from the base layer's weight."""
     base: nn.Module = untyped(target).get_base_layer() if hasattr(target, "get_base_layer") else target
     strategies_of(base)
     real = dict(base._parameters)
     for name, param in real.items():
         shard = SHARD.find(param)
-        if param is not None and shard is not None:  # as wide as the whole, and no longer than one number
+        if param is not None and shard is not None:  # the full shape, in the memory of one element
             stand_in = torch.empty(1, dtype=param.dtype, device=shard.group.device).expand(shard.shape)
             base._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
     try:
@@ -126,7 +126,7 @@ def _create_and_replace(
 
 
 def _cast_adapter_dtype(tuner: Any, *args: Any, **kwargs: Any) -> None:
-    """`_cast_adapter_dtype` of a tuner, which makes parameters anew."""
+    """`_cast_adapter_dtype` of a tuner, which creates new parameters."""
     with keep_shards(tuner.model):
         type(tuner)._cast_adapter_dtype(tuner, *args, **kwargs)
 
@@ -141,12 +141,12 @@ _TUNER: dict[str, Callable[..., Any]] = {
 
 
 def _check_config(config: Any, model: PreTrainedModel) -> None:
-    """Raise UnsupportedError where an adapter could not be split exactly; nothing has been changed then."""
+    """Raise UnsupportedError, before anything is changed, if an adapter cannot be sharded exactly."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise unsupported("peft", f"adapters of the type {kind}")
     converted = copy.deepcopy(config)
-    try:  # modules may have become parameters, such as the experts of Mixtral
+    try:  # transformers may have merged modules into parameters, such as the experts of Mixtral
         from peft.utils.transformers_weight_conversion import (
             convert_peft_config_for_transformers,
             get_model_conversion_mapping,
@@ -157,19 +157,19 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
         convert_peft_config_for_transformers(converted, model=model, conversions=get_model_conversion_mapping(model))
     options = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     options += ["use_dora", "layer_replication", "trainable_token_indices", "target_parameters", "ensure_weight_tying"]
-    given = sorted({option for option in options if getattr(converted, option, None)})
-    if "target_parameters" in given and not config.target_parameters:  # as all-linear does where there are experts
-        given[given.index("target_parameters")] = "target_modules that are parameters of experts"
+    rejected = sorted({option for option in options if getattr(converted, option, None)})
+    if "target_parameters" in rejected and not config.target_parameters:  # as all-linear does where there are experts
+        rejected[rejected.index("target_parameters")] = "target_modules that are parameters of experts"
     if config.init_lora_weights not in INITS:
-        given.append(f"init_lora_weights={config.init_lora_weights!r}")
+        rejected.append(f"init_lora_weights={config.init_lora_weights!r}")
     if config.lora_dropout and any(batch_sharded(model)):  # ranks draw numbers of their own
-        given.append("lora_dropout, where ranks have batches of their own")
-    if given:
-        raise unsupported("LoraConfig", ", ".join(given))
+        rejected.append("lora_dropout, where ranks have batches of their own")
+    if rejected:
+        raise unsupported("LoraConfig", ", ".join(rejected))
 
 
 def _check_random_state(group: TensorParallelGroup) -> None:
-    """Raise MeshError where ranks would not drop the same: their adapters would drift apart."""
+    """Raise MeshError if ranks would drop different features: their adapters would drift apart."""
     if len(set(group.gather(random_state(group.device).numpy().tobytes()))) > 1:
         error = MeshError(
             "lora_dropout",

@@ -1,4 +1,4 @@
-"""LoRA layers of PEFT with a base layer that is cut: they merge, unmerge and compute on this rank's weights."""
+"""LoRA layers of PEFT on a sharded base layer: they merge, unmerge and compute on this rank's weights."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ...slices.layout import Layout, Split
 from ...strategies import SHARD, STRATEGY, begun_forward, local_tensor, take
 
 _Layer: Any = object
-"""Base of the methods: a LoRA layer of peft, in the class of a layer."""
+"""Base of the mixin; in the class of a layer, a LoRA layer of PEFT follows it in the MRO."""
 
 
 class AdaptedLayer(_Layer):
-    """A LoRA layer of peft with a base layer that is cut."""
+    """A LoRA layer of PEFT on a sharded base layer."""
 
     peft_class: type
-    """Its class in peft."""
+    """Its class in PEFT."""
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """Raise UnsupportedError: PEFT's conversion, which asks this first, takes the SVD of a rank's shard."""
+        """Raise UnsupportedError: PEFT's conversion, which calls this first, would take the SVD of a rank's shard."""
         raise UnsupportedError(
             "convert_to_lora on a tensor-parallel model",
             got=f"the adapter {adapter_name!r}, of which each rank holds a part",
@@ -40,27 +40,27 @@ class AdaptedLayer(_Layer):
         return *self.lora_A.values(), *self.lora_B.values(), self.lora_embedding_A, self.lora_embedding_B
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
-        """Add the adapters to this rank's weight. Raises UnsupportedError where that is packed."""
+        """Add the adapters to this rank's weight. Raises UnsupportedError if it is packed."""
         refuse_packed(untyped(self.get_base_layer()), "merged adapters")
         with _local_weights(self):
             super().merge(*args, **kwargs)
 
     def unmerge(self) -> None:
-        """Take the adapters out of this rank's weight."""
+        """Subtract the adapters from this rank's weight."""
         with _local_weights(self):
             super().unmerge()
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """The adapter's change of this rank's weight."""
+        """The adapter's update of this rank's weight."""
         with _local_weights(self):
             delta: Tensor = super().get_delta_weight(adapter)
         shard = SHARD.of(untyped(self.get_base_layer()).weight)
-        # Adapters of embeddings are whole along the hidden size.
+        # Adapters of embeddings are full along the hidden size.
         own: Tensor = untyped(take(delta, shard.layout, shard.group.rank) if delta.shape == shard.shape else delta)
         return own
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the layer's own class; adapters of an embedding are this rank's part."""
+        """The forward of the layer's own class, on this rank's shards of an embedding's adapters."""
         if not self.lora_embedding_A:
             return super().forward(*args, **kwargs)
         owners = (self.lora_embedding_A, self.lora_embedding_B)
@@ -75,10 +75,10 @@ class AdaptedLayer(_Layer):
                 owner._parameters.update(params)
 
     def _embed(self, ids: Tensor, weight: Tensor, *functions: Any, **named: Any) -> Tensor:
-        """Look up rows of an adapter that this rank has, and sum over the ranks; weight: (vocab/size, r)."""
+        """Look up this rank's rows of an adapter, and sum over the ranks; weight: (vocab/size, r)."""
         base = untyped(self.get_base_layer())
         strategy = STRATEGY.find(base)
-        if strategy is None or strategy.split_dim("weight", 2) != 0:  # the rows are not cut
+        if strategy is None or strategy.split_dim("weight", 2) != 0:  # the rows are not sharded
             plain: Tensor = super()._embed(ids, weight, *functions, **named)
             return plain
         mesh = next(iter(self.lora_embedding_A.tp_shards.values())).group.device_mesh
@@ -88,16 +88,16 @@ class AdaptedLayer(_Layer):
             saved = {name: getattr(base, name) for name in local}
             base.__dict__.update(local)
             try:
-                found = super()._embed(ids, weight)
+                embedded = super()._embed(ids, weight)
             finally:
                 base.__dict__.update(saved)
-            output: Tensor = strategy.after(base, found, mesh)
+            output: Tensor = strategy.after(base, embedded, mesh)
             return output
 
 
 @cache
 def adapted_class(cls: type) -> type:
-    """The subclass of a LoRA layer's class that knows of its cut."""
+    """The subclass of a LoRA layer's class that is also an AdaptedLayer."""
     if issubclass(cls, AdaptedLayer):
         return cls
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "peft_class": cls}
@@ -106,7 +106,7 @@ def adapted_class(cls: type) -> type:
 
 @contextmanager
 def _local_weights(layer: Any) -> Iterator[None]:
-    """Let a LoRA layer see this rank's plain tensors in place of the parameters of its base and its adapters."""
+    """Replace the parameters of a LoRA layer's base and adapters by this rank's plain tensors in the block."""
     saved = [(owner, dict(owner._parameters)) for owner in (layer.get_base_layer(), *layer.owners())]
     for owner, params in saved:
         for name, param in params.items():
@@ -127,7 +127,7 @@ def _local_weights(layer: Any) -> Iterator[None]:
 
 
 class SlicedDropout(nn.Module):
-    """Dropout of features that are cut, as in one process: all ranks draw for all features, and use their own."""
+    """Dropout of sharded features, as in one process: all ranks draw the mask of all features, and use their slice."""
 
     def __init__(self, p: float, split: Split, rank: int) -> None:
         super().__init__()
@@ -137,6 +137,6 @@ class SlicedDropout(nn.Module):
         """x: (..., features/size)."""
         if not self.training:
             return x
-        whole = dropout(x.new_ones((*x.shape[:-1], self.split.length)), self.p)
-        own: Tensor = untyped(take(whole, Layout(x.ndim - 1, self.split), self.rank))
+        mask = dropout(x.new_ones((*x.shape[:-1], self.split.length)), self.p)
+        own: Tensor = untyped(take(mask, Layout(x.ndim - 1, self.split), self.rank))
         return x * own

@@ -14,23 +14,23 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for an optimizer; the parameters of each are all DTensors of one mesh, or all plain.
 
-    torch's operators on many tensors (`torch._foreach_*`) refuse to mix DTensors with plain tensors or with those of
-    another mesh. Values and states do not depend on the grouping. No optimizer needs such groups once a model has been
-    loaded with a plan (see `STEPS_ON_SHARDS`): they are for code of your own that computes a group at a time.
+    torch's operators on many tensors (`torch._foreach_*`) reject a mix of DTensors with plain tensors or with DTensors
+    of another mesh. Values and states do not depend on the grouping. Optimizers do not need such groups once a model
+    has been loaded with a plan (see `STEPS_ON_SHARDS`): they are for your own code that computes a group at a time.
 
     Args:
-        parameters: a model, parameters, or groups of an optimizer; each keeps its other settings.
+        parameters: a model, parameters, or groups of an optimizer; each group keeps its other settings.
     """
     if isinstance(parameters, nn.Module):
         parameters = list(parameters.parameters())
-    given = list(parameters)
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    entries = list(parameters)
+    groups = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
     result: list[dict[str, Any]] = []
     for group in groups:
         assert isinstance(group, Mapping)
-        held = group["params"]
+        group_params = group["params"]
         kinds: dict[Any, list[Any]] = {}
-        for param in [held] if isinstance(held, Tensor) else held:
+        for param in [group_params] if isinstance(group_params, Tensor) else group_params:
             kinds.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
         result += [{**group, "params": params} for params in kinds.values()]
     return result

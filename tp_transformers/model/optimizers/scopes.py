@@ -13,10 +13,10 @@ from ...logs import get_logger
 logger = get_logger(__name__)
 
 Scope = Literal["shard", "parameter", "model"]
-"""The least that an update needs of the model: its own elements, its own parameter, or everything."""
+"""The least that an update needs: its own elements, its own full parameter, or the full model."""
 
 ATTRIBUTE = "tp_scope"
-"""The attribute that declares the scope of a class of optimizer."""
+"""Attribute of an optimizer's class that declares its scope."""
 
 _SCOPES: dict[tuple[str, Scope], str] = {
     ("torch", "shard"): "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD SparseAdam",
@@ -42,18 +42,18 @@ _SCOPES: dict[tuple[str, Scope], str] = {
 _KNOWN: dict[tuple[str, str], Scope] = {
     (package, name): scope for (package, scope), names in _SCOPES.items() for name in names.split()
 }
-"""The scope of an optimizer, by the package and the name of its class; each has been compared with one process."""
+"""Scope by package and class name of an optimizer; each has been compared with one process."""
 
-_told: set[type] = set()
+_logged: set[type] = set()
 
 
 def scope_of(kind: type[Optimizer]) -> Scope:
-    """The scope that a class declares, or that is known of it; the model for all others, where any update is right."""
+    """The scope that a class declares, or its known scope; "model" for all others, which is right for any update."""
     return _find(kind) or "model"
 
 
 def _find(kind: type[Optimizer]) -> Scope | None:
-    """The scope of a class; that of a known one for a subclass, unless it replaces a method; None for all others."""
+    """The declared or known scope of a class, also for a subclass that replaces no method of a known one; else None."""
     for base in kind.__mro__:
         if ATTRIBUTE in vars(base):
             return getattr(kind, ATTRIBUTE)  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ def _find(kind: type[Optimizer]) -> Scope | None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Log once that a class is not known. Raises UnsupportedError where no step would be right."""
+    """Log once that a class is not known. Raises UnsupportedError if none of the scopes is right for it."""
     kind = type(optimizer)
     name, package = kind.__name__, kind.__module__.partition(".")[0]
     if package == "lomo_optim":
@@ -91,8 +91,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
             expected='"shard", "parameter" or "model"',
             fix="See the page of training, Optimizers.",
         )
-    if scope is None and kind not in _told:
-        _told.add(kind)
+    if scope is None and kind not in _logged:
+        _logged.add(kind)
         logger.warning(
             "%s is not known here, so each of its steps gathers the whole model on every rank. If it updates every "
             'element from its own gradient, say so before the first step: %s.%s = "shard"; if every parameter from its '
@@ -104,7 +104,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def check_in_backward(name: str) -> None:
-    """Raise UnsupportedError for an optimizer that updates parameters in the backward; `name` as Trainer's `optim`."""
+    """Raise UnsupportedError for an optimizer that updates parameters in the backward; `name`: Trainer's `optim`."""
     if name.lower() in ("lomo", "adalomo") or name.endswith("_layerwise"):
         raise UnsupportedError(
             name,
@@ -115,7 +115,7 @@ def check_in_backward(name: str) -> None:
 
 
 def _replaces(kind: type, known: type) -> bool:
-    """True if `kind` or a base before `known` has a method of its own besides `__init__`."""
+    """True if `kind`, or a base before `known`, replaces a method other than `__init__`."""
     for base in kind.__mro__[: kind.__mro__.index(known)]:
         for name, value in vars(base).items():
             is_own = inspect.unwrap(_function(value)) is not inspect.unwrap(_function(getattr(known, name, None)))

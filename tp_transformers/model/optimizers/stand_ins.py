@@ -1,4 +1,4 @@
-"""Plain tensors that an optimizer steps on in place of parameters: this rank's shards, or whole ones."""
+"""Plain tensors that an optimizer steps on in place of parameters: this rank's shards, or full tensors."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from ...strategies.parameters.sharded import has_changed, is_sharded, know
 from ...strategies.parameters.tensors import HAS_LOCAL
 
 TENSORS: Mark[dict[Tensor, nn.Parameter]] = Mark("tp_stand_ins")
-"""The tensors that stand in for parameters, on an optimizer; the same in every step, since it may keep values by them.
-"""
+"""On an optimizer, the tensor of each stand-in; the same in every step, since the optimizer may key values by it."""
 
 
 class StandIn:
-    """A plain parameter in place of a sharded one; between steps it is empty."""
+    """A plain parameter in place of a sharded one; empty between steps."""
 
-    def __init__(self, param: Tensor, tensors: dict[Tensor, nn.Parameter], *, is_whole: bool) -> None:
-        """Describe `param`; `is_whole`: the optimizer needs all of it, else this rank's shard."""
+    def __init__(self, param: Tensor, tensors: dict[Tensor, nn.Parameter], *, needs_full: bool) -> None:
+        """Describe `param`; `needs_full`: the optimizer needs the full tensor, else this rank's shard."""
         self.param, self.shard = param, shard_of(param)
-        if is_whole and self.shard is None:
+        if needs_full and self.shard is None:
             raise UnsupportedError(
                 f"an optimizer's parameter of {tuple(param.shape)}",
                 got="a DTensor that no plan has cut",
                 expected="shards of a tensor-parallel model",
                 fix="Give it to an optimizer of its own.",
             )
-        self.is_gathered = is_whole and self.shard is not None and _is_cut(self.shard)
+        self.is_gathered = needs_full and self.shard is not None and _needs_gather(self.shard)
         if param not in tensors:
             tensors[param] = nn.Parameter(_empty(param), requires_grad=param.requires_grad)
         self.tensor = tensors[param]
         self._wrapped: dict[int, Tensor] = {}
 
     def take(self, has_gradient: bool | None = None) -> None:
-        """Take the values of the parameter and its gradient; `has_gradient`: on any rank, where it is gathered."""
+        """Take the values of the parameter and its gradient; `has_gradient`: any rank has one (gathered parameters)."""
         grad = settle_gradient(self.param)
         local, local_grad = local_tensor(self.param), None if grad is None else local_tensor(grad)
         self.tensor.grad = None
@@ -59,28 +58,28 @@ class StandIn:
             self.tensor.grad = local_grad
 
     def give(self) -> None:
-        """Give the parameter and its gradient the new values; no collective."""
+        """Write the new values to the parameter and its gradient; no collective."""
         if is_sharded(self.param):
             has_changed(self.param)
         for target, source in ((self.param, self.tensor), (self.param.grad, self.tensor.grad)):
             if target is not None and source is not None:
-                local, part = local_tensor(target), self._own(source.detach())
-                if part.data_ptr() != local.data_ptr():
-                    local.copy_(part)
+                local, own = local_tensor(target), self._own(source.detach())
+                if own.data_ptr() != local.data_ptr():
+                    local.copy_(own)
         if self.tensor.grad is None:
             self.param.grad = None
         if not self.is_gathered:  # `.data` has a version of its own
             torch.autograd.graph.increment_version(local_tensor(self.param))
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Release the values."""
         self.tensor.data, self.tensor.grad = _empty(self.param), None
 
     def enter_state(self, state: dict[str, Any]) -> None:
-        """Replace the values of a state between steps by those for the stand-in, in place."""
+        """Replace the values of `state` by those for the stand-in, in place."""
         local_shape = None if isinstance(self.param, DTensor) else local_tensor(self.param).shape
         for key, value in state.items():
-            # A state dict of plain shards that was pickled has ordinary tensors; one of DTensors has DTensors.
+            # A state dict that was pickled has ordinary tensors for plain shards, and DTensors for DTensors.
             if isinstance(value, HAS_LOCAL) or (isinstance(value, Tensor) and value.shape == local_shape):
                 local = value._local_tensor if isinstance(value, HAS_LOCAL) else value
                 if isinstance(value, DTensor):
@@ -90,14 +89,14 @@ class StandIn:
                     local = self.shard.full(local)
                 state[key] = local
             elif isinstance(value, Tensor) and self.shard is not None and self._is_full(value):
-                state[key] = self.shard.own(value).clone()  # as one process has it, or a user has made it
+                state[key] = self.shard.own(value).clone()  # from a full state dict, or set by user code
 
     def _is_full(self, value: Tensor) -> bool:
-        """True for a full value where the optimizer steps on a shard."""
+        """True for a full value if the optimizer steps on a shard."""
         return not self.is_gathered and value.shape == self.param.shape != local_tensor(self.param).shape
 
     def leave_state(self, state: dict[str, Any]) -> Iterator[str]:
-        """The reverse of `enter_state`; yields the names of values that could not be told from shards later."""
+        """Reverse `enter_state`; yields the keys of full values that could later be mistaken for shards."""
         shape = self.shard.shape if self.is_gathered and self.shard is not None else local_tensor(self.param).shape
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == shape and not isinstance(value, DTensor):
@@ -111,23 +110,23 @@ class StandIn:
     def _wrap(self, local: Tensor) -> Tensor:
         if not isinstance(self.param, DTensor):
             return know(local, self.param)  # type: ignore[no-any-return]
-        found: Any = self._wrapped.get(id(local))
-        if found is not None and found._local_tensor is local:
-            return found  # type: ignore[no-any-return]
+        wrapped: Any = self._wrapped.get(id(local))
+        if wrapped is not None and wrapped._local_tensor is local:
+            return wrapped  # type: ignore[no-any-return]
         if is_sharded(self.param):
             return know(local, self.param)  # type: ignore[no-any-return]
         layout: dict[str, Any] = {"shape": self.param.shape, "stride": self.param.stride(), "run_check": False}
         return DTensor.from_local(local, self.param.device_mesh, self.param.placements, **layout)
 
     def _shapes(self) -> Collection[tuple[int, ...]]:
-        """Shapes of plain shards on all ranks."""
+        """Shapes of the plain shards of all ranks."""
         shard = self.shard
         if shard is None or shard.layout is None or isinstance(self.param, DTensor):
             return ()
         return {shard.layout.local_shape(shard.shape, rank) for rank in range(shard.group.size)}
 
 
-def _is_cut(shard: ParamShard) -> bool:
+def _needs_gather(shard: ParamShard) -> bool:
     return shard.layout is not None or shard.data_parallel is not None
 
 
@@ -136,8 +135,8 @@ def _empty(param: Tensor) -> Tensor:
 
 
 def gradients(stand_ins: Sequence[StandIn]) -> list[bool]:
-    """Whether any rank has a gradient of each parameter; one all-reduce for each axis that cuts the model."""
-    has = [each.param.grad is not None for each in stand_ins]
+    """For each parameter, whether any rank has a gradient; one all-reduce per axis that the model is sharded over."""
+    has = [stand_in.param.grad is not None for stand_in in stand_ins]
     for group, device in groups_of(stand_ins):
         flags = torch.tensor(has, dtype=torch.uint8, device=device)
         direct.all_reduce(flags, group, direct.MAX)
@@ -146,18 +145,18 @@ def gradients(stand_ins: Sequence[StandIn]) -> list[bool]:
 
 
 def groups_of(stand_ins: Iterable[StandIn]) -> list[tuple[dist.ProcessGroup, torch.device]]:
-    """The process groups over which any of the parameters is cut, in the same order on all ranks."""
-    found: dict[Any, torch.device] = {}
-    for each in stand_ins:
-        if each.shard is not None:
-            found.setdefault(each.shard.group.process_group, each.shard.group.device)
-            found.setdefault(each.shard.data_parallel, each.shard.group.device)
-    return [(group, device) for group, device in found.items() if group is not None]
+    """The process groups over which any of the parameters is sharded, in the same order on all ranks."""
+    devices: dict[Any, torch.device] = {}
+    for stand_in in stand_ins:
+        if stand_in.shard is not None:
+            devices.setdefault(stand_in.shard.group.process_group, stand_in.shard.group.device)
+            devices.setdefault(stand_in.shard.data_parallel, stand_in.shard.group.device)
+    return [(group, device) for group, device in devices.items() if group is not None]
 
 
 @contextmanager
 def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
-    """Let all ranks draw the numbers of the first one; then those with another random state get it back."""
+    """Draw the first rank's random numbers on all ranks; ranks that had another random state get it back."""
     groups = groups_of(stand_ins)
     devices = {torch.device("cpu"), *(device for _, device in groups)}
     own = {device: random_state(device) for device in devices}
@@ -179,17 +178,17 @@ def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
 
 
 class Seats:
-    """Optimizers with stand-ins in their lists of parameters and their states for a time."""
+    """Puts stand-ins into the parameter lists and states of optimizers for a time."""
 
     def __init__(self, optimizers: Sequence[Optimizer], stand_ins: dict[Tensor, StandIn]) -> None:
         self.stand_ins = stand_ins
-        self.groups = list({id(group): group for each in optimizers for group in each.param_groups}.values())
+        self.groups = list({id(group): group for optimizer in optimizers for group in optimizer.param_groups}.values())
         self.params = [list(group["params"]) for group in self.groups]
-        states = (getattr(each, "state", None) for each in optimizers)
+        states = (getattr(optimizer, "state", None) for optimizer in optimizers)
         self.states = list({id(state): state for state in states if isinstance(state, MutableMapping)}.values())
 
     def fill(self, only: Collection[Tensor] | None = None) -> None:
-        """Put stand-ins into the lists in place of parameters; `only` these parameters, and no others, if given."""
+        """Put stand-ins into the parameter lists; `only`: these parameters, and no others."""
         for group, params in zip(self.groups, self.params, strict=True):
             chosen = params if only is None else [param for param in params if param in only]
             group["params"][:] = [self._seat(param) for param in chosen]
@@ -200,36 +199,36 @@ class Seats:
             group["params"][:] = params
 
     def fill_states(self, stand_ins: Collection[StandIn]) -> None:
-        """Give the optimizers the states of `stand_ins`, by them."""
-        keys = {each.param: each for each in stand_ins}
+        """Key the states of the optimizers by the tensors of `stand_ins`, and convert their values."""
+        keys = {stand_in.param: stand_in for stand_in in stand_ins}
         for states in self.states:
-            _rename(states, {param: each.tensor for param, each in keys.items()})
-            for each in stand_ins:
-                if each.tensor in states:
-                    each.enter_state(states[each.tensor])
+            _rename(states, {param: stand_in.tensor for param, stand_in in keys.items()})
+            for stand_in in stand_ins:
+                if stand_in.tensor in states:
+                    stand_in.enter_state(states[stand_in.tensor])
 
     def empty_states(self, stand_ins: Collection[StandIn]) -> None:
-        """Give the states back to the parameters.
+        """Key the states by the parameters again, and convert their values back.
 
-        Raises UnsupportedError, on all ranks, where a state that is kept whole has the shape of a shard.
+        Raises UnsupportedError, on all ranks, if a full state has the shape of a shard.
         """
         unclear = []
         for states in self.states:
-            for each in stand_ins:
-                if each.tensor in states:
-                    unclear += [(key, each) for key in each.leave_state(states[each.tensor])]
-            _rename(states, {each.tensor: each.param for each in stand_ins})
-        for key, each in unclear:
+            for stand_in in stand_ins:
+                if stand_in.tensor in states:
+                    unclear += [(key, stand_in) for key in stand_in.leave_state(states[stand_in.tensor])]
+            _rename(states, {stand_in.tensor: stand_in.param for stand_in in stand_ins})
+        for key, stand_in in unclear:
             raise UnsupportedError(
-                f"an optimizer's state {key} of a parameter of {tuple(each.param.shape)} on this rank",
+                f"an optimizer's state {key} of a parameter of {tuple(stand_in.param.shape)} on this rank",
                 got="a whole state of the same shape as a shard",
                 expected="another shape",
                 fix="Change the rank of the optimizer's projection, or the number of ranks.",
             )
 
     def _seat(self, param: Tensor) -> Tensor:
-        found = self.stand_ins.get(param)
-        return param if found is None else found.tensor
+        stand_in = self.stand_ins.get(param)
+        return param if stand_in is None else stand_in.tensor
 
 
 def _rename(states: MutableMapping[Any, Any], names: dict[Tensor, Tensor]) -> None:

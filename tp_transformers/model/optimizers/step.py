@@ -1,8 +1,8 @@
-"""Steps of optimizers on parameters that are cut: each on the tensors that the optimizer expects.
+"""Steps of optimizers on sharded parameters: each on the tensors that the optimizer expects.
 
-Optimizers read `param`, `param.grad` and their states as those of one process. Where every element is updated from its
-own gradient, they step on this rank's shards, as plain tensors. Where an update looks at a whole matrix (Muon,
-Adafactor), or at all of them (L-BFGS), they step on whole tensors, which are gathered before and cut again after it.
+Optimizers read `param`, `param.grad` and their states as in one process. If every element is updated from its own
+gradient, they step on this rank's shards, as plain tensors. If an update reads a full matrix (Muon, Adafactor) or all
+of them (L-BFGS), they step on full tensors, which are gathered before the step and sharded again after it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _sharded(optimizer: Optimizer) -> bool:
 
 
 def _on_stand_ins(step: Step) -> Step:
-    """The `step` of an optimizer's class, which steps on stand-ins where a parameter is a shard."""
+    """Wrap the `step` of an optimizer's class: it steps on stand-ins if any parameter is a shard."""
 
     @wraps(step)
     def on_stand_ins(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -49,18 +49,18 @@ def _step(step: Step, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     scope = scope_of(type(optimizer))
     if scope == "parameter":
         return _one_by_one(step, optimizer, args, kwargs)
-    optimizers, is_whole = list(_nested(optimizer)), scope == "model"
-    stand_ins = _stand_ins(optimizers, is_whole=is_whole)
-    exchange = _Exchange(Seats(optimizers, stand_ins), list(stand_ins.values()), is_whole=is_whole)
+    optimizers, needs_full = list(_nested(optimizer)), scope == "model"
+    stand_ins = _stand_ins(optimizers, needs_full=needs_full)
+    exchange = _Exchange(Seats(optimizers, stand_ins), list(stand_ins.values()), needs_full=needs_full)
     args, kwargs = _with_closure(exchange.around, args, kwargs)
-    with exchange, shared_draws(exchange.stand_ins) if is_whole else nullcontext():
+    with exchange, shared_draws(exchange.stand_ins) if needs_full else nullcontext():
         return step(optimizer, *args, **kwargs)
 
 
 def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """Step on parameters that are gathered one after the other, so that no rank holds two whole ones.
+    """Step on one gathered parameter at a time, so that no rank holds two of them.
 
-    Each call begins with the settings that the groups had before the step. Parameters without a gradient are left out.
+    Each call starts from the settings that the groups had before the step. Parameters without a gradient are skipped.
     """
 
     def called(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -69,10 +69,10 @@ def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any
         return lambda: loss
 
     args, kwargs = _with_closure(called, args, kwargs)
-    stand_ins = _stand_ins([optimizer], is_whole=True)
+    stand_ins = _stand_ins([optimizer], needs_full=True)
     seats, groups = Seats([optimizer], stand_ins), list(optimizer.param_groups)
     has = dict(zip(stand_ins, gradients(list(stand_ins.values())), strict=True))
-    apart = [param for param, each in stand_ins.items() if each.is_gathered]
+    apart = [param for param, stand_in in stand_ins.items() if stand_in.is_gathered]
     rest = {param for params in seats.params for param in params}.difference(apart)
     settings = {id(group): _settings(group) for group in groups}
     result = None
@@ -83,7 +83,8 @@ def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any
                 for group in now:
                     _reset(group, settings[id(group)])
                 optimizer.param_groups[:] = now
-                chosen = [each for param, each in stand_ins.items() if param in turn]  # in the same order on all ranks
+                # In the same order on all ranks.
+                chosen = [stand_in for param, stand_in in stand_ins.items() if param in turn]
                 with _Exchange(seats, chosen, only=turn):
                     result = step(optimizer, *args, **kwargs) if now else result
     finally:
@@ -92,17 +93,17 @@ def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any
 
 
 class _Exchange:
-    """Let an optimizer have stand-ins in place of parameters; `only` these parameters, if given."""
+    """Replaces parameters of an optimizer by stand-ins; `only` these parameters, if given."""
 
     def __init__(
         self,
         seats: Seats,
         stand_ins: Sequence[StandIn],
         *,
-        is_whole: bool = True,
+        needs_full: bool = True,
         only: Collection[Tensor] | None = None,
     ) -> None:
-        self.seats, self.stand_ins, self.is_whole, self.only = seats, stand_ins, is_whole, only
+        self.seats, self.stand_ins, self.needs_full, self.only = seats, stand_ins, needs_full, only
         self._is_begun = False
 
     def __enter__(self) -> None:
@@ -120,29 +121,29 @@ class _Exchange:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        has = gradients(self.stand_ins) if self.is_whole else [False] * len(self.stand_ins)
-        for each, has_gradient in zip(self.stand_ins, has, strict=True):
-            each.take(has_gradient)
+        has = gradients(self.stand_ins) if self.needs_full else [False] * len(self.stand_ins)
+        for stand_in, has_gradient in zip(self.stand_ins, has, strict=True):
+            stand_in.take(has_gradient)
         self.seats.fill(self.only)
         self._is_begun = True
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Give parameters their new values, also those of a step that has raised: as in one process."""
+        """Write new values to the parameters, also after a step that raised: as in one process."""
         if self._is_begun:
             self._is_begun = False
-            for each in self.stand_ins:
-                each.give()
+            for stand_in in self.stand_ins:
+                stand_in.give()
 
     @torch.no_grad()
     def _leave(self) -> None:
         self.seats.empty()
-        for each in self.stand_ins:
-            each.clear()
+        for stand_in in self.stand_ins:
+            stand_in.clear()
         self.seats.empty_states(self.stand_ins)
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The `closure`, for the time of which the optimizer has its parameters."""
+        """Wrap `closure`: while it runs, the optimizer has its own parameters."""
 
         @wraps(closure)
         def call() -> Any:
@@ -155,21 +156,21 @@ class _Exchange:
         return call
 
 
-def _stand_ins(optimizers: Sequence[Optimizer], *, is_whole: bool) -> dict[Tensor, StandIn]:
-    """Stand-ins for parameters that are shards; a plain shard is its own, where the optimizer needs no more."""
+def _stand_ins(optimizers: Sequence[Optimizer], *, needs_full: bool) -> dict[Tensor, StandIn]:
+    """Stand-ins for sharded parameters; a plain shard needs one only if the optimizer needs the full tensor."""
     tensors = TENSORS.find(optimizers[0])
     if tensors is None:
         TENSORS.put(optimizers[0], tensors := {})
-    params = (param for each in optimizers for group in each.param_groups for param in group["params"])
+    params = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
     return {
-        param: StandIn(param, tensors, is_whole=is_whole)
+        param: StandIn(param, tensors, needs_full=needs_full)
         for param in params
-        if (is_whole or type(param) is not nn.Parameter) and (isinstance(param, DTensor) or SHARD.find(param))
+        if (needs_full or type(param) is not nn.Parameter) and (isinstance(param, DTensor) or SHARD.find(param))
     }
 
 
 def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """An optimizer, and those that it has around it, such as that of a Lookahead."""
+    """An optimizer, and those that it wraps, such as that of a Lookahead."""
     yield optimizer
     for value in vars(optimizer).values():
         if isinstance(value, Optimizer) and value is not optimizer:
@@ -179,7 +180,7 @@ def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
 def _with_closure(
     change: Callable[[Callable[[], Any]], Callable[[], Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step, with its closure changed."""
+    """Apply `change` to the closure among the arguments of a step."""
     if args and callable(args[0]):
         return (change(args[0]), *args[1:]), kwargs
     if callable(kwargs.get("closure")):
@@ -192,7 +193,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reset(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Give a group the values that it had; tensors keep their memory."""
+    """Restore the settings of a group; tensors keep their memory."""
     for key in group.keys() - settings.keys() - {"params"}:
         del group[key]
     for key, value in settings.items():
@@ -213,12 +214,12 @@ def _add_param_group(original: Callable[..., Any], optimizer: Optimizer, *args: 
 
 
 def _install() -> Undo:
-    """Let steps of all optimizers go through `_on_stand_ins`, also of classes that have had an instance.
+    """Make the steps of all optimizers go through `_on_stand_ins`, also for classes that already have instances.
 
-    torch has put a function with its hooks around the step of such a class; what that calls is replaced.
+    torch has wrapped the step of such a class in a function with its hooks; replace the step that this function calls.
     """
     codes = unwrap(Optimizer.profile_hook_step).__code__.co_consts
-    hooked = next((each for each in codes if isinstance(each, CodeType) and "func" in each.co_freevars), None)
+    hooked = next((code for code in codes if isinstance(code, CodeType) and "func" in code.co_freevars), None)
     if hooked is None:
         raise MissingError((Optimizer, "profile_hook_step with a function around func"))
     cells: dict[int, tuple[CellType, Step]] = {}
@@ -250,12 +251,12 @@ def _classes(kind: type[Any]) -> Iterator[type[Any]]:
         yield from _classes(inner)
 
 
-def _refuse(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    """`Optimizer.add_param_group`, through which an optimizer gets its parameters, where steps cannot be changed."""
+def _reject(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Reject shards in `Optimizer.add_param_group`, which every parameter goes through, if steps cannot be patched."""
     original(optimizer, *args, **kwargs)
     if _sharded(optimizer):
         STEPS_ON_SHARDS.refuse()
 
 
-STEPS_ON_SHARDS = Patch("torch", "optimizers", _install, without=lambda: replace(Optimizer, "add_param_group", _refuse))
-"""Lets optimizers of torch, and of others, update parameters that are shards as they update those of one process."""
+STEPS_ON_SHARDS = Patch("torch", "optimizers", _install, without=lambda: replace(Optimizer, "add_param_group", _reject))
+"""Makes optimizers of torch and of other packages update shards as they update full parameters in one process."""
