@@ -1,4 +1,4 @@
-"""Attention: the projections that belong together, and the split of their heads, which keeps complete KV groups."""
+"""Attention: its projections, and the split of their heads, which keeps KV groups complete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LATENT_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "key_value": ("kv_b_proj",),
     "output": ("o_proj",),
 }
-"""The children that identify attention where a plan does not name it (a dict, a declared plan)."""
+"""Children that identify attention if a plan does not name it (a dict, a declared plan)."""
 
 
 def cut_attention(
@@ -46,14 +46,15 @@ def cut_attention(
     faults: list[str],
     cut: AttentionCut,
 ) -> AttentionCut:
-    """Cut every attention module with projections that stay sharded by whole heads.
+    """Split the heads of every attention module with sharded projections.
 
     Args:
-        plan: names the attention modules; where it names none, and in parts with plans that name none, they are
-            recognised by PROJECTIONS.
-        module_rules: the rule of every module that has one; those that a declared plan left out are added.
-        param_rules: the rule of every parameter that has one of its own.
-        faults, cut: lists of faults and of how mixers are cut, which are added to.
+        plan: has the attention modules; if it, or the plan of an inner model, has none, they are recognised by
+            PROJECTIONS.
+        module_rules: module -> its rule; rules that a declared plan lacks are added.
+        param_rules: parameter -> its own rule.
+        faults: list of faults; new ones are added.
+        cut: splits of mixers; those of attention are added.
     """
     modules, known = dict(model.named_modules()), len(faults)
     for name, (around, children, blocks) in _groups(plan, modules, prefix, faults).items():
@@ -97,7 +98,7 @@ def cut_attention(
 def _stays_sharded(
     name: str, roles: Mapping[str, list[str]], module_rules: Mapping[str, Rule], faults: list[str]
 ) -> bool:
-    """True if every projection of an attention module is sharded; a fault where only some of them are."""
+    """True if every projection of an attention module is sharded; adds a fault if only some are."""
     projections = dict(_projections(roles))
     sharded = {child for child, role in projections.items() if _is_sharded(role, module_rules.get(child))}
     if 0 < len(sharded) < len(projections):
@@ -122,7 +123,7 @@ def _complete_declared(
     param_rules: Mapping[str, Rule],
     query_heads: tuple[int, int | None],
 ) -> None:
-    """Complete a plan that transformers declares: gates and biases a query head, norms within heads."""
+    """Complete a declared plan: roles of gates and biases per query head, rules of norms within heads."""
     count, head_dim = query_heads
     known = {child for names in roles.values() for child in names}
     for child, rule in param_rules.items():
@@ -152,7 +153,7 @@ def _split_children(
     faults: list[str],
     cut: AttentionCut,
 ) -> None:
-    """Split the children of one attention module that have rules as its heads are split."""
+    """Split the children of one attention module by its heads; children without rules are skipped."""
     for child, role in ((child, role) for role, names in roles.items() for child in names):
         rule = rules[child]
         if rule is None:
@@ -166,7 +167,7 @@ def _split_children(
 
 
 def _role_split(role: str, units: tuple[Split, Split], rule: Rule) -> Split:
-    """Split, in heads, of a block of the projection or parameter with `role`, by query and KV heads of a block."""
+    """Split, in heads, of one block of the child with `role`; `units`: splits of the block's query and KV heads."""
     query, kv = units
     by_part = {"query": query, "key": kv, "value": kv}
     if role == "fused":
@@ -184,7 +185,7 @@ def _unrecognised(
     cut: AttentionCut,
     size: int,
 ) -> Iterator[str]:
-    """Faults: attention that is cut without a description of its heads, which is right only if all counts divide."""
+    """Faults: attention that is sharded without a description of its heads; `size` must divide all head counts."""
     known = cut.splits.keys() | cut.whole.keys()
     for child, rule in module_rules.items():
         name = child.rpartition(".")[0]
@@ -203,8 +204,10 @@ def _unrecognised(
 def _groups(
     plan: Plan, modules: Mapping[str, nn.Module], prefix: str, faults: list[str]
 ) -> dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]]:
-    """Attention module -> (it or one around it, that one's children and blocks by role), as plans say, or else
-    PROJECTIONS."""
+    """Attention module -> (it or a module around it, that module's children and blocks by role).
+
+    From the attention entries of plans, or else from PROJECTIONS.
+    """
     groups: dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]] = {}
     for name, module in modules.items():
         for projections in () if plan.names_attention(name, prefix) else (PROJECTIONS, LATENT_PROJECTIONS):
@@ -219,13 +222,13 @@ def _groups(
         for name in names:
             children = dict(_present(modules[name], group.children))
             absent = [role for role in group.children if role not in children and not role.startswith("with_")]
-            if group.optional and (absent or not children):  # Nemotron-H's mixers have one name, whatever they are
+            if group.optional and (absent or not children):  # Nemotron-H: mixers of all kinds have one name
                 continue
             faults.extend(
                 f"attention {name}: it has no child {' or '.join(map(repr, group.children[role]))}" for role in absent
             )
             if not absent:
-                # It is the module that holds the projections to heads; BERT's output projection is beside that.
+                # The module that holds query, key and value projections; BERT's output projection is outside it.
                 made = [child for role in children.keys() - {"output"} for child in children[role]]
                 holders = {child.rpartition(".")[0] for child in made}
                 own = ".".join(filter(None, (name, *holders))) if len(holders) == 1 else name
@@ -234,7 +237,7 @@ def _groups(
 
 
 def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(role, names) of those children that the module has: the first of a projection's, all that go with one."""
+    """Yield (role, names) of the children that the module has: the first of a projection, all of a `with_` role."""
     for role, names in children.items():
         found = tuple(name for name in names if isinstance(inner(module, name), nn.Module | nn.Parameter))
         if found:
@@ -242,7 +245,7 @@ def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iter
 
 
 def _is_sharded(role: str, rule: Rule | None) -> bool:
-    """True if a projection leaves its output sharded, or, as the output projection, takes a sharded input."""
+    """True if a projection leaves its output sharded or, for the output projection, takes a sharded input."""
     strategy = (rule.instance if rule is not None else None) or UNRULED
     signature = strategy.signature
     return signature.takes is FEATURES if role == "output" else signature.leaves is FEATURES
@@ -255,7 +258,7 @@ def _count_heads(
     model: PreTrainedModel,
     faults: list[str],
 ) -> tuple[int, int, int | None] | None:
-    """(query heads, KV heads, head size) of one attention module; None, and a fault, where they do not add up."""
+    """(query heads, KV heads, head size) of one attention module; None, and a fault, if they are inconsistent."""
     module = modules[name]
     config = attention_config(module, model)
     head_dim = first_of(HEAD_SIZES, module, config)
@@ -265,8 +268,8 @@ def _count_heads(
         head_dim = attended // query or None
     made = output_width(modules[roles["query"][0]]) if {"query", "fused"} <= roles.keys() else 0
     if head_dim is not None and made and made % head_dim == 0:
-        query = made // head_dim  # those of one expert in JetMoE
-    if "key_value" in roles:  # latent attention: every query head has a key and a value of its own
+        query = made // head_dim  # JetMoE: the heads of one expert
+    if "key_value" in roles:  # latent attention: one key and value per query head
         kv = query
     if head_dim is not None and "key" in roles:
         for role in ("query", "key"):
@@ -278,7 +281,7 @@ def _count_heads(
             query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
         stated = head_counts(module, config)[0]
         if stated and query > stated and query % stated == 0 and attended == stated * head_dim:
-            query = stated  # a projection that makes more than queries (a gate beside each)
+            query = stated  # the projection also makes a gate per query head
     if not query or not kv or query % kv:
         faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
         return None
@@ -286,7 +289,7 @@ def _count_heads(
 
 
 def _repeats(module: nn.Module, roles: Mapping[str, object], query: int, config: Any) -> int:
-    """How often the heads that the query projection makes attend, where keys and values have one of their own."""
+    """Times that each head of the query projection attends; in JetMoE, once per expert of a token."""
     stated = head_counts(module, config)[0] if {"query", "fused"} <= roles.keys() else query
     return stated // query if stated and stated % query == 0 else 1
 

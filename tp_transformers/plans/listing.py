@@ -1,4 +1,4 @@
-"""Every plan that ships with the package, with its title: the table of the README and of `tp-transformers plans`."""
+"""Catalogue of the plans that ship with the package: the table of the README and of `tp-transformers plans`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Entry:
     file: Path
     model_types: tuple[str, ...]
     strategies: tuple[str, ...]
-    """Names of the strategies that its rules use, sorted."""
+    """Sorted names of the strategies that its rules use."""
 
 
 def catalogue() -> list[Entry]:
-    """Every plan, in the order of the files. Raises PlanError on one that does not begin with its title and its URL."""
+    """List every plan by file name. Raises PlanError if a file does not begin with its title and its URL."""
     entries = []
     for path in sorted(set(available_plans().values())):
         plan = Plan.from_yaml(path)

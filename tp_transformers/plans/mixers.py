@@ -1,13 +1,13 @@
-"""Mixers that are no attention: the parts of their parameters, and how heads and groups are cut over the ranks.
+"""Mixers other than attention: the parts of their parameters, and the sharding of heads and groups.
 
     mixers:
       layers.*.mamba:
         input: {in_proj: [value, value, key, key, head]}        gate, x, B, C, dt
         local: {conv1d: [value, key, key], A_log: head}
 
-A part has something for every head: a number (`head`) or features (`value`); or features for every group (`key`). A
-list in a list is stored group after group. Groups are to heads what KV heads are to query heads: a rank has whole
-groups, or a part of the heads of one, whose features it holds like other ranks.
+A part holds one number per head (`head`), features per head (`value`), or features per group (`key`). The parts of a
+nested list are interleaved by group. Groups relate to heads as KV heads to query heads: a rank holds complete groups,
+or some heads of one group and a replica of that group's features.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ MIXER_RULES: Mapping[str, str] = {
     "norm": "gated_norm",
     "output": "rowwise",
 }
-"""Rules of a mixer's children, by role, where a plan has none for them."""
+"""Rules of a mixer's children, by role, unless the plan has rules for them."""
 GATHERED: Mapping[str, str] = {"colwise": "colwise_rep", "rowwise": "rowwise_rep"}
-"""Rules in place of these where every rank computes all heads."""
+"""Replacements of these rules if every rank computes all heads."""
 
 STATES = "states"
-"""Role of states that the forward is given: `argument.index`, with something for heads or groups along dim 1."""
+"""Role of states among the arguments of the forward: `argument.index`, with heads or groups along dim 1."""
 
 
 @dataclass(frozen=True)
 class Mixer(Pattern):
-    """The modules that match `pattern` mix tokens with heads: their parameters are cut part by part."""
+    """Mixers that match `pattern`: their parameters are sharded part by part."""
 
     children: Mapping[str, Mapping[str, Parts]]
     """Role (one of MIXER_RULES, or STATES) -> name of a child module, parameter or buffer -> its parts."""
@@ -64,22 +64,22 @@ class Mixer(Pattern):
 
 @dataclass(frozen=True)
 class MixerHeads:
-    """How the heads of one mixer are cut."""
+    """Splits of the heads and groups of one mixer."""
 
     heads: Split
     groups: Split
     widths: Mapping[str, int]
-    """Features of a head (`value`) and of a group (`key`)."""
+    """Features per head (`value`) and per group (`key`)."""
     splits: Mapping[str, Split] = field(default_factory=dict)
-    """Child, or state -> how its features are cut; empty where every rank has all heads."""
+    """Child or state -> split of its features; empty if every rank has all heads."""
     local: tuple[str, ...] = ()
     """Children that the mixer's own forward reads."""
     states: tuple[str, ...] = ()
-    """States that it is given."""
+    """States that its forward takes."""
     convolved: Split | None = None
 
     def attributes(self, rank: int) -> dict[str, int]:
-        """The module's own counts and widths on `rank`, by the names that transformers uses."""
+        """Local head counts, group counts and widths on `rank`, by their attribute names in transformers."""
         own_heads, own_groups = self.heads.widths[rank], self.groups.widths[rank]
         return {
             **dict.fromkeys(HEAD_COUNTS, own_heads),
@@ -91,7 +91,7 @@ class MixerHeads:
 
 
 def mixer_arguments(pattern: str, entry: Any, faults: list[str]) -> dict[str, Any]:
-    """The arguments of `Mixer` for a line of the section `mixers`."""
+    """Arguments of `Mixer` for a line of the section `mixers`."""
     options = dict(entry) if isinstance(entry, Mapping) else {}
     optional = options.pop("optional", False)
     children = {role: _children(value) for role, value in options.items()}
@@ -107,14 +107,14 @@ def mixer_arguments(pattern: str, entry: Any, faults: list[str]) -> dict[str, An
 
 
 def mixer_rules(pattern: str, children: Mapping[str, Mapping[str, Parts]]) -> Iterator[dict[str, Any]]:
-    """The arguments of `Rule` for the children of a mixer at `pattern`; those that a module lacks are skipped."""
+    """Arguments of `Rule` for the children of a mixer at `pattern`; a module may lack some of them."""
     for role, names in children.items():
         for name in names if role in MIXER_RULES else ():
             yield rule_arguments(f"{pattern}.{name}", MIXER_RULES[role], "optional", []) or {}
 
 
 def _children(value: Any) -> dict[str, Parts] | None:
-    """Child -> its parts; None where `value` says otherwise."""
+    """Child -> its parts; None if `value` is malformed."""
     if not isinstance(value, Mapping):
         names = names_of(value or ())
         return None if names is None else dict.fromkeys(names, ("value",))
@@ -141,15 +141,15 @@ def cut_mixers(
     whole: dict[str, str],
     module_rules: dict[str, Rule],
 ) -> dict[str, MixerHeads]:
-    """Cut every mixer by whole heads.
+    """Shard every mixer by complete heads.
 
-    Where there are more ranks than heads, projections are cut by features, and their outputs gathered.
+    If there are more ranks than heads, shard projections by features and gather their outputs.
 
     Args:
-        faults: list to which faults are added.
-        splits: children by their full names, to which those of the mixers are added.
-        whole: child -> its mixer; those are added that every rank holds, there being fewer heads than ranks.
-        module_rules: the rule of every module that has one; those of projections change that are gathered.
+        faults: list of faults; new ones are added.
+        splits: full name of a child -> its split; those of the mixers are added.
+        whole: replicated child -> its mixer; children of mixers with fewer heads than ranks are added.
+        module_rules: module -> its rule; those of gathered projections are replaced.
     """
     cut: dict[str, MixerHeads] = {}
     for mixer in mixers:
@@ -187,7 +187,7 @@ def cut_mixers(
 
 
 def _present(module: nn.Module, children: Mapping[str, Parts]) -> Iterator[tuple[str, Parts]]:
-    """The children that the module has; norms may be left out by a config."""
+    """Yield the children that the module has; a config may leave norms out."""
     for child, parts in children.items():
         found = inner(module, child)
         if found is not None and not isinstance(found, nn.Identity):
@@ -197,9 +197,9 @@ def _present(module: nn.Module, children: Mapping[str, Parts]) -> Iterator[tuple
 def _cut(
     module: nn.Module, own: Mapping[str, Mapping[str, Parts]], stated: Mapping[str, Parts], size: int
 ) -> MixerHeads:
-    """The heads of one mixer with the children `own` and the states `stated`.
+    """Split the heads of one mixer with the children `own` and the states `stated`.
 
-    Raises ValueError where its parameters are not made up of their parts.
+    Raises ValueError if the length of a parameter is not the sum of its parts.
     """
     lengths = {
         child: mixed_length(inner(module, child), is_output=role in ("output", "inner"))
@@ -255,7 +255,7 @@ def _flat(parts: Parts) -> list[str]:
 
 
 def _split(part: str | tuple[str, ...], cut: MixerHeads) -> Split:
-    """Split of a part's features; of parts that are stored group after group."""
+    """Split of the features of a part, or of a tuple of parts that are interleaved by group."""
     if part == "key":
         return cut.groups.scaled(cut.widths["key"])
     if isinstance(part, str):

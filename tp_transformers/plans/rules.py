@@ -1,4 +1,4 @@
-"""Plans: all rules of an architecture, and the plans of the models in a model."""
+"""Plans: all rules of an architecture, with the plans of its inner models."""
 
 from __future__ import annotations
 
@@ -35,51 +35,51 @@ if TYPE_CHECKING:
 P = TypeVar("P", Rule, Attention, Mixer)
 
 MOST_EXTENDED = 20
-"""Plans that extend each other, one after the other."""
+"""Maximum length of a chain of plans that extend each other."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How an architecture is split: its rules, parsed and frozen."""
+    """The rules that shard an architecture, parsed and frozen."""
 
     source: str
     """Name in error messages: a file, "tp_plan", ..."""
     rules: tuple[Rule, ...]
     attention: tuple[Attention, ...] = ()
-    """Empty: attention is recognised by the names of its projections."""
+    """Attention modules; if empty, they are recognised by the names of their projections."""
     mixers: tuple[Mixer, ...] = ()
     model_types: tuple[str, ...] = ()
-    """The values of `config.model_type` that it is for; empty for any."""
+    """Values of `config.model_type` that the plan supports; empty: any."""
     sequence_parallel: bool = False
-    """True if activations between blocks are cut along the sequence."""
+    """True if activations between blocks are sharded along the sequence."""
     loss_parallel: bool = False
-    """True if logits stay cut along the vocabulary where a model is given labels."""
+    """True if logits stay sharded along the vocabulary when the model is given labels."""
     batch_sharded: bool | tuple[str, ...] | None = None
-    """The modules, named in the full model, that gather the samples of ranks which have batches of their own, beside
-    those whose rules say so; True for all attention, MLPs and experts; False for none, whatever rules say."""
+    """Full names of modules that gather the samples of all ranks, if ranks have different batches; modules with such
+    rules are added. True: all attention, MLPs and experts. False: none, in spite of rules."""
     parts: tuple[str, ...] = ()
-    """Modules, named in the full model, that are models with plans of their own."""
+    """Full names of the inner models that have plans."""
     declared: bool = field(default=False, compare=False)
-    """True for the plan that a transformers class declares, and for one of ours that completes it."""
+    """True for the plan that a transformers class declares, and for a plan of this package that extends it."""
     extends_declared: bool = field(default=False, compare=False)
-    """True until `completed` adds the rules that it extends, those that the model's class declares."""
+    """True until `completed` adds the rules that the model's class declares."""
 
     @classmethod
     def from_dict(cls, rules: Mapping[str, Any], *, source: str = "tp_plan") -> Plan:
-        """A plan from {name in the full model: strategy}. Raises PlanError on malformed rules."""
+        """Make a plan from {name in the full model: strategy}. Raises PlanError on malformed rules."""
         return cls.parse({"rules": dict(rules)}, source=source)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Plan:
-        """A plan from a YAML file. Raises PlanError where it cannot be read, is not YAML, or is malformed."""
+        """Read a plan from a YAML file. Raises PlanError if it cannot be read, is not YAML, or is malformed."""
         path = Path(path)
         return cls.parse(read_plan_file(path), source=str(path))
 
     @classmethod
     def parse(cls, data: Any, *, source: str, extending: tuple[Path, ...] = ()) -> Plan:
-        """A plan from data in the form of the YAML files. Raises PlanError with every fault of the form.
+        """Make a plan from data in the form of the YAML files. Raises PlanError with all faults of the data.
 
-        `extending` are the files with `extends:` that led here.
+        `extending`: the chain of files with `extends:` that led here.
         """
         faults = check_sections(data, source)
         base = cls(source, ())
@@ -92,7 +92,7 @@ class Plan:
         rules: dict[tuple[bool, str], Rule | None] = {(rule.in_base_model, rule.pattern): rule for rule in base.rules}
         for section in ("base_model", "optional", "heads", "rules"):
             for pattern, value in entries(data, section, faults):
-                # A rule of null takes the extended plan's rule away.
+                # null removes the extended plan's rule.
                 found = None if value is None else rule_arguments(pattern, value, section, faults)
                 rules[section in IN_BASE_MODEL, pattern] = None if found is None else Rule(**found)
         attention: dict[str, Attention | None] = {entry.pattern: entry for entry in base.attention}
@@ -134,10 +134,10 @@ class Plan:
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, path: Path | None = None) -> Plan | None:
-        """The plan for `model.config.model_type`: ours from `model_plans/`, else that of its transformers class.
+        """The plan for `model.config.model_type` from `model_plans/`, or else the one that its class declares.
 
-        With `path`, it is the plan of that file. Models inside it (a language model, a vision tower) are cut by our
-        plans for their own types. None where there is no rule at all.
+        With `path`, the plan of that file. Inner models (a language model, a vision tower) are sharded by the plans for
+        their own types. None if there are no rules.
         """
         path = path or available_plans().get(model.config.model_type)
         whole = cls("", (), declared=True, extends_declared=True) if path is None else cls.from_yaml(path)
@@ -145,8 +145,8 @@ class Plan:
         return plan if plan.rules else None
 
     def completed(self, model: PreTrainedModel) -> Plan:
-        """This plan with all of its rules: those that the class of `model` declares, if it extends them, and those that
-        its attention implies, for modules that have none of their own."""
+        """Add the rules that the class of `model` declares, if the plan extends them, and the rules that attention and
+        mixers imply, for modules without explicit rules."""
         if not (self.extends_declared or any(rule.implied for rule in self.rules)):
             return self
         prefix, source = base_prefix(model), self.source
@@ -169,10 +169,11 @@ class Plan:
         return replace(self, source=source, rules=tuple(rules), extends_declared=False)
 
     def _with_parts(self, model: PreTrainedModel, own: Sequence[Rule]) -> Plan:
-        """This plan with our plans for the parts of `model`, at the names that they have in it.
+        """Add the plans for the inner models of `model`, with full names.
 
-        A part with rules in this plan keeps those, unless it completes a declared plan: then its `own` rules come
-        before those of the parts. The plan of the language model cuts the output embedding, too.
+        An inner model with rules in this plan keeps only those, unless this plan is declared: then the explicit rules
+        `own` take precedence over rules for the same names. The plan of the language model also shards the output
+        embedding.
 
             llava ─┬─ vision_tower    clip_vision_model ── clip_vision_model.yaml, at model.vision_tower
                    └─ language_model  llama             ── llama.yaml, at model.language_model, and its lm_head
@@ -211,11 +212,11 @@ class Plan:
         )
 
     def part_around(self, name: str) -> str:
-        """The part that a module, parameter or pattern of that name belongs to; "" for what is in none."""
+        """The inner model around a module, parameter or pattern of that name; "" if there is none."""
         return max((part for part in self.parts if is_inside(name, part)), key=len, default="")
 
     def names_attention(self, name: str, prefix: str) -> bool:
-        """True if the plan for the part, or the model, around the module `name` names its attention."""
+        """True if the plan of the inner model (else the full model) around the module `name` has attention entries."""
         return any(self.part_around(entry.full(prefix)) == self.part_around(name) for entry in self.attention)
 
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:
@@ -224,14 +225,14 @@ class Plan:
 
 
 def _at(name: str, entry: P, part: PreTrainedModel) -> P:
-    """An entry of a part's plan, as one of the model around the part `name`, where modules of it may be missing."""
+    """Turn an entry of the plan for `part`, the inner model `name`, into an optional entry for the full model."""
     return replace(entry, pattern=f"{name}.{entry.full(base_prefix(part))}", in_base_model=False, optional=True)
 
 
 def _imply(
     rules: dict[tuple[bool, str], Rule | None], section: str, pattern: str, found: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Add rules that an entry at `pattern` implies, in place of those that the extended plan's entry did."""
+    """Add the rules that an entry at `pattern` implies; they replace those of the extended plan's entry."""
     for key in [key for key, rule in rules.items() if rule and rule.implied == section and is_inside(key[1], pattern)]:
         del rules[key]
     for each in found:
@@ -239,10 +240,10 @@ def _imply(
 
 
 def _extended(name: str, source: str, extending: tuple[Path, ...]) -> Plan:
-    """The plan that `extends: name` starts from: a file beside the plan, or a model type with a plan."""
+    """Load the plan of `extends: name`: a file in the same folder, or the plan for a model type."""
     own = Path(source).resolve()
     path: Path | None = own.parent / (name if name.endswith(".yaml") else f"{name}.yaml")
-    if not os.path.isfile(str(path)):  # False, too, for names that no file can have
+    if not os.path.isfile(str(path)):  # also False for invalid file names
         path = available_plans().get(name)
     subject = f"plan {shorten(source, 200)}"
     if path is None:

@@ -1,4 +1,4 @@
-"""Shares: the fractions of a model that each rank and all ranks hold; refuses a plan that leaves most of it whole."""
+"""Fractions of a model on each rank and on all ranks; a check that rejects plans that replicate most of a model."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 MOST_REPLICATED = 0.75
-"""Part of a model, by bytes, that a declared plan may leave on every rank: a vision tower, say, but not all layers."""
+"""Maximum fraction of a model's bytes that a declared plan may replicate: a vision tower, say, but not all layers."""
 
 
 def check_layers_are_cut(
     model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int, *, allow_replicated: bool = False
 ) -> str | None:
-    """A warning if a declared plan leaves layers on every rank, with their part of the model; None for other plans.
+    """A warning if a declared plan replicates layers, with the replicated fraction of the model; None for other plans.
 
-    Raises PlanError where more than MOST_REPLICATED of the model would be on every rank, unless `allow_replicated`.
+    Raises PlanError if more than MOST_REPLICATED of the model would be replicated, unless `allow_replicated`.
     """
     whole = _whole_layers(model, resolution.layouts) if plan.declared and size > 1 else {}
     if not whole:
@@ -50,7 +50,7 @@ def check_layers_are_cut(
 
 
 def _whole_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> dict[str, tuple[int, int]]:
-    """Stacks of layers that every rank would hold some of in full: {folded name: (such layers, all layers)}."""
+    """Stacks with layers that have no sharded matrix: {folded name: (such layers, all layers)}."""
     is_whole: dict[str, bool] = {}
     for name, param in model.named_parameters():
         layer = layer_around(model, name)
@@ -63,12 +63,12 @@ def _whole_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) 
 
 
 def largest_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> float:
-    """The bytes of the largest rank's shard, as a fraction of the whole model."""
+    """Bytes on the rank that holds most, as a fraction of the full model."""
     return max(shares(model, layouts, size))
 
 
 def shares(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> list[float]:
-    """The bytes of every rank's shard, as fractions of the whole model; a tied parameter counts once."""
+    """Bytes on every rank, as fractions of the full model; a tied parameter counts once."""
     total, held = 0, torch.zeros(size, dtype=torch.float64)
     for name, param in model.named_parameters():
         total += param.nbytes
@@ -79,7 +79,7 @@ def shares(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: i
 
 
 def replicated_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> float:
-    """The bytes of the parameters that every rank holds whole, as a fraction of the model."""
+    """Bytes of replicated parameters, as a fraction of the full model."""
     nbytes = {name: param.nbytes for name, param in model.named_parameters()}
     whole = sum(count for name, count in nbytes.items() if layouts.get(name) is None)
     return float(whole / max(1, sum(nbytes.values())))

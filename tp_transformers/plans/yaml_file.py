@@ -1,4 +1,4 @@
-"""The YAML file of a plan, read with bounds on its size, depth and aliases. Trusts nothing that it reads."""
+"""Reader of a plan's YAML file, with bounds on size, depth and aliases. The file is untrusted input."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import yaml
 from ..errors import PlanError, shorten, shown
 
 MAX_BYTES = 1 << 20
-"""Size of the largest file; the plans that ship with the package have 5 kB at most."""
+"""Maximum size of a file; the plans that ship with the package have 5 kB at most."""
 MAX_NODES = 100_000
-"""Values, names and collections of a file, an alias counted as all that it stands for."""
+"""Maximum number of values, names and collections in a file; an alias counts as the nodes that it expands to."""
 MAX_DEPTH = 16
-"""Collections inside each other; a plan needs five. libyaml ends the process at some 20,000."""
+"""Maximum nesting of collections; a plan needs 5. libyaml crashes the process at about 20,000."""
 MAX_SCALAR = 1000
-"""Characters of a name or value. Numbers such as 1:2:3, to the base 60, take PyYAML quadratic time."""
+"""Maximum characters of a name or value. PyYAML takes quadratic time for base-60 numbers such as 1:2:3."""
 
 
 def read_plan_file(path: Path) -> Any:
-    """The data of a plan's YAML file. Raises PlanError where it cannot be read, or is not YAML within the bounds."""
+    """Read the data of a plan's YAML file. Raises PlanError if it cannot be read, or is not YAML within the bounds."""
     try:
         text = _read(path)
         _check_bounds(text)
@@ -36,8 +36,7 @@ def read_plan_file(path: Path) -> Any:
 
 
 def model_types_of(path: Path) -> tuple[str, ...]:
-    """The model types that one of the package's own plans is for. They are its first entry, and nothing else is parsed:
-    all files whole take 30 ms."""
+    """Read the model types of a plan of this package. Parses only its first entry: parsing all files takes 30 ms."""
     names, is_list = [], False
     for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=_SafeLoader):
         is_list = is_list or isinstance(event, yaml.SequenceStartEvent)
@@ -49,7 +48,7 @@ def model_types_of(path: Path) -> tuple[str, ...]:
 
 
 def _read(path: Path) -> str:
-    """The text of a regular file of at most MAX_BYTES. Raises PlanError on any other, without reading from it."""
+    """Read the text of a regular file of at most MAX_BYTES. Raises PlanError for other files; pipes are not opened."""
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -69,10 +68,10 @@ def _unreadable(path: Path, got: str) -> PlanError:
 
 
 def _check_bounds(text: str) -> None:
-    """Raise YAMLError at the first value that exceeds a bound. Builds nothing, and takes linear time."""
+    """Raise YAMLError at the first value that exceeds a bound. Constructs no objects; takes linear time."""
     nodes = 0
-    sizes: dict[str, int] = {}  # nodes of what an anchor names; "" is no anchor
-    opened: list[tuple[str, int]] = []  # each with the nodes before it
+    sizes: dict[str, int] = {}  # anchor -> its number of nodes; "" is no anchor
+    opened: list[tuple[str, int]] = []  # (anchor, number of nodes before it)
     for event in yaml.parse(text, Loader=_SafeLoader):
         anchor: str = getattr(event, "anchor", None) or ""
         if isinstance(event, yaml.CollectionEndEvent):
@@ -81,7 +80,7 @@ def _check_bounds(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if any(anchor == name for name, _ in opened):
                 raise _beyond(event, f"*{shorten(anchor, 50)} stands inside what it means")
-            nodes += sizes.get(anchor, 0)  # without an anchor, the loader says so
+            nodes += sizes.get(anchor, 0)  # an alias without an anchor is rejected by the loader
         elif isinstance(event, yaml.CollectionStartEvent):
             opened.append((anchor, nodes))
             nodes += 1
@@ -104,9 +103,9 @@ _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times fa
 
 
 class _PlanLoader(_SafeLoader):
-    """A loader that refuses two rules of one name; YAML would silently keep the last.
+    """Loader that rejects duplicate keys; YAML would silently keep the last.
 
-    It raises YAMLError for all that cannot be built.
+    Raises YAMLError for every value that cannot be constructed.
     """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -114,7 +113,7 @@ class _PlanLoader(_SafeLoader):
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception:  # PyYAML's constructors raise anything for text that is not of its tag, as in `!!int x`
+        except Exception:  # PyYAML's constructors raise any error for text that does not fit its tag, as in `!!int x`
             kind, value = node.tag.rpartition(":")[2], node.value
             told = shown(value) if isinstance(value, str) else "a collection"
             raise yaml.constructor.ConstructorError(

@@ -1,4 +1,4 @@
-"""Partial outputs and gradients: a plan has to sum each of them over the ranks, once."""
+"""Partial outputs and gradients: checks that a plan sums each of them over the ranks exactly once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..rule import UNRULED
 
 @dataclass(frozen=True)
 class BoundPlan:
-    """A plan that is bound to a model, as the checks see it."""
+    """A plan bound to a model: the input of the checks."""
 
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
@@ -36,7 +36,7 @@ class BoundPlan:
 
 
 def sum_faults(plan: BoundPlan) -> Iterator[str]:
-    """Faults: a partial output that no rule sums, one that two rules sum, and a replicated output that a rule sums."""
+    """Faults: a partial output that no rule or two rules sum, and a replicated output that a rule sums."""
     if plan.size > 1:
         yield from _experts(plan)
         yield from _outputs(plan)
@@ -46,14 +46,14 @@ def sum_faults(plan: BoundPlan) -> Iterator[str]:
 
 
 def scalars_between(plan: BoundPlan) -> Iterator[str]:
-    """Modules with learned scalars (activations) between a linear with sharded output and the one that takes it."""
+    """Modules with learned scalars (activations) between a linear with sharded output and the linear that takes it."""
     for owner, child, _ in _between(plan):
         if all(param.numel() == 1 for param in plan.modules[child].parameters()) and owner:
             yield child
 
 
 def unsummed_experts(plan: BoundPlan) -> Iterator[str]:
-    """Experts that are cut or spread, with outputs that no rule sums."""
+    """Experts that are sharded or distributed over ranks, with outputs that no rule sums."""
     sums = _sums(plan)
     for name in sorted(_parts(plan)):
         if holds_experts(plan.modules[name]) and not sums.intersection(names_around(name)):
@@ -61,7 +61,7 @@ def unsummed_experts(plan: BoundPlan) -> Iterator[str]:
 
 
 def _experts(plan: BoundPlan) -> Iterator[str]:
-    """Experts are whole on one rank, or all their matrices are cut along the same features."""
+    """Faults: experts that are neither complete on one rank nor have all matrices sharded along the same features."""
     for owner, module in plan.modules.items():
         if not holds_experts(module):
             continue
@@ -105,7 +105,7 @@ def _same_features(split: Split, narrow: Split, is_concatenated: bool | None) ->
 
 
 def _outputs(plan: BoundPlan) -> Iterator[str]:
-    """Partial outputs are summed, and only they are."""
+    """Faults: partial outputs that are not summed, and other outputs that are."""
     parts, sums = _parts(plan), _sums(plan)
     for name in sorted(parts):
         if not sums.intersection(names_around(name)):
@@ -143,7 +143,7 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
 
 
 def summing_blocks(strategies: Mapping[str, TensorParallelLayer], modules: Mapping[str, nn.Module]) -> set[str]:
-    """Blocks with outputs that are summed over the ranks; a linear sums its own."""
+    """Blocks that sum their output over the ranks; linears, which sum their own output, are excluded."""
     return {name for name, each in strategies.items() if each.signature.sums and features(modules[name]) is None}
 
 
@@ -158,7 +158,7 @@ def _parts(plan: BoundPlan) -> set[str]:
     for name, module in plan.modules.items():
         if holds_experts(module) or name in sums:
             parts |= {name for layout in plan.own_layouts(name).values() if layout is not None}
-    for name, strategy in plan.param_strategies.items():  # experts may keep their parameters in a module of their own
+    for name, strategy in plan.param_strategies.items():  # experts may keep their parameters in a submodule
         owner = name.rpartition(".")[0]
         if strategy is not plan.module_strategies.get(owner) and plan.layouts.get(name) is not None:
             parts |= {owner for block in names_around(owner) if block in sums}
@@ -166,7 +166,7 @@ def _parts(plan: BoundPlan) -> set[str]:
 
 
 def _heads(plan: BoundPlan) -> Iterator[str]:
-    """Other parameters that compute on the heads of cut attention have a partial gradient on every rank."""
+    """Faults: other parameters that compute on sharded heads; their gradient on each rank is partial."""
     cut = plan.cut
     for name, param in plan.parameters.items():
         owner = name.rpartition(".")[0]
@@ -180,7 +180,7 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
             or strategy.signature.gradient is PARTIAL
         ):
             continue
-        # Latents are whole, and column-parallel layers sum their gradients; but not that of the rotary key.
+        # Latents are replicated; column-parallel layers sum their gradients, but not that of the rotary key.
         rotary_key = owner.endswith("kv_a_proj_with_mqa") and strategy.signature.leaves is not LOCAL
         if cut.heads[attention].is_latent and not rotary_key:
             continue
@@ -205,7 +205,7 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
 
 
 def _other_gradients(plan: BoundPlan) -> Iterator[str]:
-    """Outside attention: modules that compute on sharded features sum their gradients, and no others do."""
+    """Faults outside attention: modules on sharded features that do not sum gradients, and other modules that do."""
     between, sums = set(), _sums(plan)
     for _, child, width in _between(plan):
         between.add(child)
@@ -239,9 +239,9 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
 
 
 def _sequences(plan: BoundPlan) -> Iterator[str]:
-    """Modules that compute on shards of the sequence are given shards.
+    """Faults: modules that compute on shards of the sequence, but are given the full sequence.
 
-    It is not checked beside a user's strategy, which may cut the sequence or return DTensors.
+    Skipped if a user's strategy may shard the sequence or return DTensors.
     """
     strategies = plan.module_strategies
     styles = {name for name, each in strategies.items() if each.cuts_as_torch}
@@ -250,7 +250,7 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
     if any(each.signature.cuts_sequence or not each.use_local_output or not each.is_built_in for each in others):
         return
     for name in (each for each in strategies if each in on_shards):
-        if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # within attention, heads are cut
+        if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # in attention, heads are sharded
             yield (
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
                 "rule cuts before it; use replicate, or let what comes before it leave Shard(1)"
@@ -268,7 +268,7 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
 
 
 def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
-    """(block, module, cut features): modules with parameters that compute on features which siblings leave sharded."""
+    """Yield (block, module, width): modules with parameters that compute on features that siblings leave sharded."""
     strategies = plan.module_strategies
     for block, module in plan.modules.items():
         if is_attention(module):

@@ -1,4 +1,4 @@
-"""Widths: linears of a block that feed each other agree on how the features between them are cut."""
+"""Widths: checks that linears of a block that feed each other split the features between them identically."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def misfits(
     attention: Collection[str],
     size: int,
 ) -> Iterator[str]:
-    """Linears of one block of which one leaves its features sharded where the next expects the whole, or the reverse.
+    """Faults: a linear leaves its features sharded and the next linear of the block expects all, or the reverse.
 
-    Widths decide which linear feeds which: within a block, a later linear that takes as many features as an earlier one
-    makes (or one part of a fused one) is fed by it; where there is none, an earlier one with a rule that takes shards.
+    Widths decide which linear feeds which: within a block, a linear feeds every later linear that takes as many
+    features as it makes (or as one part of a fused linear). If there is none, it feeds earlier linears with rules that
+    take shards.
 
     Args:
-        strategies: the strategy of every module that has one.
-        attention: projections with heads that are cut together; `heads.py` checks them.
+        strategies: module -> its strategy.
+        attention: projections of attention, which `heads.py` checks.
     """
     for name, module in modules.items():
         if is_attention(module):  # checked by heads
@@ -50,7 +51,7 @@ def misfits(
             split = None
             if mine.signature.leaves is FEATURES:
                 ends = linear == linears[-1] and isinstance(module, nn.Sequential)
-                if not fed and len(linears) > 1 and not ends:  # one alone may be wrapped by what stands beside others
+                if not fed and len(linears) > 1 and not ends:  # a single linear may feed siblings of the module
                     yield (
                         f"{fold_layers(linear)}: it leaves its features sharded, and nothing after it in "
                         f"{fold_layers(name) or 'the model'} takes as many; make it colwise_rep"
@@ -70,7 +71,7 @@ def misfits(
                         f"whole; make {maker} colwise, or {taker} rowwise_rep"
                     )
                 elif not mine.use_local_output:
-                    pass  # a DTensor says how it is cut
+                    pass  # a DTensor has its placement
                 elif strategies[other].cuts_as_torch and input_width(modules[other]) % size:
                     yield (
                         f"{maker} and {taker}: {input_width(modules[other])} features do not divide by {size} ranks, "
@@ -86,7 +87,7 @@ def misfits(
 
 
 def _makes(module: nn.Module, strategy: TensorParallelLayer, size: int) -> dict[int, Split]:
-    """Width -> split of a linear's output: of all its features, and of one part of a fused one."""
+    """Width -> split of a linear's output: of all features, and of each part of a fused linear."""
     width, parts = output_width(module), strategy.parts
     lengths = [width // parts] if isinstance(parts, int) else [part for part in parts or () if isinstance(part, int)]
     return {width: strategy.cut(width, size), **{length: even(length, size) for length in lengths}}

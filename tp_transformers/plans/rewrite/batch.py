@@ -1,12 +1,12 @@
-"""A plan -> the same plan for ranks that have batches of their own.
+"""Batch sharding: rewrites a plan for ranks with different batches.
 
-Only chosen modules are cut then:
+Only chosen modules stay sharded:
 
     <chosen block>                                      -> gathers samples, around rules as in sequence parallelism
     <chosen head or embedding>      colwise_rep, ...    -> the same on the samples of all ranks
     <experts in a chosen block>     moe_all_to_all      -> the same, in place of the block around them
     everything else                 any                 -> replicate
-    the base model                                      -> agrees on the numbers of samples
+    the base model                                      -> exchanges the numbers of samples
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
-    """`plan` with modules that gather the samples of ranks, which have batches of their own; itself if it says of none.
+    """Rewrite `plan` so that its chosen modules gather the samples of all ranks; unchanged if it chooses none.
 
-    Raises PlanError, naming everything that it cannot tell the meaning of, also beside another option.
+    Raises PlanError with every module that cannot be rewritten, or if another option is set.
     """
     if not (plan.batch_sharded or any(rule.batch_sharded for rule in plan.rules)):
         return plan
@@ -49,7 +49,7 @@ def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
 
 
 class _BatchRewriter(Rewriter):
-    """The state of one `cut_batch`."""
+    """State of one `cut_batch`."""
 
     form = "batch-sharded"
     gather = BatchGather()
@@ -78,7 +78,7 @@ class _BatchRewriter(Rewriter):
             self.faults.append("it has no attention, MLP or experts that rules cut")
 
     def _chosen(self) -> Iterator[str]:
-        """Modules that are named, or have rules that say so."""
+        """Yield the modules in the plan's `batch_sharded`, and those with a rule for batch-sharded input."""
         named = self.plan.batch_sharded if isinstance(self.plan.batch_sharded, tuple) else ()
         patterns = [Pattern(name) for name in named] + [rule for rule in self.plan.rules if rule.batch_sharded]
         for pattern in patterns:
@@ -90,13 +90,13 @@ class _BatchRewriter(Rewriter):
             yield from names
 
     def _all(self, stack: str) -> Iterator[str]:
-        """The blocks of every layer that rules cut."""
+        """Yield the blocks of every layer that rules shard."""
         for name in self.modules:
             if name.rpartition(".")[0].rpartition(".")[0] == stack and (self.is_cut(name) or self.exchanging(name)):
                 yield name
 
     def _parts(self, name: str) -> Iterator[str]:
-        """The module itself; of one with experts that exchange tokens, those and the other blocks that rules cut."""
+        """Yield the module, or instead its experts that exchange tokens and its other sharded blocks."""
         if self.exchanging(name) in ([], [name]):
             yield name
             return
@@ -106,5 +106,5 @@ class _BatchRewriter(Rewriter):
                 yield from self._parts(path)
 
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
-        """The same as for sequences, but False where a router's logits are a part of a rank's own loss."""
+        """As for sequences, but False with experts: router logits enter the loss of this rank's samples."""
         return super().is_local(name, block, inner) and not any(map(holds_experts, block.modules()))

@@ -1,6 +1,6 @@
-"""A plan -> the same plan with logits left cut along the vocabulary.
+"""Loss parallelism: rewrites a plan to keep logits sharded along the vocabulary.
 
-Loss parallelism takes a language model with an output embedding that is cut along the vocabulary:
+It takes a language model with an output embedding that is sharded along the vocabulary:
 
     lm_head                         colwise_rep         -> colwise_loss
     the model                                           -> loss_parallel
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def cut_loss(plan: Plan, model: PreTrainedModel) -> Plan:
-    """`plan` with the logits of `model` left cut where it is given labels.
+    """Rewrite `plan` to keep the logits of `model` sharded when it is given labels.
 
-    Raises PlanError where the model has no output embedding that is cut, or no loss over its vocabulary.
+    Raises PlanError if the output embedding is not column-parallel, or the loss is not ForCausalLMLoss.
     """
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
     rules = [rule for rule in plan.rules for _ in rule.match(heads, base_prefix(model))]
