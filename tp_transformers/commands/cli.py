@@ -1,7 +1,7 @@
 """The command line: `tp-transformers COMMAND`, or `python -m tp_transformers COMMAND`.
 
-Results go to stdout, everything else to stderr. Exit codes: 0, all is well; 1, the answer is no; 2, the request cannot
-be served, and stderr says why, and the remedy.
+Results go to stdout, everything else to stderr. Exit codes: 0, success; 1, the answer is no; 2, the request cannot be
+served, and stderr has the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMANDS: dict[str, Any] = {
     "serve": serve,
     "chat": chat,
 }
-"""Name -> module; see `commands`. None imports torch or transformers before it runs, so that `--help` is fast."""
+"""Name -> module; see `commands`. No module imports torch or transformers before it runs, so that `--help` is fast."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,18 +63,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _torch_version() -> str:
-    """`torch.__version__` without an import of torch: it names the build (`2.15.0+cu132`), which metadata may not."""
+    """Read `torch.__version__` without importing torch: it has the build (`2.15.0+cu132`), which metadata may lack."""
     torch: Any = find_spec("torch")
     return str(run_path(str(Path(torch.origin).with_name("version.py")))["__version__"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
+    """Run a command, and return its exit code."""
     whole = parser()
     arguments, others = whole.parse_known_args(argv)
     if others and not hasattr(arguments, "options"):
         whole.error(f"unrecognized arguments: {' '.join(others)}")
-    arguments.options = others  # of a command that passes them on
+    arguments.options = others  # for commands that pass them on
     arguments.tell = partial(_tell, arguments.command)
     try:
         code = int(arguments.run(arguments))
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TensorParallelError as error:
         print(f"tp-transformers {arguments.command}: {error}", file=sys.stderr)
         return REFUSED
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, `head` say, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """Roles of the features of attention's projections (query, key, value, and head), from the features they reach.
 
-In the input of the output projection, a query feature reaches its own head, for its own token; a key feature all heads
-of its group, for other tokens too; a value feature one feature of every head of its group.
+In the input of the output projection, a query feature reaches its head for its own token; a key feature reaches all
+heads of its group, for other tokens too; a value feature reaches one feature of every head of its group.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from .reach import Link
 
 @dataclass
 class Roles:
-    """The roles of the modules that feed an output projection, as a plan's attention names them."""
+    """Roles of the modules that feed an output projection, by the names of a plan's attention."""
 
     query: int
     kv: int
     head_dim: int
-    """Features of a head in the output projection's input."""
+    """Features per head in the output projection's input."""
     by_module: dict[str, str] = field(default_factory=dict)
     """Module -> its role; "latent" for the projection to the rotary key of latent attention."""
     parts: tuple[str, ...] = ()
     """The parts of a fused projection, in order."""
     shared: set[str] = field(default_factory=set)
-    """Other modules that these may feed: the projection from the latent."""
+    """Other modules that these may feed: the projection of the latent."""
 
 
 _OF_GROUPS = ("key", "value")
 Unit = tuple[str, int]
-"""Kind of a feature ("query", "key", "value" or "gate"), and its head or KV group; group -1 is all of several."""
+"""(kind of a feature: "query", "key", "value" or "gate"; its head or KV group, or -1 for several)."""
 
 
 def attention_roles(links: Mapping[str, Link], embeddings: set[str]) -> Roles:
-    """The roles of the modules of `links`, which feed one output projection.
+    """Find the roles of the modules of `links`, which feed one output projection.
 
     Raises Refused if a plan cannot name such attention.
     """
@@ -62,14 +62,14 @@ def attention_roles(links: Mapping[str, Link], embeddings: set[str]) -> Roles:
 
 
 ENOUGH = 16
-"""Least number of features seen in order; the others are then taken to be in order too."""
+"""Minimum number of features seen in order; unseen features are then assumed to be in order."""
 _COMPLETE = ({"query", "key", "value"}, {"fused"}, {"interleaved"}, {"query", "key_value"})
 
 
 def feature_order(made: Sequence[int | None], width: int) -> tuple[str, int]:
-    """The order of the features that indices make: ("in order" or "alternating", how many times each).
+    """Find the order of the features that indices make: ("in order" or "alternating", repeats of each feature).
 
-    None stands for an index that made nothing, since its activation was zero. Raises Refused for another order.
+    None is an index that made nothing, because its activation was zero. Raises Refused for any other order.
     """
     times = len(made) // width
     in_order = list(range(width)) * times
@@ -82,7 +82,7 @@ def feature_order(made: Sequence[int | None], width: int) -> tuple[str, int]:
 
 
 def _heads(links: Mapping[str, Link]) -> list[tuple[int, ...]]:
-    """The features of every query head. Raises Refused without queries, or if widths of heads differ."""
+    """Find the features of every query head. Raises Refused without queries, or if head widths differ."""
     found = {
         tuple(row.nonzero().flatten().tolist())
         for link in links.values()
@@ -99,7 +99,7 @@ def _heads(links: Mapping[str, Link]) -> list[tuple[int, ...]]:
 
 
 def _rows(link: Link, head_dim: int) -> list[tuple[str, tuple[int, ...]]]:
-    """The kind of every output feature, and the heads that it reaches."""
+    """(kind, heads that it reaches) of every output feature."""
     rows = []
     for row, mixes in zip(link.reaches, link.mixes, strict=True):
         touched = tuple(sorted({int(feature) // head_dim for feature in row.nonzero().flatten()}))
@@ -123,7 +123,7 @@ def _unit(kind: str, touched: tuple[int, ...], groups: list[tuple[int, ...]]) ->
 
 
 def _role(name: str, sequence: list[Unit], roles: Roles, is_embedding: bool) -> str:
-    """The role of one module. Raises Refused if there is none for its features."""
+    """Find the role of one module. Raises Refused if no role fits its features."""
     kinds = {kind for kind, _ in sequence}
     if is_embedding and [head for _, head in sequence] == list(range(roles.query)):
         return "with_query"
@@ -160,7 +160,7 @@ def _in_order(heads: list[int], count: int) -> bool:
 
 
 def _draw(sequence: list[Unit]) -> str:
-    """The layout of a projection: its runs of one kind, "query 0-3, value 0-3, ..."."""
+    """Describe the layout of a projection by ranges of one kind: "query 0-3, value 0-3, ..."."""
     runs = []
     for kind, same in groupby(sequence, key=lambda unit: unit[0]):
         heads = [head for _, head in same]

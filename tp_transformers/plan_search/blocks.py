@@ -1,7 +1,7 @@
 """Blocks of linears, experts and embeddings that are sharded together, from the flow of features in a small model.
 
 A linear can be sharded along its input features, and the linears that feed it along their output features, if every
-feature of theirs reaches only features that stay together: one feature (an MLP), or a head or KV group (attention).
+output feature reaches only features that stay together: one feature (an MLP), or a head or KV group (attention).
 Names decide only where gradients cannot.
 """
 
@@ -22,15 +22,15 @@ from .mixers import mixer_block
 from .reach import Flow
 
 BIASES = ("alibi", "position_bias", "attention_mask")
-"""Keyword arguments of attention that may be biases of all heads, which the strategy `alibi` slices."""
+"""Keyword arguments of attention that may be biases per head, which the strategy `alibi` slices."""
 
 
 def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> tuple[list[Block], dict[str, str]]:
-    """The blocks of an architecture that can be sharded, and the reasons why others cannot.
+    """Find the blocks of an architecture that can be sharded, and the reasons why others cannot.
 
     Args:
         small: a small model of it.
-        flow: the flow of features in that.
+        flow: the flow of features in `small`.
         model: the full model on the meta device.
     """
     whole: dict[str, str] = {}
@@ -40,7 +40,7 @@ def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> t
             whole.setdefault(fold_lists(small, name), "it did not run on random tokens, so that nothing is known of it")
     blocks = _apart(blocks, whole)
     for block in list(blocks):
-        read = {f"{block.name}.{child}" for child in block.roles.get("local", ())}  # by a mixer itself
+        read = {f"{block.name}.{child}" for child in block.roles.get("local", ())}  # by the mixer itself
         outside = flow.outside.intersection(block.rules) - read if block.kind != "experts" else None
         if outside:
             whole.update(
@@ -73,7 +73,7 @@ def _linears(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[
                 whole.update(dict.fromkeys((consumer, *links), "all features meet between them, as in a norm of all"))
             continue
         if any(isinstance(modules[name], nn.Embedding) and not link.mixes.any() for name, link in links.items()):
-            continue  # the residual stream, before the first sum
+            continue  # the residual stream before the first addition
         try:
             if any(link.mixes.any() for link in links.values()):
                 blocks.append(_attention(consumer, flow, modules, params))
@@ -142,7 +142,7 @@ def _between_heads(
     params: Mapping[str, nn.Parameter],
     roles: Roles,
 ) -> None:
-    """Add the rule of a parameter between the projections of attention. Raises Refused if there is none."""
+    """Add the rule of a parameter between the projections of attention. Raises Refused if no rule fits."""
     shape, owner = tuple(params[name].shape), name.rpartition(".")[0]
     source = flow.norms.get(owner)
     role = roles.by_module.get(source, "") if source is not None else ""
@@ -223,7 +223,7 @@ def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: d
 
 
 def _stack(block: Block, count: int, module: nn.Module) -> None:
-    """Add the rules of experts that are stacked as (experts * features, hidden)."""
+    """Add the rules of experts stacked as (experts * features, hidden)."""
     widths: set[str] = set()
     for own, param in module.named_parameters():
         name = f"{block.name}.{own}"
@@ -238,7 +238,7 @@ def _stack(block: Block, count: int, module: nn.Module) -> None:
 
 
 def _add_rule(block: Block, name: str, family: str, found: tuple[str, int], unit: int = 1) -> None:
-    """Add the rule of features in the order that was `found`; `unit` of them stay together in any case."""
+    """Add the rule of features in the order `found`; at least `unit` consecutive features stay together."""
     order, parts = found
     if parts == 1:
         block.rules[name] = family
@@ -251,7 +251,7 @@ def _add_rule(block: Block, name: str, family: str, found: tuple[str, int], unit
 
 
 def _vocabulary(model: PreTrainedModel) -> list[Block]:
-    """The embedding, embeddings tied to it, and the head, all sharded along the vocabulary."""
+    """The embedding, other embeddings of the same size, and the head, all sharded along the vocabulary."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding):
         return []
@@ -265,7 +265,7 @@ def _vocabulary(model: PreTrainedModel) -> list[Block]:
 
 
 def _apart(blocks: Iterable[Block], whole: dict[str, str]) -> list[Block]:
-    """Blocks that share no rule; the first of KINDS have precedence."""
+    """Keep blocks without common rules; earlier KINDS have precedence."""
     kept: list[Block] = []
     taken: set[str] = set()
     for block in sorted(blocks, key=lambda block: KINDS.index(block.kind)):
@@ -283,5 +283,5 @@ def _child(name: str) -> str:
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Names for a message, sorted; the model's output has none."""
+    """Sorted names for a message; the empty name is the model's output."""
     return ", ".join(name or "the output" for name in sorted(names))

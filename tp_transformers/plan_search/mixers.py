@@ -1,8 +1,8 @@
-"""Roles of the parts of a mixer (state spaces, delta nets, short convolutions), from the features that it reaches.
+"""Roles of the parts of a mixer (state spaces, delta nets, short convolutions), from the features that they reach.
 
-In the input of the output projection, a value feature reaches itself; a number of a head, that head; a feature that a
-group of heads shares (B and C, a query and a key), those heads. Mamba's inner projection takes all values, and reaches
-all of them.
+In the input of the output projection, a value feature reaches only itself, a number per head reaches that head, and a
+feature shared by a group of heads (B and C, query and key) reaches those heads. Mamba's inner projection takes all
+values and reaches all of them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .block import Block, Refused
 from .reach import Flow, Mixed
 
 Unit = tuple[str, int, bool]
-"""Kind of an element ("value", "head" or "key"), its value, head or group, and whether it reaches far tokens."""
+"""(kind of an element: "value", "head" or "key"; its value, head or group; True if it reaches far tokens)."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a mixer, and the groups of them that share features."""
+    """Head and group counts of a mixer; the heads of a group share features."""
 
     width: int
     """Values of all heads."""
@@ -34,7 +34,7 @@ class Heads:
     groups: int
 
     def unit(self, row: Tensor, is_far: bool) -> Unit:
-        """What an element is that reaches the values of `row: bool (width)`."""
+        """Classify an element that reaches the values of `row: bool (width)`."""
         reached = row.nonzero().flatten().tolist()
         if len(reached) == 1:
             return "value", reached[0], False
@@ -46,7 +46,7 @@ class Heads:
 
 
 def mixer_block(consumer: str, flow: Flow, modules: Mapping[str, nn.Module]) -> Block | None:
-    """The mixer with the output projection `consumer`; None if that is a projection within one.
+    """Find the mixer with the output projection `consumer`; None if `consumer` is inside another mixer.
 
     Raises Refused if a plan cannot name such a mixer.
     """
@@ -93,7 +93,7 @@ def mixer_block(consumer: str, flow: Flow, modules: Mapping[str, nn.Module]) -> 
 
 
 def _units(mixed: Mixed, names: Collection[str], width: int) -> tuple[dict[str, list[Unit]], Heads]:
-    """What the elements of every name are, and the heads: a value is one where none reaches more."""
+    """Classify the elements of every name, and count heads and groups."""
     rows = {name: reaches for name, reaches in mixed.reaches.items() if name in names}
     sizes = sorted({int(size) for reaches in rows.values() for size in reaches.sum(1).unique()} - {0, 1}) or [1]
     if len(sizes) > 2 or any(width % size for size in sizes):
@@ -112,7 +112,7 @@ def _units(mixed: Mixed, names: Collection[str], width: int) -> tuple[dict[str, 
 
 
 def _holder(name: str, owner: str, modules: Mapping[str, nn.Module]) -> str:
-    """The linear or convolution that `name` is a parameter of; otherwise `name` itself."""
+    """The linear or convolution with the parameter `name`; otherwise `name` itself."""
     module = name.rpartition(".")[0]
     if name in modules or module == owner:
         return name
@@ -120,10 +120,10 @@ def _holder(name: str, owner: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _parts(units: Mapping[str, Sequence[Unit]], made: Collection[str], heads: Heads) -> dict[str, list[Any]]:
-    """The parts of every child; `made`: the linears among them.
+    """Find the parts of every child; `made`: the linears among them.
 
-    Several things that a group shares may stand next to each other, as B and C do. Those of a linear differ in the
-    tokens that they reach, so that the longest run of one kind is as long as a group's features are.
+    Several features that a group shares may be adjacent, as B and C. Those of a linear differ in the tokens that they
+    reach, so the longest range of equal elements is as long as the features of a group.
     """
     runs = {len(list(same)) for name in made for unit, same in groupby(units[name]) if unit[0] != "value"}
     failed = Refused("it has no parts")
@@ -136,7 +136,7 @@ def _parts(units: Mapping[str, Sequence[Unit]], made: Collection[str], heads: He
 
 
 def _parts_of(name: str, sequence: Sequence[tuple[str, int]], heads: Heads, key: int) -> list[Any]:
-    """The parts of a child: those that stand one after the other, or one list of those of every group."""
+    """The parts of a child: in sequence, or as one list of parts that repeats for every group."""
     flat = _taken(sequence, range(heads.width), range(heads.heads), range(heads.groups), key)
     if flat is not None:
         return flat
@@ -161,7 +161,7 @@ def _parts_of(name: str, sequence: Sequence[tuple[str, int]], heads: Heads, key:
 
 
 def _is_head_after_head(sequence: Sequence[tuple[str, int]], heads: Heads) -> bool:
-    """True if a child has as many elements of every head, one head after the other, in whatever order within it."""
+    """True if a child has equally many elements of every head, head after head, in any order within a head."""
     each, width = len(sequence) // heads.heads, heads.width // heads.heads
     owners = [index // width if kind == "value" else index for kind, index in sequence if kind != "key"]
     return owners == [head for head in range(heads.heads) for _ in range(each)]
@@ -170,7 +170,7 @@ def _is_head_after_head(sequence: Sequence[tuple[str, int]], heads: Heads) -> bo
 def _taken(
     sequence: Sequence[tuple[str, int]], values: range, heads: range, groups: range, key: int
 ) -> list[Any] | None:
-    """The parts that a sequence consists of; None if it is not made up of them."""
+    """Split a sequence into parts; None if it does not consist of parts."""
     of_group = "head" if len(heads) == len(groups) else "key"
     candidates = {
         "value": [("value", index) for index in values],

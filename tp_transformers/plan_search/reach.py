@@ -1,7 +1,7 @@
-"""The flow of features between linears: a small model is run once, and gradients show the dependencies of each input.
+"""Flow of features between linears, from gradients of one forward of a small model.
 
-The output of every linear and embedding is detached from its past, so that the gradient of one input feature of a
-linear ends at the linears that feed it directly. `Link.reaches` is exact: without a dependence the gradient is zero.
+The output of every linear and embedding is detached, so that the gradient of one input feature of a linear ends at the
+linears that feed it directly. `Link.reaches` is exact: without a dependence the gradient is zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .experts import Feeds, probe_experts
 from .seen import Seen, read_outside
 
 CHUNK = 64
-"""Features with gradients that are computed at once."""
+"""Features per batched gradient."""
 
 
 @dataclass(frozen=True)
@@ -34,53 +34,52 @@ class Link:
 
     @property
     def is_dense(self) -> bool:
-        """True if most features reach most, as through a residual stream with a norm."""
+        """True if most features reach most others, as through a residual stream with a norm."""
         return bool(self.reaches.float().mean() > 0.9) and min(self.reaches.shape) > 1
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Paths to the input features of the output projection of a mixer, from modules in it and before it.
+    """Paths to the input features of a mixer's output projection, from modules inside and before the mixer.
 
-    An element is an output feature of a linear, or an index along the first dim of a parameter or buffer that is
-    longer than 1.
+    An element is an output feature of a linear, or an index along the first dim longer than 1 of a parameter or buffer.
     """
 
     reaches: dict[str, Tensor] = field(default_factory=dict)
     """Linear, parameter or buffer -> bool (elements, input features)."""
     far: dict[str, Tensor] = field(default_factory=dict)
-    """Linear -> bool (output features): True if its value for the first token reaches the last one, farther than a
-    convolution does."""
+    """Linear -> bool (output features): True if its value for the first token reaches the last token, beyond the
+    kernel of a convolution."""
 
 
 @dataclass
 class Flow:
-    """The flow of features in a model; names are folded."""
+    """Flow of features in a model, by folded names."""
 
     links: dict[str, dict[str, Link]] = field(default_factory=dict)
     """Linear -> the modules that feed it."""
     between: dict[str, set[str]] = field(default_factory=dict)
     """Linear -> parameters between it and the modules that feed it."""
     tangled: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
-    """Linear that was not examined -> (parameter of a convolution or the like before it, modules that feed it)."""
+    """Linear without links -> (parameter with 3 dims or more before it, as of a convolution; modules that feed it)."""
     mixed: dict[str, Mixed] = field(default_factory=dict)
-    """Linear that is tangled with a convolution of the module around it -> what reaches it."""
+    """Linear in `tangled` because of a convolution of its own module -> the paths to it."""
     readers: dict[str, set[str]] = field(default_factory=dict)
     """Module -> the linears that it feeds; "" for the model's output."""
     norms: dict[str, str] = field(default_factory=dict)
-    """Norm -> the module that makes its input; links ignore its mean."""
+    """Norm -> the module that computes its input; links ignore the mean of the norm."""
     biased: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     """Module -> shapes of its keyword arguments that are tensors."""
     experts: dict[str, dict[str, Feeds]] = field(default_factory=dict)
-    """Module of merged experts -> its parameters and the features they make or take."""
+    """Module of merged experts -> parameter -> the features that it makes or takes."""
     outside: set[str] = field(default_factory=set)
-    """Modules with parameters that another module's forward reads, so that they have to be plain tensors."""
+    """Modules with parameters that another module's forward reads, so that they must be plain tensors."""
     ran: set[str] = field(default_factory=set)
     """The linears, embeddings and experts that ran."""
 
 
 def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
-    """Run a model once, and return its flow."""
+    """Run a model once and return its flow."""
     seen = Seen(model, outside := read_outside(model, run))
     flow = Flow(norms=seen.norms, biased=seen.biased, outside=outside, ran=seen.ran)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -90,7 +89,7 @@ def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
         finally:
             seen.remove()
         for consumer, x in seen.inputs:
-            if consumer not in flow.links and x.requires_grad:  # the first of its name that depends on any module
+            if consumer not in flow.links and x.requires_grad:  # the first call that depends on any module
                 _trace(seen, flow, consumer, x)
         _find_readers(seen, flow, output)
         for name, (module, args, kwargs) in seen.experts.items():
@@ -162,9 +161,9 @@ def _mixed(seen: Seen, flow: Flow, consumer: str, x: Tensor) -> Mixed:
 
 
 def _features(flat: Tensor, noise: Tensor, sources: list[Tensor], count: int | None = None) -> list[Tensor]:
-    """Gradients (n, tokens, features) of every feature of `flat: (rows, n)`, or of the first `count`, for each source.
+    """Gradients (n, tokens, features) of every feature of `flat: (rows, n)`, or of the first `count`, by source.
 
-    They are zero where a feature does not depend on the source's.
+    A gradient is zero if a feature does not depend on the feature of the source.
     """
     each = torch.diag_embed(noise).transpose(0, 1)[:count]  # (n, rows, n)
     parts = [

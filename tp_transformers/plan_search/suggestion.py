@@ -1,6 +1,6 @@
-"""A plan for an architecture that has none: inferred from a small model of it, checked, and written as YAML.
+"""Inference of a plan for an architecture without one: from a small model, checked and written as YAML.
 
-Blocks that are not understood, or that `resolve` refuses, are replicated; the plan says why.
+Blocks that are not recognised, or that `resolve` rejects, are replicated; the plan has the reason as a comment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REHEARSED = {
     *("colwise", "rowwise", "packed_colwise", "packed_rowwise", "local_colwise"),
     *("sharded_norm", "replicated_with_grad_allreduce"),
 }
-"""Strategies of blocks that run in one process with a rank's widths."""
+"""Strategies of blocks that can run in one process with a rank's widths."""
 
 Run = Callable[[PreTrainedModel], object]
 """Calls a model."""
@@ -49,9 +49,9 @@ class Suggestion:
     """The full model on the meta device."""
     blocks: list[Block]
     reasons: dict[str, str]
-    """Folded name of a replicated module -> reason, if that is not obvious."""
+    """Folded name of a replicated module -> reason, unless it is obvious."""
     plain: set[str] = field(default_factory=set)
-    """Modules with parameters that other modules compute with, so that they are plain tensors."""
+    """Modules with parameters that other modules compute with, so that they must be plain tensors."""
 
     @property
     def whole(self) -> dict[str, str]:
@@ -65,7 +65,7 @@ class Suggestion:
         return Plan.parse(self.data(), source="suggested")
 
     def without(self, block: Block, why: str) -> Suggestion:
-        """The same with a block replicated."""
+        """Copy with one block replicated for the reason `why`."""
         reasons = {**self.reasons, **dict.fromkeys(block.rules, why)}
         return replace(self, blocks=[other for other in self.blocks if other is not block], reasons=reasons)
 
@@ -85,7 +85,7 @@ class Suggestion:
         return {key: value for key, value in sections.items() if value}
 
     def _entry(self, block: Block) -> dict[str, Any]:
-        """The roles of a block's children; some models have other modules of its name, which lack them."""
+        """Entry of a block in YAML; optional if other modules of the same folded name lack its children."""
         named = [module for name, module in self.model.named_modules() if fold_lists(self.model, name) == block.name]
         output = next(iter(block.roles["output"]))
         optional = {} if all(inner(module, output) is not None for module in named) else {"optional": True}
@@ -136,14 +136,14 @@ class Suggestion:
         return [*lines, f"ranks hold {', '.join(f'{share:.0%}' for share in held)} of the bytes"]
 
     def relative(self, name: str) -> str | None:
-        """A name in the base model; None if it is outside."""
+        """The name relative to the base model; None if it is outside."""
         prefix = base_prefix(self.model)
         if not prefix:
             return name
         return name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else None
 
     def suspects(self, message: str) -> list[Block]:
-        """The blocks in the order of their names in an error message, then by their number of remarks."""
+        """Sort the blocks by the position of their names in an error message, then by most remarks."""
 
         message = fold_layers(message)
 
@@ -154,7 +154,7 @@ class Suggestion:
         return sorted(self.blocks, key=rank)
 
     def _spellings(self, block: Block) -> set[str]:
-        """The names of a block in messages."""
+        """Names of a block in error messages."""
         names = {block.name, *block.rules} - {""}
         return names | {inside for name in names if (inside := self.relative(name))}
 
@@ -172,11 +172,11 @@ class Suggestion:
 
 
 def suggest(config: PretrainedConfig, *, size: int = 2, cls: type[PreTrainedModel] | None = None) -> Suggestion:
-    """A plan for the architecture of a config, which fits its model on `size` ranks.
+    """Infer a plan for the architecture of a config that fits its model on `size` ranks.
 
     Args:
-        cls: the class of the model, which counts where transformers has no class for the config, or `cls` is not of
-            transformers. Else it is the class that generates, which has all heads.
+        cls: class of the model, used only if it is not a class of transformers; otherwise the generating class of
+            the config is used, which has all heads.
 
     Raises UnsupportedError if the config makes no model, or its small model does not run.
     """
@@ -190,14 +190,16 @@ def suggest(config: PretrainedConfig, *, size: int = 2, cls: type[PreTrainedMode
 
 
 def _rehearse(suggestion: Suggestion, small: PreTrainedModel, run: Run, size: int) -> Suggestion:
-    """Replicate attention and MLPs that do not run with the widths of a rank: they split, or view, by numbers of their
-    own. Those with rules that need other ranks are not tried."""
+    """Replicate attention and MLPs that do not run with a rank's widths, because of splits or views by fixed numbers.
+
+    Blocks with other strategies than REHEARSED are not tried.
+    """
     while True:
         tried = [block for block in suggestion.blocks if REHEARSED.issuperset(map(_strategy, block.rules.values()))]
         alone = replace(suggestion, blocks=tried)
         try:
             found = misfit(small, run, alone.resolve(size, small), size) if tried else None
-        except PlanError:  # the small model does not divide as the true one does
+        except PlanError:  # the small model may not be divisible where the full one is
             return suggestion
         if found is None:
             return suggestion
@@ -210,7 +212,7 @@ def _strategy(rule: Any) -> str:
 
 
 def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
-    """Replicate blocks until `resolve` accepts the plan and counts the heads that were seen."""
+    """Replicate blocks until `resolve` accepts the plan and finds the same head counts as the small model."""
     while True:
         try:
             resolution = suggestion.resolve(size, model)
@@ -239,7 +241,7 @@ def _misread(block: Block, by_name: Mapping[str, AttentionHeads]) -> bool:
 
 
 def _observe(config: PretrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, Run, Flow]:
-    """A small random model of the config's architecture, a call of it or of a copy, and its flow."""
+    """Make a small random model of the architecture; returns it, a call of it or a copy, and its flow."""
     small = shrink(config, cls)
     for owner in (small, *(getattr(small, name, None) for name in small.sub_configs)):
         if hasattr(owner, "use_cache"):
@@ -259,14 +261,14 @@ def _comment(text: str, indent: int = 0) -> list[str]:
 
 
 def _alone(value: Any) -> Any:
-    """A list of one name as that name."""
+    """Replace lists with a single name by the name."""
     if isinstance(value, dict):
         return {key: _alone(item) for key, item in value.items()}
     return value[0] if len(value) == 1 and isinstance(value[0], str) else value
 
 
 def _line(name: str, rule: Any) -> list[str]:
-    """A rule as YAML, on two lines if one is too long."""
+    """A rule as YAML, on two lines if it is too long for one."""
     if isinstance(rule, str):
         return [f"  {name}: {rule}"]
     value = yaml.safe_dump(rule, default_flow_style=True, sort_keys=False, width=10 * WIDTH).strip()

@@ -1,4 +1,4 @@
-"""Each rank's share of a model as JSON."""
+"""Report of `plan` as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .report import dtype_name
 
 
 def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> dict[str, Any]:
-    """All there is to know; `version` changes where a key changes its meaning, or goes."""
+    """The complete report; `version` changes when a key is removed or changes its meaning."""
     found, stock = planned.survey, planned.survey.stock
     return {
         "version": 1,

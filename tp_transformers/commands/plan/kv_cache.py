@@ -1,7 +1,7 @@
-"""Memory of the KV cache, a head: transformers' own cache, filled on the meta device.
+"""Memory of the KV cache per head: transformers' cache, filled on the meta device.
 
-The cache of transformers decides the tokens that a layer keeps: all, a window, or none if another layer's are used.
-Here it is filled with tensors of one head and without data, and measured.
+The cache of transformers decides which tokens a layer keeps: all, a window, or none if it uses another layer's. Here
+it is filled with tensors of one head on the meta device, and measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Cached:
 
     name: str
     tokens: int
-    """Cached tokens of each sequence."""
+    """Cached tokens per sequence."""
     nbytes: tuple[int, ...]
     """Bytes on every rank."""
 
@@ -37,12 +37,12 @@ def cached_attention(
     context: int,
     encoder_context: int | None = None,
 ) -> Iterator[Cached]:
-    """The KV cache of `model` for a batch of `context` tokens; the last one was generated.
+    """Measure the KV cache of `model` for sequences of `context` tokens, with the last token generated.
 
     Args:
-        attention: attention module -> how its heads are cut; others are replicated.
+        attention: attention module -> splits of its heads; other modules are replicated.
         batch: number of sequences.
-        context: tokens of each; 0 for no cache.
+        context: tokens per sequence; 0 for no cache.
         encoder_context: tokens of the encoder, for cross-attention; None for `context`.
     """
     if not context:
@@ -55,7 +55,7 @@ def cached_attention(
         index = getattr(module, "layer_idx", None)
         if not is_attention(module) or not isinstance(index, int) or is_around_attention(module):
             continue
-        # A module without a layer of the cache uses an earlier one's, or keeps no keys and values.
+        # A module without its own cache layer uses an earlier one, or keeps no keys and values.
         if index >= len(layers) or not isinstance(layers[index], DynamicLayer):
             continue
         if is_cross_attention(name):

@@ -1,4 +1,4 @@
-"""Each rank's share of a model as lines for a reader."""
+"""Report of `plan` as text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .memory import MOST_RANKS, MemoryPlan, Parameter
 
 T = TypeVar("T")
 Tree = dict[str, Any]
-"""Names -> trees; "" -> cells of the line of a module or parameter: in the unsharded model, on the ranks, strategy."""
+"""Name -> subtree; "" -> cells of a module's or parameter's line: unsharded shape, shapes on the ranks, strategy."""
 _NO_CELLS = ("", "", "")
 
 
 def as_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> str:
-    """The report for a reader, as wide as the terminal: memory first, then the cuts of the model."""
+    """The report in the width of the terminal: memory first, then the shards of the model."""
     width = terminal_width()
     titles = ("", "whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
     parts = [
@@ -40,7 +40,7 @@ _WHOLE = "whole on every rank  "
 
 
 def _fold(line: str, width: int) -> list[str]:
-    """A line as several; later ones stand below the second column of the first."""
+    """Fold a line; continuation lines are aligned with its second column."""
     column = re.match(r"\s*\S+(?: \S+)*\s{2,}", line) or re.match(r"\s*", line)
     assert column is not None
     return fold(line, width, column.end() or 2)
@@ -75,7 +75,7 @@ def _caches(planned: MemoryPlan) -> Iterator[str]:
 
 
 def _checkpoint(found: Survey) -> Iterator[str]:
-    """Lines about the checkpoint: its size, and the tensors it lacks or has in excess."""
+    """Lines about the checkpoint: its size, missing tensors and unexpected tensors."""
     stock = found.stock
     if stock is None:
         yield "checkpoint  none, there is only a config: shapes and dtypes are its own"
@@ -100,7 +100,7 @@ def _checkpoint(found: Survey) -> Iterator[str]:
 
 
 def tree(planned: MemoryPlan) -> list[tuple[str, ...]]:
-    """Rows of a tree of parameters; like layers and ranks that agree are folded: an indented name, cells."""
+    """Rows of a tree of parameters, (indented name, cells); equal layers and ranks with equal shapes are folded."""
     root: Tree = {}
     for parameter in planned.parameters:
         on_ranks = [_shape(parameter.local_shape(rank)) for rank in range(planned.size)]
@@ -118,7 +118,7 @@ def _put(tree: Tree, name: str, cells: tuple[str, ...]) -> None:
 
 
 def _folded(tree: Tree) -> Tree:
-    """The same tree; like children with numbers are one, labelled with their numbers."""
+    """Fold equal numbered children into one, labelled with their numbers."""
     kinds: list[tuple[Any, list[str]]] = []
     for name, child in tree.items():
         folded = _folded(child) if name else child
@@ -139,7 +139,7 @@ def _lines(tree: Tree, depth: int) -> Iterator[tuple[str, ...]]:
         while "" not in child and len(child) == 1:  # an only child
             ((step, child),) = child.items()
             label = f"{label}.{step}"
-        if "" not in child and all(re.fullmatch(r"[\d, -]+", step) for step in child):  # a stack of layers that differ
+        if "" not in child and all(re.fullmatch(r"[\d, -]+", step) for step in child):  # a stack with different layers
             for step, layer in child.items():
                 yield (f"{label}.{step}", *layer.get("", _NO_CELLS))
                 yield from _lines(layer, depth + 1)
@@ -149,7 +149,7 @@ def _lines(tree: Tree, depth: int) -> Iterator[tuple[str, ...]]:
 
 
 def table(planned: MemoryPlan) -> list[tuple[str, ...]]:
-    """A row of titles, then one for ranks that agree: heads, if all attention has as many, and bytes."""
+    """A row of titles, then a row for ranks with equal values: heads, if the same in all attention, and bytes."""
     held = zip(planned.parameter_bytes, planned.cache_bytes, planned.total_bytes, strict=True)
     alike = {heads.ranks for heads in planned.heads}
     heads = [f"{query}/{kv}" for query, kv in alike.pop()] if len(alike) == 1 else ["-"] * planned.size
@@ -162,7 +162,7 @@ def table(planned: MemoryPlan) -> list[tuple[str, ...]]:
 
 
 def cache_lines(planned: MemoryPlan) -> list[str]:
-    """Lines of the KV cache: layers, and their tokens."""
+    """Lines about the KV cache: layers, and their tokens."""
     return [
         f"{pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {tokens} tokens"
         for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in planned.cached).items()
@@ -171,7 +171,7 @@ def cache_lines(planned: MemoryPlan) -> list[str]:
 
 
 def state_lines(planned: MemoryPlan) -> list[str]:
-    """Lines of the states of mixers: layers, and the bytes of a layer on every rank."""
+    """Lines about the states of mixers: layers, and the bytes of a layer on every rank."""
     said = [
         (
             states.name,
@@ -189,7 +189,7 @@ def state_lines(planned: MemoryPlan) -> list[str]:
 
 
 def whole_lines(planned: MemoryPlan) -> list[str]:
-    """Lines of replicated parameters: bytes, number and reason."""
+    """Lines about replicated parameters: bytes, number and reason."""
     held: dict[str, list[int]] = {}
     for parameter in planned.parameters:
         if parameter.whole_because is not None:
@@ -202,7 +202,7 @@ def _shape(lengths: Sequence[int]) -> str:
 
 
 def by_rank(values: Sequence[str]) -> str:
-    """Each rank's value, in ranks that agree; alone if all do."""
+    """Values with their ranks; the value alone if all ranks have the same."""
     alike = _alike(values)
     if len(alike) == 1:
         return values[0]
@@ -222,7 +222,7 @@ def _alike(values: Iterable[T]) -> dict[T, list[int]]:
 
 
 def _how(parameter: Parameter) -> str:
-    """The strategy of a parameter, or the reason why it is replicated; shared parts and tied names."""
+    """Strategy of a parameter, or the reason why it is replicated; indices on several ranks; tied names."""
     words = [f"whole: {parameter.whole_because}" if parameter.whole_because else str(parameter.strategy)]
     if parameter.layout is not None and (holders := parameter.layout.split.holders):
         words.append(f"some of it on {' or '.join(sorted({str(len(ranks)) for ranks in holders}))} ranks at once")
@@ -236,5 +236,5 @@ def _counted(count: int, noun: str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, as configs have it."""
+    """Name of a dtype, as in configs."""
     return str(dtype).removeprefix("torch.")

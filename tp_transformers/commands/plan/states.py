@@ -1,7 +1,7 @@
-"""Memory of the states that mixers keep instead of keys and values: those of a cache, filled on the meta device.
+"""Memory of the states that mixers keep instead of keys and values, measured on the meta device.
 
-A mixer computes a few tokens without data, and its cache is measured, or the states that it keeps in itself. The states
-of a rank are those of its heads.
+A mixer computes a few tokens on the meta device; then the states in its cache, or in the mixer itself, are measured. A
+rank holds the states of its heads.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ...errors import error_text, shorten
 from ...plans.mixers import MixerHeads
 
 TOKENS = 8
-"""Tokens that a mixer computes: more than the kernels of convolutions are long, whose states are of one size."""
+"""Tokens that a mixer computes: more than the kernel size of convolutions, so that their states have full size."""
 STATES = ("conv_states", "recurrent_states")
-"""Names of the states of a layer of a cache."""
+"""Attributes of a cache layer with states."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,24 @@ class States:
 
     name: str
     nbytes: tuple[int, ...] | None
-    """Bytes on every rank; None where they are not known."""
+    """Bytes on every rank; None if unknown."""
     reason: str = ""
-    """Reason that they are not known."""
+    """Reason why they are unknown."""
 
 
 def mixer_states(
     model: PreTrainedModel, mixers: Mapping[str, MixerHeads], size: int, *, batch: int
 ) -> Iterator[States]:
-    """The states of every mixer for `batch` sequences of any length, on each of `size` ranks.
+    """Measure the states of every mixer for `batch` sequences of any length, on each of `size` ranks.
 
     Args:
         model: on the meta device.
-        mixers: module -> how its heads are cut.
+        mixers: module -> splits of its heads.
     """
     for name, cut in mixers.items():
         try:
             kept = _kept(model, name, batch)
-        except Exception as error:  # its forward wants other arguments
+        except Exception as error:  # its forward needs other arguments
             yield States(name, None, shorten(error_text(error).partition("\n")[0], 200))
             continue
         if kept:
@@ -62,10 +62,10 @@ def mixer_states(
 
 
 def _kept(model: PreTrainedModel, name: str, batch: int) -> list[Tensor]:
-    """The states that one mixer puts into a cache, or keeps in itself; raises the errors of its forward."""
+    """Collect the states that one mixer puts into a cache, or keeps in itself. Raises the errors of its forward."""
     mixer, cache = model.get_submodule(name), _cache(model, batch)
     kept = _in_cache(cache, name)
-    if kept:  # a cache that is made with the states of all layers
+    if kept:  # the cache was created with the states of all layers
         return kept
     width = model.config.get_text_config(decoder=True).hidden_size
     given: dict[str, Any] = {
@@ -92,7 +92,7 @@ def _kept(model: PreTrainedModel, name: str, batch: int) -> list[Tensor]:
 
 
 def _cache(model: PreTrainedModel, batch: int) -> Any:
-    """An empty cache for `model`: of the class that its file has for it, or transformers' own."""
+    """Make an empty cache for `model`: of the cache class in its modeling file, or DynamicCache."""
     own = [
         kind
         for name, kind in vars(sys.modules[type(model).__module__]).items()
@@ -106,7 +106,7 @@ def _cache(model: PreTrainedModel, batch: int) -> Any:
 
 
 def _in_cache(cache: Any, name: str) -> list[Tensor]:
-    """The states in a cache, those of the layer of the mixer `name` where it has some for every layer."""
+    """Collect the states in a cache; if it stores them by layer, only those of the mixer `name`."""
     found: list[Any] = []
     for kept in (getattr(layer, kind, None) for layer in getattr(cache, "layers", ()) for kind in STATES):
         found += kept.values() if isinstance(kept, dict) else [kept]  # one tensor in older releases

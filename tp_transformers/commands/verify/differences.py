@@ -1,8 +1,8 @@
-"""The first module with an output that differs from one process, and its rule in the plan.
+"""Search for the first module with an output that differs from one process, and its rule in the plan.
 
-A module's output is compared with the full one as its strategy demands: with this rank's slice if the features stay
-sharded, as a partial sum if a module around it sums. Modules without such a strategy may return the full output, or
-a slice by any split of the plan.
+The strategy of a module decides how its output is compared with the full output: as this rank's slice if features stay
+sharded, as a partial sum if a module around it sums. Modules without such a strategy may return the full output, or a
+slice by any split of the plan.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ...small_models.trace import Call, Trace
 from ...strategies import take
 from ...strategies.signature import FEATURES, PARTIAL, REPLICATED
 
-# A model that cannot compute in fp64 sums in fp32 in another order; the tests of architectures allow as much.
+# For models that cannot compute in fp64: fp32 sums depend on their order. The tests of architectures use the same.
 OUTPUT_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3
 NOISE = 1e-6
-"""Gradients smaller than this share of the model's largest are noise around zero (key biases without rotation)."""
+"""Gradients below this fraction of the model's largest gradient are noise around zero (key biases without rotation)."""
 
 
 def relative(value: Tensor, reference: Tensor) -> float:
-    """Largest difference by the largest magnitude of the reference; infinite if any value is not finite."""
+    """Largest difference over the largest magnitude of the reference; infinite for other shapes and for NaN."""
     if value.shape != reference.shape or not value.isfinite().all():
         return float("inf")
     if not value.numel():
@@ -38,7 +38,7 @@ def relative(value: Tensor, reference: Tensor) -> float:
 
 
 def gradient_errors(seen: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative errors of gradients; a gradient that is noise around zero is compared with the largest one."""
+    """Relative errors of gradients; a gradient that is noise around zero is compared with the largest gradient."""
     largest = max((grad.abs().max().item() for grad in expected.values()), default=1.0)
     errors = {}
     for name, grad in expected.items():
@@ -52,11 +52,11 @@ def gradient_errors(seen: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 class Differences:
-    """One process held against `size` ranks that loaded `model` with `plan`.
+    """Comparison of one process with `size` ranks that loaded `model` with a plan.
 
     Args:
         model: the unsharded model on the meta device.
-        resolution: the plan, bound to it, and rewritten by its options.
+        resolution: the plan bound to `model`, after it was rewritten for its options.
         reference: inputs and outputs of modules in one process.
     """
 
@@ -81,7 +81,7 @@ class Differences:
         return None
 
     def _blame(self, name: str, whole: Call, seen: Mapping[int, Call], index: int, error: float, rank: int) -> str:
-        """The message about the first module with another output; its input may differ already."""
+        """The message about the first module with a different output; its input may already differ."""
         what, hint = "output", self._hint(name, whole.returned[index], {r: c.returned[index] for r, c in seen.items()})
         strategy = self.resolution.module_strategies.get(name, UNRULED)
         split = strategy.sharded_input
@@ -98,7 +98,7 @@ class Differences:
         )
 
     def made_from(self, name: str) -> str:
-        """A hint at the modules of the same block that make the input features of a module; "" without any."""
+        """A hint with the modules of the same block that make the input features of a module; "" if there are none."""
         block, strategies = name.rpartition(".")[0], self.resolution.module_strategies
         own = strategies.get(name)
         if own is not None and own.signature.takes is not FEATURES:
@@ -116,12 +116,12 @@ class Differences:
     def first_gradient(
         self, errors: Sequence[Mapping[str, float]], wrong: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
     ) -> str | None:
-        """The first parameter in the order of the backward whose gradient differs; None if none does.
+        """The message about the first parameter, in backward order, with a different gradient; None if there is none.
 
         Args:
             errors: relative errors of every rank, by parameter.
-            wrong: gradients of every rank that differ.
-            whole: the gradients of one process.
+            wrong: different gradients of every rank.
+            whole: gradients of one process.
         """
         worst = {name: max(error[name] for error in errors) for name in errors[0]}
         order = {call.name: position for position, call in enumerate(self.reference.calls)}
@@ -151,7 +151,7 @@ class Differences:
         )
 
     def _fed_by(self, position: int) -> list[str]:
-        """The modules after a position in the forward that shard features, up to the next module that sums."""
+        """Modules after a position in the forward that leave features sharded, up to the next module that sums."""
         fed = []
         for call in self.reference.calls[position + 1 :]:
             strategy = self.resolution.module_strategies.get(call.name, UNRULED)
@@ -165,7 +165,7 @@ class Differences:
         return f"{name.rpartition('.')[2]} ({self.rule(name)})"
 
     def rule(self, name: str) -> str:
-        """The rule of a module or parameter: its own, its module's, or those of its parameters."""
+        """Describe the rule of a module or parameter: its own, its module's, or those of its parameters."""
         owner = name.rpartition(".")[0]
         about = [name, *(known for known in self.parameters if known.rpartition(".")[0] == name)]
         if name in self.parameters:
@@ -201,7 +201,7 @@ class Differences:
         if len(dims) != 1:
             return 0.0
         length, errors = whole.shape[dims[0]], []
-        for split in {*self._splits(), even(length, self.size)}:  # the last of a sequence
+        for split in {*self._splits(), even(length, self.size)}:  # `even`: a split of the sequence
             if length and length % split.length == 0:
                 scaled = split.scaled(length // split.length)
                 if scaled.widths[rank] == output.shape[dims[0]]:
@@ -213,11 +213,11 @@ class Differences:
         return splits.union(*((heads.query, heads.kv) for heads in self.resolution.attention.values()))
 
     def _slice(self, whole: Tensor, split: Split, rank: int) -> Tensor:
-        """This rank's features of the full output; all of it if its width is not the split's."""
+        """This rank's features of the full output; the full output if its width is not the split's length."""
         return _taken(whole, Layout(whole.ndim - 1, split), rank) if whole.shape[-1] == split.length else whole
 
     def _hint(self, name: str, whole: Tensor, outputs: Mapping[int, Tensor]) -> str:
-        """The usual cause of such a difference."""
+        """The usual cause of this kind of difference."""
         parts = list(outputs.values())
         if len(parts) == self.size and all(part.shape == whole.shape for part in parts):
             if _close(sum(parts[1:], parts[0]), whole):
@@ -238,7 +238,7 @@ class Differences:
 
 
 def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:
-    """{(module, number of earlier calls of it): call}, in the order of their returns."""
+    """{(module, number of its earlier calls): call}, in the order of returns."""
     counts: dict[str, int] = {}
     numbered = {}
     for call in trace.calls:

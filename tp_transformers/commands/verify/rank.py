@@ -1,4 +1,4 @@
-"""One rank of a proof: `torchrun -m tp_transformers.commands.verify.rank FOLDER REPORTS DEADLINE`."""
+"""Rank of a verification: `torchrun -m tp_transformers.commands.verify.rank FOLDER REPORTS DEADLINE`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .differences import GRADIENT_TOLERANCE, gradient_errors
 
 
 def run_rank(folder: Path, reports: Path, deadline: float) -> int:
-    """Load, answer, and leave an Observation in `reports`; exits with 1 if an exception is raised."""
+    """Load the model, compute, and write an Observation to `reports`; exits with 1 after an exception."""
     with (folder / "request.pickle").open("rb") as file:
         sys.path[:] = pickle.load(file)
         cls, plan, own, grads, dtype = pickle.load(file)
@@ -32,12 +32,12 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
 
     def report() -> None:
         torch.save(seen, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)  # whole or not at all: torchrun ends the ranks when one has failed
+        path.with_suffix(".part").replace(path)  # atomic: torchrun ends the ranks when one has failed
 
     def fail(failure: str) -> None:
         seen.failure = failure
         report()
-        os._exit(1)  # without a word to the others, which may be in a collective
+        os._exit(1)  # no shutdown: the other ranks may be in a collective
 
     late = threading.Timer(max(1.0, deadline - time.time()), fail, ["no end in time; do all ranks communicate alike?"])
     late.daemon = True
@@ -46,7 +46,7 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
         with enable():
-            # The small model may have other shares than the true one, which has been looked at; `fail` ends all ranks.
+            # allow_replicated: the full model was checked, not the small one; tp_watch: `fail` ends all ranks.
             options = {"device_mesh": mesh, "dtype": dtype, "allow_replicated": True, "tp_watch": False}
             model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, **options)
         probe.convert(model, dtype)
