@@ -44,22 +44,22 @@ COMMANDS: dict[str, Any] = {
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    whole = argparse.ArgumentParser(
+    main_parser = argparse.ArgumentParser(
         prog="tp-transformers", description="Tensor parallelism for Hugging Face Transformers, on any number of ranks."
     )
     libraries = f"torch {_torch_version()}, transformers {metadata.version('transformers')}"
-    whole.add_argument("--version", action="version", version=f"tp-transformers {__version__} ({libraries})")
-    subparsers = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    main_parser.add_argument("--version", action="version", version=f"tp-transformers {__version__} ({libraries})")
+    subparsers = main_parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        one = subparsers.add_parser(
+        subparser = subparsers.add_parser(
             name,
             help=command.SUMMARY,
             description=f"{command.SUMMARY[0].upper()}{command.SUMMARY[1:]}.",
             epilog=f"example: {command.EXAMPLE}",
         )
-        command.configure(one)
-        one.set_defaults(run=command.run)
-    return whole
+        command.configure(subparser)
+        subparser.set_defaults(run=command.run)
+    return main_parser
 
 
 def _torch_version() -> str:
@@ -70,12 +70,12 @@ def _torch_version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code."""
-    whole = parser()
-    arguments, others = whole.parse_known_args(argv)
-    if others and not hasattr(arguments, "options"):
-        whole.error(f"unrecognized arguments: {' '.join(others)}")
-    arguments.options = others  # for commands that pass them on
-    arguments.tell = partial(_tell, arguments.command)
+    main_parser = parser()
+    arguments, unknown = main_parser.parse_known_args(argv)
+    if unknown and not hasattr(arguments, "options"):
+        main_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.options = unknown  # for commands that pass them on
+    arguments.tell = partial(_log_step, arguments.command)
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _tell(command: str, line: str) -> None:
+def _log_step(command: str, line: str) -> None:
     """Log the steps of a command on stderr."""
     print(f"tp-transformers {command}: {line}", file=sys.stderr, flush=True)
 

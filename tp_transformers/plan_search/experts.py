@@ -85,9 +85,9 @@ class _Probe:
     def _changed(self, name: str, dim: int, index: int) -> dict[str, Tensor]:
         """Masks of the gradient elements that change with one slice of the parameter `name`."""
         if (name, dim, index) not in self._changes:
-            other = self.params[name].clone()
-            other.select(dim, index).mul_(1.5).add_(0.1)
-            after = self._gradients({**self.params, name: other})
+            changed = self.params[name].clone()
+            changed.select(dim, index).mul_(1.5).add_(0.1)
+            after = self._gradients({**self.params, name: changed})
             self._changes[name, dim, index] = {
                 key: (after[key] - before).abs() > 1e-9 * before.abs().max() for key, before in self.before.items()
             }
@@ -98,8 +98,8 @@ class _Probe:
         output = torch.func.functional_call(self.module, leaves, self.args, self.kwargs)
         output = output if isinstance(output, Tensor) else output[0]
         weights = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view_as(output)
-        found = torch.autograd.grad((output * weights).sum(), list(leaves.values()), allow_unused=True)
+        gradients = torch.autograd.grad((output * weights).sum(), list(leaves.values()), allow_unused=True)
         return {
             name: torch.zeros_like(values[name]) if gradient is None else gradient
-            for name, gradient in zip(leaves, found, strict=True)
+            for name, gradient in zip(leaves, gradients, strict=True)
         }

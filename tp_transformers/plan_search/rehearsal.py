@@ -40,8 +40,8 @@ def misfit(
         run: calls a model.
         resolution: of a plan that shards only attention and MLPs of `model`.
     """
-    cut = {name for name, layout in resolution.layouts.items() if layout is not None}
-    modules = {name.rpartition(".")[0]: model.get_submodule(name.rpartition(".")[0]) for name in cut}
+    sharded = {name for name, layout in resolution.layouts.items() if layout is not None}
+    modules = {name.rpartition(".")[0]: model.get_submodule(name.rpartition(".")[0]) for name in sharded}
     calls: dict[str, Calls] = {name: [] for name in modules}
     with torch.no_grad(), _hooked(_record(module, calls[name]) for name, module in modules.items()):
         run(model)
@@ -51,12 +51,12 @@ def misfit(
             count_heads(local, name, heads, rank)
         trace = Trace()
         try:
-            with torch.no_grad(), _hooked(_cut(local, resolution, calls, rank)), traced(local, trace):
+            with torch.no_grad(), _hooked(_sharding_hooks(local, resolution, calls, rank)), traced(local, trace):
                 run(local)
         except Exception as error:  # a forward may raise any error at such widths
             where = trace.running[-1].name if trace.running else type(model).__name__
-            told = shorten(" ".join(error_text(error).split()), 300)
-            return f"one forward of rank {rank}'s shards of {size} fails in {where}: {told}"
+            reason = shorten(" ".join(error_text(error).split()), 300)
+            return f"one forward of rank {rank}'s shards of {size} fails in {where}: {reason}"
     return None
 
 
@@ -64,7 +64,7 @@ def _different(resolution: Resolution, size: int) -> list[int]:
     """The first rank for each combination of widths."""
     splits = [layout.split for layout in resolution.layouts.values() if layout is not None]
     widths = [tuple(split.widths[rank] for split in splits) for rank in range(size)]
-    return sorted({each: rank for rank, each in reversed(list(enumerate(widths)))}.values())
+    return sorted({rank_widths: rank for rank, rank_widths in reversed(list(enumerate(widths)))}.values())
 
 
 class _hooked:  # noqa: N801 - used as a function
@@ -90,7 +90,7 @@ def _record(module: nn.Module, calls: Calls) -> Any:
     return module.register_forward_hook(after)
 
 
-def _cut(model: nn.Module, resolution: Resolution, calls: Mapping[str, Calls], rank: int) -> Iterator[Any]:
+def _sharding_hooks(model: nn.Module, resolution: Resolution, calls: Mapping[str, Calls], rank: int) -> Iterator[Any]:
     """Hooks that make modules return and take a rank's features; parameters that attention reads itself are sharded."""
     for name, layout in resolution.layouts.items():
         owner, _, kind = name.rpartition(".")
@@ -102,24 +102,24 @@ def _cut(model: nn.Module, resolution: Resolution, calls: Mapping[str, Calls], r
             module._parameters[kind] = nn.Parameter(take(param.detach(), layout, rank), requires_grad=False)
         elif kind == "weight":
             last = Layout(-1, layout.split)
-            takes_cut = features(module) is not None and (layout.dim % 2 == 0) == has_inputs_first(module)
-            if takes_cut or norms_all:
-                yield module.register_forward_pre_hook(_whole_input(iter(calls[owner]), last, rank))
-            if not takes_cut:
+            takes_sharded = features(module) is not None and (layout.dim % 2 == 0) == has_inputs_first(module)
+            if takes_sharded or norms_all:
+                yield module.register_forward_pre_hook(_full_input_hook(iter(calls[owner]), last, rank))
+            if not takes_sharded:
                 yield module.register_forward_hook(lambda _, args, output, last=last: take(output, last, rank))
 
 
-def _whole_input(calls: Iterator[tuple[Tensor, Tensor]], layout: Layout, rank: int) -> Callable[..., Any]:
+def _full_input_hook(calls: Iterator[tuple[Tensor, Tensor]], layout: Layout, rank: int) -> Callable[..., Any]:
     """Hook that compares an input with the rank's shard of the recorded input, and returns the full recorded input."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        whole, _ = next(calls)
-        own = take(whole, layout, rank)
-        if args[0].shape != own.shape:
-            raise ValueError(f"its input is {list(args[0].shape)}, not {list(own.shape)}")
-        error = float((args[0] - own).norm() / own.norm().clamp_min(torch.finfo(own.dtype).tiny))
+        full, _ = next(calls)
+        shard = take(full, layout, rank)
+        if args[0].shape != shard.shape:
+            raise ValueError(f"its input is {list(args[0].shape)}, not {list(shard.shape)}")
+        error = float((args[0] - shard).norm() / shard.norm().clamp_min(torch.finfo(shard.dtype).tiny))
         if not error < TOLERANCE:
             raise ValueError(f"its input is another one (relative error {error:.1e})")
-        return (whole, *args[1:])
+        return (full, *args[1:])
 
     return before

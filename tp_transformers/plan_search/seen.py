@@ -50,10 +50,10 @@ class Seen:
         weights: list[nn.Parameter] = []
         for name, module in model.named_modules():
             folded = fold_lists(model, name)
-            own = [(f"{folded}.{key}", param) for key, param in module.named_parameters(recurse=False)]
+            params = [(f"{folded}.{key}", param) for key, param in module.named_parameters(recurse=False)]
             if features(module) is not None:
-                weights += [param for _, param in own]
-                self.read += own if folded in outside else []
+                weights += [param for _, param in params]
+                self.read += params if folded in outside else []
                 self._handles.append(module.register_forward_hook(self._linear(folded), with_kwargs=True))
             elif holds_experts(module) or stacked_experts(module):
                 self._handles.append(module.register_forward_pre_hook(self._experts(folded), with_kwargs=True))
@@ -66,7 +66,7 @@ class Seen:
             elif name:
                 self._handles.append(module.register_forward_pre_hook(self._block(folded), with_kwargs=True))
             if any(isinstance(child, CONVOLUTIONS) for child in module.children()):
-                floating = [each for each in module.named_buffers(recurse=False) if each[1].is_floating_point()]
+                floating = [named for named in module.named_buffers(recurse=False) if named[1].is_floating_point()]
                 self.read += [(f"{folded}.{key}", buffer.requires_grad_()) for key, buffer in floating]
                 self._buffers += [buffer for _, buffer in floating]
         known = set(map(id, weights))

@@ -56,8 +56,8 @@ class Suggestion:
     @property
     def whole(self) -> dict[str, str]:
         """The reasons for modules that no block shards."""
-        cut = {name for block in self.blocks for name in block.rules}
-        return {name: why for name, why in self.reasons.items() if name not in cut}
+        sharded = {name for block in self.blocks for name in block.rules}
+        return {name: why for name, why in self.reasons.items() if name not in sharded}
 
     @property
     def plan(self) -> Plan:
@@ -67,7 +67,7 @@ class Suggestion:
     def without(self, block: Block, why: str) -> Suggestion:
         """Copy with one block replicated for the reason `why`."""
         reasons = {**self.reasons, **dict.fromkeys(block.rules, why)}
-        return replace(self, blocks=[other for other in self.blocks if other is not block], reasons=reasons)
+        return replace(self, blocks=[candidate for candidate in self.blocks if candidate is not block], reasons=reasons)
 
     def resolve(self, size: int, model: PreTrainedModel | None = None) -> Resolution:
         """Bind the plan. Raises PlanError if it does not fit."""
@@ -80,8 +80,8 @@ class Suggestion:
             inside = self.relative(name)
             sections["heads" if inside is None else "base_model"][name if inside is None else inside] = rule
         for kind, section in (("attention", "attention"), ("mixer", "mixers")):
-            found = [block for block in self.blocks if block.kind == kind]
-            sections[section] = {self.relative(block.name): self._entry(block) for block in found}
+            blocks = [block for block in self.blocks if block.kind == kind]
+            sections[section] = {self.relative(block.name): self._entry(block) for block in blocks}
         return {key: value for key, value in sections.items() if value}
 
     def _entry(self, block: Block) -> dict[str, Any]:
@@ -111,11 +111,11 @@ class Suggestion:
                 lines.append(f"{section}: {value}")
                 continue
             lines += ["", f"{section}:"]
-            said = ""
+            previous = ""
             for name, rule in value.items():
                 why = by_name.get(name, "") if section != "attention" else ""
-                lines += _comment(why, indent=2) if why and why != said else []
-                said = why
+                lines += _comment(why, indent=2) if why and why != previous else []
+                previous = why
                 lines += _line(name, rule)
         return "\n".join([*lines, ""])
 
@@ -132,8 +132,8 @@ class Suggestion:
         lines += [f"whole  {', '.join(names)}: {why}" for why, names in by_reason.items()]
         resolution = self.resolve(size)
         lines += [f"note   {note}" for note in resolution.notes]
-        held = shares(self.model, resolution.layouts, size)
-        return [*lines, f"ranks hold {', '.join(f'{share:.0%}' for share in held)} of the bytes"]
+        fractions = shares(self.model, resolution.layouts, size)
+        return [*lines, f"ranks hold {', '.join(f'{share:.0%}' for share in fractions)} of the bytes"]
 
     def relative(self, name: str) -> str | None:
         """The name relative to the base model; None if it is outside."""
@@ -148,8 +148,8 @@ class Suggestion:
         message = fold_layers(message)
 
         def rank(block: Block) -> tuple[int, int]:
-            found = [message.find(name) for name in self._spellings(block) if name in message]
-            return min(found, default=len(message)), -len(block.remarks)
+            positions = [message.find(name) for name in self._spellings(block) if name in message]
+            return min(positions, default=len(message)), -len(block.remarks)
 
         return sorted(self.blocks, key=rank)
 
@@ -160,14 +160,14 @@ class Suggestion:
 
     def _rules(self) -> dict[str, Any]:
         """The rule of every module with parameters, in the model's order."""
-        cut = {name: rule for block in self.blocks for name, rule in block.rules.items()}
+        sharded = {name: rule for block in self.blocks for name, rule in block.rules.items()}
         rules: dict[str, Any] = {}
         for name, module in self.model.named_modules():
             folded = fold_lists(self.model, name)
-            own = [f"{folded}.{param}" for param, _ in module.named_parameters(recurse=False)]
-            if name and (folded in cut or (own and not set(own) <= cut.keys())):
-                rules[folded] = cut.get(folded, "local" if folded in self.plain else "replicate")
-            rules |= {param: cut[param] for param in own if param in cut}
+            own_params = [f"{folded}.{param}" for param, _ in module.named_parameters(recurse=False)]
+            if name and (folded in sharded or (own_params and not set(own_params) <= sharded.keys())):
+                rules[folded] = sharded.get(folded, "local" if folded in self.plain else "replicate")
+            rules |= {param: sharded[param] for param in own_params if param in sharded}
         return {name: rule for name, rule in rules.items() if rule is not None}
 
 
@@ -185,7 +185,9 @@ def suggest(config: PretrainedConfig, *, size: int = 2, cls: type[PreTrainedMode
     model = meta_model(cls, config)
     small, run, flow = _observe(config, cls)
     blocks, reasons = find_blocks(small, flow, model)
-    suggestion = _settle(_settle(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size)
+    suggestion = _replicate_rejected(
+        _replicate_rejected(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size
+    )
     return _rehearse(suggestion, small, run, size)
 
 
@@ -198,12 +200,12 @@ def _rehearse(suggestion: Suggestion, small: PreTrainedModel, run: Run, size: in
         tried = [block for block in suggestion.blocks if REHEARSED.issuperset(map(_strategy, block.rules.values()))]
         alone = replace(suggestion, blocks=tried)
         try:
-            found = misfit(small, run, alone.resolve(size, small), size) if tried else None
+            reason = misfit(small, run, alone.resolve(size, small), size) if tried else None
         except PlanError:  # the small model may not be divisible where the full one is
             return suggestion
-        if found is None:
+        if reason is None:
             return suggestion
-        suggestion = suggestion.without(alone.suspects(found)[0], found)
+        suggestion = suggestion.without(alone.suspects(reason)[0], reason)
 
 
 def _strategy(rule: Any) -> str:
@@ -211,7 +213,7 @@ def _strategy(rule: Any) -> str:
     return str(rule["strategy"] if isinstance(rule, Mapping) else rule)
 
 
-def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
+def _replicate_rejected(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
     """Replicate blocks until `resolve` accepts the plan and finds the same head counts as the small model."""
     while True:
         try:
@@ -225,13 +227,14 @@ def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Sugges
             suggestion = suggestion.without(suspect, (named or lines)[0])
             continue
         by_name = {fold_lists(model, name): heads for name, heads in resolution.attention.items()}
-        wrong = [block for block in suggestion.blocks if model is not suggestion.model and _misread(block, by_name)]
-        if not wrong:
+        misread = [block for block in suggestion.blocks if model is not suggestion.model and _misread(block, by_name)]
+        if not misread:
             return suggestion
-        heads = by_name[wrong[0].name]
+        block = misread[0]
+        heads = by_name[block.name]
         suggestion = suggestion.without(
-            wrong[0],
-            f"its config says {heads.query.length} query and {heads.kv.length} KV heads, it computes {wrong[0].heads}",
+            block,
+            f"its config says {heads.query.length} query and {heads.kv.length} KV heads, it computes {block.heads}",
         )
 
 
@@ -251,7 +254,7 @@ def _observe(config: PretrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreT
     with supported(f"a small {config.model_type}"), torch.random.fork_rng(devices=[]):
         model = probe.make(cls, small)
         question, *_ = probe.questions(model)
-        return model, lambda each: each(**question), flow_of(model, lambda: model(**question))
+        return model, lambda target: target(**question), flow_of(model, lambda: model(**question))
 
 
 def _comment(text: str, indent: int = 0) -> list[str]:

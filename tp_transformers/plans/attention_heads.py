@@ -56,13 +56,13 @@ class AttentionHeads:
 
 
 @dataclass
-class AttentionCut:
+class AttentionSplits:
     """Splits of all attention in a model."""
 
     heads: dict[str, AttentionHeads] = field(default_factory=dict)
     splits: dict[str, Split] = field(default_factory=dict)
     """Projection, parameter or attention module -> split of its heads."""
-    whole: dict[str, str] = field(default_factory=dict)
+    replicated: dict[str, str] = field(default_factory=dict)
     """Child that is replicated because there are more ranks than heads -> its attention module or mixer."""
 
 

@@ -24,14 +24,14 @@ from ..strategies import (
     style_hint,
 )
 from ..strategies.signature import FEATURES
-from .attention_heads import AttentionCut, AttentionHeads
+from .attention_heads import AttentionHeads, AttentionSplits
 from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
 from .checks.widths import misfits
-from .heads import cut_attention
+from .heads import split_attention
 from .mixers import MixerHeads, cut_mixers
-from .rewrite.batch import cut_batch
-from .rewrite.loss import cut_loss
-from .rewrite.sequence import cut_sequence
+from .rewrite.batch import shard_batch
+from .rewrite.loss import shard_loss
+from .rewrite.sequence import shard_sequence
 from .rule import UNRULED, Rule
 from .rules import Plan
 
@@ -80,11 +80,11 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     Raises:
         PlanError: with every rule that does not fit.
     """
-    plan = cut_batch(plan.completed(model), model)
+    plan = shard_batch(plan.completed(model), model)
     if plan.sequence_parallel:
-        plan = cut_sequence(plan, model)
+        plan = shard_sequence(plan, model)
     if plan.loss_parallel:
-        plan = cut_loss(plan, model)
+        plan = shard_loss(plan, model)
     return _Resolver(plan, model, size).resolve()
 
 
@@ -107,11 +107,11 @@ class _Resolver:
         self._report_unmatched(module_rules, param_rules)
         if self.plan.declared:
             self._follow_tied(module_rules)
-        cut, faults = AttentionCut(), self.faults
+        cut, faults = AttentionSplits(), self.faults
         mixers = cut_mixers(
-            self.plan.mixers, self.modules, self.prefix, self.size, faults, cut.splits, cut.whole, module_rules
+            self.plan.mixers, self.modules, self.prefix, self.size, faults, cut.splits, cut.replicated, module_rules
         )
-        cut_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, faults, cut)
+        split_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, faults, cut)
         module_strategies = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
         param_strategies: dict[str, TensorParallelLayer] = {}
         uncovered, rule_names = [], {}
@@ -137,11 +137,11 @@ class _Resolver:
             self._complete(bound)
         self.faults.extend(sum_faults(bound))
         if not self.faults:  # rules that do not fit their modules are reported alone
-            self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.whole, self.size))
+            self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.replicated, self.size))
         if self.faults:
             source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
             raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
-        names = ", ".join(sorted(set(map(fold_layers, cut.whole.values()))))
+        names = ", ".join(sorted(set(map(fold_layers, cut.replicated.values()))))
         notes = (
             f"{names}: {self.size} ranks are more than the heads, so every rank computes all of them; the rest is "
             "still split",
@@ -155,7 +155,7 @@ class _Resolver:
             tuple(uncovered),
             notes if names else (),
             rule_names,
-            frozenset(cut.whole),
+            frozenset(cut.replicated),
             self.plan,
         )
 
@@ -211,10 +211,10 @@ class _Resolver:
             for param_type, _ in self.modules[name].named_parameters():
                 bound.param_strategies.setdefault(f"{name}.{param_type}", strategy)
 
-    def _bind(self, owner: str, rule: Rule, cut: AttentionCut, name: str | None = None) -> TensorParallelLayer:
+    def _bind(self, owner: str, rule: Rule, cut: AttentionSplits, name: str | None = None) -> TensorParallelLayer:
         """Copy the rule's strategy for the module `owner`, or for its parameter `name`."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
-        if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in cut.whole):
+        if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in cut.replicated):
             if strategy is not None and strategy.cuts_as_torch:
                 self.faults.append(
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
@@ -285,11 +285,12 @@ class _Resolver:
             except ValueError as error:
                 self.faults.append(f"{fold_layers(name)}: {error}")
         for target, source in tied_parameters(self.model).items():
-            mine, theirs = layouts.get(target), layouts.get(source)
-            if self.size > 1 and mine != theirs:
+            pair = layouts.get(target), layouts.get(source)
+            if self.size > 1 and pair[0] != pair[1]:
                 self.faults.append(
-                    f"{target}: tied to {source}, but they are cut differently ({_draw(mine)} and {_draw(theirs)}); "
-                    "cut both along the vocabulary (embedding_rowwise and colwise_rep) or neither"
+                    f"{target}: tied to {source}, but they are cut differently "
+                    f"({_draw(pair[0])} and {_draw(pair[1])}); cut both along "
+                    "the vocabulary (embedding_rowwise and colwise_rep) or neither"
                 )
         return layouts
 

@@ -14,7 +14,7 @@ from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
 from ..slices.layout import Split, heads, interleaved, packed
 from ..strategies.signature import FEATURES
-from .attention_heads import AttentionCut, AttentionHeads
+from .attention_heads import AttentionHeads, AttentionSplits
 from .rule import UNRULED, Rule
 from .rules import Plan
 
@@ -36,7 +36,7 @@ LATENT_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
 """Children that identify attention if a plan does not name it (a dict, a declared plan)."""
 
 
-def cut_attention(
+def split_attention(
     plan: Plan,
     model: PreTrainedModel,
     module_rules: dict[str, Rule],
@@ -44,8 +44,8 @@ def cut_attention(
     prefix: str,
     size: int,
     faults: list[str],
-    cut: AttentionCut,
-) -> AttentionCut:
+    cut: AttentionSplits,
+) -> AttentionSplits:
     """Split the heads of every attention module with sharded projections.
 
     Args:
@@ -56,7 +56,7 @@ def cut_attention(
         faults: list of faults; new ones are added.
         cut: splits of mixers; those of attention are added.
     """
-    modules, known = dict(model.named_modules()), len(faults)
+    modules, fault_count = dict(model.named_modules()), len(faults)
     for name, (around, children, blocks) in _groups(plan, modules, prefix, faults).items():
         roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
         if not _stays_sharded(name, roles, module_rules, faults):
@@ -73,13 +73,13 @@ def cut_attention(
             _complete_declared(name, roles, modules, module_rules, param_rules, (query, head_dim))
         followers = [child for names in roles.values() for child in names]
         if size > query // count:
-            cut.whole.update(dict.fromkeys((*followers, name), name))
+            cut.replicated.update(dict.fromkeys((*followers, name), name))
             continue
-        units, hidden = heads(query // count, kv // count, size), roles.pop("with_hidden", [])
+        block_splits, hidden = heads(query // count, kv // count, size), roles.pop("with_hidden", [])
         holders = dict.fromkeys(child.rpartition(".")[0] for child, _ in _projections(roles))
         cut.heads[name] = AttentionHeads(
-            packed([units[0]] * count),
-            packed([units[1]] * count),
+            packed([block_splits[0]] * count),
+            packed([block_splits[1]] * count),
             is_fused=bool({"fused", "interleaved"} & roles.keys()),
             is_latent="key_value" in roles,
             head_dim=head_dim,
@@ -89,8 +89,8 @@ def cut_attention(
         )
         cut.splits[name] = cut.heads[name].query
         rules = {child: module_rules.get(child) or param_rules.get(child) for child in followers}
-        _split_children(roles, units, blocks, rules, faults, cut)
-    if len(faults) == known:  # faults in the description of attention are reported alone
+        _split_children(roles, block_splits, blocks, rules, faults, cut)
+    if len(faults) == fault_count:  # faults in the description of attention are reported alone
         faults.extend(_unrecognised(modules, model, module_rules, cut, size))
     return cut
 
@@ -135,9 +135,9 @@ def _complete_declared(
     for child, module in modules.items():
         if child.rpartition(".")[0] != name or child in known:
             continue
-        made = features(module)
-        if child in module_rules and made is not None and _is_sharded("query", module_rules[child]):
-            if head_dim is not None and made[1] in (count, count * head_dim):
+        feature_counts = features(module)
+        if child in module_rules and feature_counts is not None and _is_sharded("query", module_rules[child]):
+            if head_dim is not None and feature_counts[1] in (count, count * head_dim):
                 roles.setdefault("with_query", []).append(child)
         elif child not in module_rules and head_dim is not None:
             shapes = [tuple(param.shape) for param in module.parameters()]
@@ -147,18 +147,18 @@ def _complete_declared(
 
 def _split_children(
     roles: Mapping[str, list[str]],
-    units: tuple[Split, Split],
+    block_splits: tuple[Split, Split],
     blocks: Mapping[str, int],
     rules: Mapping[str, Rule | None],
     faults: list[str],
-    cut: AttentionCut,
+    cut: AttentionSplits,
 ) -> None:
     """Split the children of one attention module by its heads; children without rules are skipped."""
     for child, role in ((child, role) for role, names in roles.items() for child in names):
         rule = rules[child]
         if rule is None:
             continue
-        cut.splits[child] = packed([_role_split(role, units, rule)] * blocks.get(role, 1))
+        cut.splits[child] = packed([_role_split(role, block_splits, rule)] * blocks.get(role, 1))
         if rule.parts is not None and role != "fused":
             faults.append(
                 f"{fold_layers(child)}: attention cuts it by heads, as {role}, which has no parts; leave parts out, or "
@@ -166,9 +166,9 @@ def _split_children(
             )
 
 
-def _role_split(role: str, units: tuple[Split, Split], rule: Rule) -> Split:
-    """Split, in heads, of one block of the child with `role`; `units`: splits of the block's query and KV heads."""
-    query, kv = units
+def _role_split(role: str, block_splits: tuple[Split, Split], rule: Rule) -> Split:
+    """Split, in heads, of one block of the child with `role`; `block_splits`: of the block's query and KV heads."""
+    query, kv = block_splits
     by_part = {"query": query, "key": kv, "value": kv}
     if role == "fused":
         parts = rule.parts if isinstance(rule.parts, tuple) else tuple(by_part)
@@ -182,11 +182,11 @@ def _unrecognised(
     modules: Mapping[str, nn.Module],
     model: PreTrainedModel,
     module_rules: Mapping[str, Rule],
-    cut: AttentionCut,
+    cut: AttentionSplits,
     size: int,
 ) -> Iterator[str]:
     """Faults: attention that is sharded without a description of its heads; `size` must divide all head counts."""
-    known = cut.splits.keys() | cut.whole.keys()
+    known = cut.splits.keys() | cut.replicated.keys()
     for child, rule in module_rules.items():
         name = child.rpartition(".")[0]
         if not is_attention(modules[name]) or child in known or not _is_sharded("query", rule):
@@ -229,19 +229,19 @@ def _groups(
             )
             if not absent:
                 # The module that holds query, key and value projections; BERT's output projection is outside it.
-                made = [child for role in children.keys() - {"output"} for child in children[role]]
-                holders = {child.rpartition(".")[0] for child in made}
-                own = ".".join(filter(None, (name, *holders))) if len(holders) == 1 else name
-                groups[own] = name, children, group.blocks
+                input_projections = [child for role in children.keys() - {"output"} for child in children[role]]
+                holders = {child.rpartition(".")[0] for child in input_projections}
+                attention_name = ".".join(filter(None, (name, *holders))) if len(holders) == 1 else name
+                groups[attention_name] = name, children, group.blocks
     return groups
 
 
 def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield (role, names) of the children that the module has: the first of a projection, all of a `with_` role."""
     for role, names in children.items():
-        found = tuple(name for name in names if isinstance(inner(module, name), nn.Module | nn.Parameter))
-        if found:
-            yield role, found if role.startswith("with_") else found[:1]
+        present = tuple(name for name in names if isinstance(inner(module, name), nn.Module | nn.Parameter))
+        if present:
+            yield role, present if role.startswith("with_") else present[:1]
 
 
 def _is_sharded(role: str, rule: Rule | None) -> bool:
@@ -266,9 +266,9 @@ def _count_heads(
     attended = input_width(modules[roles["output"][0]]) if "output" in roles else 0
     if head_dim is None and query and attended % query == 0:
         head_dim = attended // query or None
-    made = output_width(modules[roles["query"][0]]) if {"query", "fused"} <= roles.keys() else 0
-    if head_dim is not None and made and made % head_dim == 0:
-        query = made // head_dim  # JetMoE: the heads of one expert
+    query_width = output_width(modules[roles["query"][0]]) if {"query", "fused"} <= roles.keys() else 0
+    if head_dim is not None and query_width and query_width % head_dim == 0:
+        query = query_width // head_dim  # JetMoE: the heads of one expert
     if "key_value" in roles:  # latent attention: one key and value per query head
         kv = query
     if head_dim is not None and "key" in roles:
@@ -279,9 +279,9 @@ def _count_heads(
                 faults.append(f"{child}: its {width} features are not whole heads of {head_dim}")
                 return None
             query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
-        stated = head_counts(module, config)[0]
-        if stated and query > stated and query % stated == 0 and attended == stated * head_dim:
-            query = stated  # the projection also makes a gate per query head
+        config_heads = head_counts(module, config)[0]
+        if config_heads and query > config_heads and query % config_heads == 0 and attended == config_heads * head_dim:
+            query = config_heads  # the projection also makes a gate per query head
     if not query or not kv or query % kv:
         faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
         return None
@@ -290,8 +290,8 @@ def _count_heads(
 
 def _repeats(module: nn.Module, roles: Mapping[str, object], query: int, config: Any) -> int:
     """Times that each head of the query projection attends; in JetMoE, once per expert of a token."""
-    stated = head_counts(module, config)[0] if {"query", "fused"} <= roles.keys() else query
-    return stated // query if stated and stated % query == 0 else 1
+    config_heads = head_counts(module, config)[0] if {"query", "fused"} <= roles.keys() else query
+    return config_heads // query if config_heads and config_heads % query == 0 else 1
 
 
 def _own_names(children: Any) -> str:

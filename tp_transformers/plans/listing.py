@@ -27,10 +27,10 @@ def catalogue() -> list[Entry]:
     for path in sorted(set(available_plans().values())):
         plan = Plan.from_yaml(path)
         first = path.read_text(encoding="utf-8").partition("\n")[0]
-        found = re.fullmatch(r"# (.+?): (https://\S+)", first)
-        if found is None:
+        match = re.fullmatch(r"# (.+?): (https://\S+)", first)
+        if match is None:
             fix = "Begin the file with its title and a page about it."
             raise PlanError(describe(f"plan {path}", got=repr(first), expected="# Title: https://...", fix=fix))
         strategies = tuple(sorted({rule.strategy_name for rule in plan.rules}))
-        entries.append(Entry(found[1], found[2], path, plan.model_types, strategies))
+        entries.append(Entry(match[1], match[2], path, plan.model_types, strategies))
     return entries

@@ -89,8 +89,8 @@ def is_attribute(value: Any) -> bool:
 
 def names_of(value: Any) -> tuple[str, ...] | None:
     """A list of names, or a single name, as a tuple; None for anything else."""
-    found = (value,) if isinstance(value, str) else value
-    return tuple(found) if is_names(found) else None
+    names = (value,) if isinstance(value, str) else value
+    return tuple(names) if is_names(names) else None
 
 
 def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) -> dict[str, Any] | None:
@@ -120,9 +120,9 @@ def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) ->
     strategy = as_strategy(strategy)
     if not (is_name(strategy) or isinstance(strategy, TensorParallelLayer)):
         name = getattr(strategy, "__name__", None)
-        found = f"the class {name} (an object is {name}())" if isinstance(strategy, type) else shown(strategy)
+        text = f"the class {name} (an object is {name}())" if isinstance(strategy, type) else shown(strategy)
         faults.append(
-            f"{pattern}: the strategy is {found}, neither a name nor a TensorParallelLayer or ParallelStyle object"
+            f"{pattern}: the strategy is {text}, neither a name nor a TensorParallelLayer or ParallelStyle object"
         )
         return None
     return {

@@ -93,18 +93,20 @@ class Plan:
         for section in ("base_model", "optional", "heads", "rules"):
             for pattern, value in entries(data, section, faults):
                 # null removes the extended plan's rule.
-                found = None if value is None else rule_arguments(pattern, value, section, faults)
-                rules[section in IN_BASE_MODEL, pattern] = None if found is None else Rule(**found)
+                arguments = None if value is None else rule_arguments(pattern, value, section, faults)
+                rules[section in IN_BASE_MODEL, pattern] = None if arguments is None else Rule(**arguments)
         attention: dict[str, Attention | None] = {entry.pattern: entry for entry in base.attention}
-        for pattern, said in entries(data, "attention", faults):
+        for pattern, entry_data in entries(data, "attention", faults):
             attention[pattern] = entry = (
-                None if said is None else Attention(**attention_arguments(pattern, said, faults))
+                None if entry_data is None else Attention(**attention_arguments(pattern, entry_data, faults))
             )
             implied = () if entry is None else implied_rules(pattern, entry.children, entry.gathered)
             _imply(rules, "attention", pattern, implied)
         mixers: dict[str, Mixer | None] = {mixer.pattern: mixer for mixer in base.mixers}
-        for pattern, said in entries(data, "mixers", faults):
-            mixers[pattern] = mixer = None if said is None else Mixer(**mixer_arguments(pattern, said, faults))
+        for pattern, entry_data in entries(data, "mixers", faults):
+            mixers[pattern] = mixer = (
+                None if entry_data is None else Mixer(**mixer_arguments(pattern, entry_data, faults))
+            )
             _imply(rules, "mixers", pattern, () if mixer is None else mixer_rules(pattern, mixer.children))
         options = {option: data.get(option, getattr(base, option)) for option in OPTIONS}
         faults.extend(
@@ -140,8 +142,8 @@ class Plan:
         their own types. None if there are no rules.
         """
         path = path or available_plans().get(model.config.model_type)
-        whole = cls("", (), declared=True, extends_declared=True) if path is None else cls.from_yaml(path)
-        plan = whole.completed(model)._with_parts(model, whole.rules)
+        base = cls("", (), declared=True, extends_declared=True) if path is None else cls.from_yaml(path)
+        plan = base.completed(model)._with_inner_models(model, base.rules)
         return plan if plan.rules else None
 
     def completed(self, model: PreTrainedModel) -> Plan:
@@ -153,8 +155,12 @@ class Plan:
         rules = [rule for rule in self.rules if not rule.implied]
         if self.extends_declared:
             declared: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
-            own = {rule.full(prefix) for rule in self.rules}
-            rules += [Rule(name, strategy=each, optional=True) for name, each in declared.items() if name not in own]
+            explicit = {rule.full(prefix) for rule in self.rules}
+            rules += [
+                Rule(name, strategy=strategy, optional=True)
+                for name, strategy in declared.items()
+                if name not in explicit
+            ]
             source = f"the plan that {type(model).__name__} declares"
             source = f"plan {self.source}, with {source}" if self.source else source
         names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
@@ -168,52 +174,54 @@ class Plan:
                 rules += [replace(rule, pattern=name, in_base_model=False, implied="") for name in free]
         return replace(self, source=source, rules=tuple(rules), extends_declared=False)
 
-    def _with_parts(self, model: PreTrainedModel, own: Sequence[Rule]) -> Plan:
+    def _with_inner_models(self, model: PreTrainedModel, explicit: Sequence[Rule]) -> Plan:
         """Add the plans for the inner models of `model`, with full names.
 
         An inner model with rules in this plan keeps only those, unless this plan is declared: then the explicit rules
-        `own` take precedence over rules for the same names. The plan of the language model also shards the output
+        `explicit` take precedence over rules for the same names. The plan of the language model also shards the output
         embedding.
 
             llava ─┬─ vision_tower    clip_vision_model ── clip_vision_model.yaml, at model.vision_tower
                    └─ language_model  llama             ── llama.yaml, at model.language_model, and its lm_head
         """
-        prefix, parts = base_prefix(model), list[str]()
+        prefix, inner_names = base_prefix(model), list[str]()
         ruled = [rule.full(prefix) for rule in self.rules if not self.declared]
         rules, attention, mixers = list[Rule](), list[Attention](), list[Mixer]()
-        for name, part in inner_models(model):
-            is_ruled = any(is_inside(name, other) for other in parts) or any(is_inside(rule, name) for rule in ruled)
-            kind = part.config.model_type
+        for name, inner_model in inner_models(model):
+            is_ruled = any(is_inside(name, outer) for outer in inner_names) or any(
+                is_inside(rule, name) for rule in ruled
+            )
+            kind = inner_model.config.model_type
             is_planned = isinstance(kind, str) and kind in available_plans()
-            plan = Plan.for_model(part) if is_planned and not is_ruled else None
+            plan = Plan.for_model(inner_model) if is_planned and not is_ruled else None
             if plan is None:
                 continue
-            parts += [name, *(f"{name}.{inner}" for inner in plan.parts)]
-            rules += [_at(name, rule, part) for rule in plan.rules]
-            attention += [_at(name, entry, part) for entry in plan.attention]
-            mixers += [_at(name, entry, part) for entry in plan.mixers]
-            if part.config is model.config.get_text_config():
+            inner_names += [name, *(f"{name}.{inner}" for inner in plan.parts)]
+            rules += [_nested(name, rule, inner_model) for rule in plan.rules]
+            attention += [_nested(name, entry, inner_model) for entry in plan.attention]
+            mixers += [_nested(name, entry, inner_model) for entry in plan.mixers]
+            if inner_model.config is model.config.get_text_config():
                 rules += [replace(rule, optional=True) for rule in plan.rules if not rule.in_base_model]
-        if not parts:
+        if not inner_names:
             return self
-        written = {rule.full(prefix) for rule in own if self.declared}
+        written = {rule.full(prefix) for rule in explicit if self.declared}
         rules = [rule for rule in rules if rule.pattern not in written]
         added = {rule.pattern for rule in rules}
-        whole = replace(self, parts=tuple(parts))
-        others = (
-            rule for rule in self.rules if rule.full(prefix) in written or not whole.part_around(rule.full(prefix))
+        combined = replace(self, parts=tuple(inner_names))
+        remaining = (
+            rule for rule in self.rules if rule.full(prefix) in written or not combined.part_around(rule.full(prefix))
         )
         return replace(
-            whole,
-            source=f"{self.source}, with ours for {', '.join(parts)}" if self.declared else self.source,
-            rules=(*(rule for rule in others if rule.pattern not in added), *rules),
+            combined,
+            source=f"{self.source}, with ours for {', '.join(inner_names)}" if self.declared else self.source,
+            rules=(*(rule for rule in remaining if rule.pattern not in added), *rules),
             attention=(*self.attention, *attention),
             mixers=(*self.mixers, *mixers),
         )
 
     def part_around(self, name: str) -> str:
         """The inner model around a module, parameter or pattern of that name; "" if there is none."""
-        return max((part for part in self.parts if is_inside(name, part)), key=len, default="")
+        return max((inner for inner in self.parts if is_inside(name, inner)), key=len, default="")
 
     def names_attention(self, name: str, prefix: str) -> bool:
         """True if the plan of the inner model (else the full model) around the module `name` has attention entries."""
@@ -224,31 +232,31 @@ class Plan:
         return {rule.full(base_model_prefix): rule.strategy_name for rule in self.rules}
 
 
-def _at(name: str, entry: P, part: PreTrainedModel) -> P:
-    """Turn an entry of the plan for `part`, the inner model `name`, into an optional entry for the full model."""
-    return replace(entry, pattern=f"{name}.{entry.full(base_prefix(part))}", in_base_model=False, optional=True)
+def _nested(name: str, entry: P, inner_model: PreTrainedModel) -> P:
+    """Turn an entry of the plan for `inner_model`, at `name`, into an optional entry for the full model."""
+    return replace(entry, pattern=f"{name}.{entry.full(base_prefix(inner_model))}", in_base_model=False, optional=True)
 
 
 def _imply(
-    rules: dict[tuple[bool, str], Rule | None], section: str, pattern: str, found: Iterable[Mapping[str, Any]]
+    rules: dict[tuple[bool, str], Rule | None], section: str, pattern: str, implied: Iterable[Mapping[str, Any]]
 ) -> None:
     """Add the rules that an entry at `pattern` implies; they replace those of the extended plan's entry."""
     for key in [key for key, rule in rules.items() if rule and rule.implied == section and is_inside(key[1], pattern)]:
         del rules[key]
-    for each in found:
-        rules.setdefault((True, each["pattern"]), Rule(**each, implied=section))
+    for arguments in implied:
+        rules.setdefault((True, arguments["pattern"]), Rule(**arguments, implied=section))
 
 
 def _extended(name: str, source: str, extending: tuple[Path, ...]) -> Plan:
     """Load the plan of `extends: name`: a file in the same folder, or the plan for a model type."""
-    own = Path(source).resolve()
-    path: Path | None = own.parent / (name if name.endswith(".yaml") else f"{name}.yaml")
+    own_path = Path(source).resolve()
+    path: Path | None = own_path.parent / (name if name.endswith(".yaml") else f"{name}.yaml")
     if not os.path.isfile(str(path)):  # also False for invalid file names
         path = available_plans().get(name)
     subject = f"plan {shorten(source, 200)}"
     if path is None:
         raise PlanError(f"{subject} extends {shown(name)}, which is no plan{nearest(name, available_plans())}")
-    chain = (*extending, own)
+    chain = (*extending, own_path)
     if path.resolve() in chain:
         steps = shorten(" -> ".join(step.name for step in (*chain, path)), 200)
         raise PlanError(f"{subject} extends itself: {steps}")

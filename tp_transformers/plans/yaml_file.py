@@ -30,9 +30,9 @@ def read_plan_file(path: Path) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-        told = shorten(" ".join(str(problem or error).split()), 200)
+        reason = shorten(" ".join(str(problem or error).split()), 200)
         fix = "Correct it there; model_plans/README.md describes the format." if where else "Write it anew, as UTF-8."
-        raise PlanError(f"plan {shorten(str(path), 200)} is not YAML for a plan: {where}{told}. {fix}") from None
+        raise PlanError(f"plan {shorten(str(path), 200)} is not YAML for a plan: {where}{reason}. {fix}") from None
 
 
 def model_types_of(path: Path) -> tuple[str, ...]:
@@ -75,8 +75,8 @@ def _check_bounds(text: str) -> None:
     for event in yaml.parse(text, Loader=_SafeLoader):
         anchor: str = getattr(event, "anchor", None) or ""
         if isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = opened.pop()
-            sizes[anchor] = nodes - before
+            anchor, nodes_before = opened.pop()
+            sizes[anchor] = nodes - nodes_before
         elif isinstance(event, yaml.AliasEvent):
             if any(anchor == name for name, _ in opened):
                 raise _beyond(event, f"*{shorten(anchor, 50)} stands inside what it means")
@@ -115,20 +115,20 @@ class _PlanLoader(_SafeLoader):
             raise
         except Exception:  # PyYAML's constructors raise any error for text that does not fit its tag, as in `!!int x`
             kind, value = node.tag.rpartition(":")[2], node.value
-            told = shown(value) if isinstance(value, str) else "a collection"
+            content = shown(value) if isinstance(value, str) else "a collection"
             raise yaml.constructor.ConstructorError(
-                None, None, f"{told} cannot be read as {shorten(kind, 50)}", node.start_mark
+                None, None, f"{content} cannot be read as {shorten(kind, 50)}", node.start_mark
             ) from None
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
         if isinstance(node, yaml.MappingNode):
-            seen = set()
+            keys = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                     name = self.construct_object(key, deep=True)
-                    if name in seen:
+                    if name in keys:
                         raise yaml.constructor.ConstructorError(
                             None, None, f"{shown(name)} stands there twice", key.start_mark
                         )
-                    seen.add(name)
+                    keys.add(name)
         return dict(super().construct_mapping(node, deep))

@@ -10,14 +10,14 @@ from .report import dtype_name
 
 def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> dict[str, Any]:
     """The complete report; `version` changes when a key is removed or changes its meaning."""
-    found, stock = planned.survey, planned.survey.stock
+    survey, stock = planned.survey, planned.survey.stock
     return {
         "version": 1,
-        "model": found.name,
-        "class": type(found.model).__name__,
-        "model_type": found.model.config.model_type,
-        "dtype": dtype_name(found.model.dtype),
-        "plan": found.plan.source,
+        "model": survey.name,
+        "class": type(survey.model).__name__,
+        "model_type": survey.model.config.model_type,
+        "dtype": dtype_name(survey.model.dtype),
+        "plan": survey.plan.source,
         "tp_size": planned.size,
         "checkpoint": stock
         and {
@@ -43,7 +43,7 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
         "kv_cache": {
             "batch": planned.batch,
             "context": planned.context,
-            "dtype": dtype_name(found.model.dtype),
+            "dtype": dtype_name(survey.model.dtype),
             "layers": [
                 {"attention": cached.name, "tokens": cached.tokens, "bytes": cached.nbytes} for cached in planned.cached
             ],

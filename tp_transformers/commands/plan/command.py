@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check("--batch", arguments.batch, 1)
     _check("--context", arguments.context or 0, 0)
     memory = _bytes(arguments.gpu_memory) if arguments.gpu_memory is not None else None
-    found = survey(
+    surveyed = survey(
         arguments.model,
         tp_plan=arguments.plan,
         dtype=_dtype(arguments.dtype),
@@ -57,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
         packed=arguments.packed,
         trust_remote_code=arguments.trust_remote_code,
     )
-    longest = getattr(found.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or CONTEXT
+    longest = getattr(surveyed.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or CONTEXT
     context = min(CONTEXT, longest) if arguments.context is None else arguments.context
     allowed = arguments.allow_replicated
-    planned = plan_memory(found, arguments.tp_size, batch=arguments.batch, context=context, allow_replicated=allowed)
+    planned = plan_memory(surveyed, arguments.tp_size, batch=arguments.batch, context=context, allow_replicated=allowed)
     smallest = smallest_size(planned, memory) if memory is not None else None
     if arguments.png is not None:
         draw(planned, arguments.png)
@@ -88,8 +88,8 @@ def _dtype(text: str) -> Any:
 
 def _bytes(text: str) -> int:
     """Parse a number of bytes. Raises UsageError if `text` is not one."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    count = 0 if found is None or found[2] not in UNITS else int(float(found[1]) * UNITS[found[2]])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    count = 0 if match is None or match[2] not in UNITS else int(float(match[1]) * UNITS[match[2]])
     if count < LEAST:
         fix = "Say it as 24GB (10^9 bytes) or 24GiB (2^30)."
         raise UsageError(describe("--gpu-memory", got=repr(text), expected="a number of bytes with its unit", fix=fix))

@@ -134,9 +134,9 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
     with open_checkpoint(request, rank=0) as checkpoint:
         targets = describe(model, checkpoint, {}, request)
         conversion = targets.conversion
-        found = set(conversion.expressions)
+        stored = set(conversion.expressions)
         ties = tied_parameters(model)
-        filled = found | {one for pair in ties.items() if found.intersection(pair) for one in pair}
+        filled = stored | {tied for pair in ties.items() if stored.intersection(pair) for tied in pair}
         keys = SimpleNamespace(missing_keys=set(targets.full) - filled, unexpected_keys=conversion.unexpected)
         model._adjust_missing_and_unexpected_keys(keys)  # removes names that transformers never reports
         stock = Stock(
@@ -145,9 +145,9 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
             bytes_read=sum(source.bytes_read + len(getattr(source, "head", b"")) for source in checkpoint.sources),
             missing=tuple(sorted(keys.missing_keys)),
             unexpected=tuple(sorted(keys.unexpected_keys)),
-            twice=tuple(sorted(pair for pair in ties.items() if found.issuperset(pair))),
+            twice=tuple(sorted(pair for pair in ties.items() if stored.issuperset(pair))),
             read_whole=tuple(sorted(conversion.fallbacks)),
         )
         names = pack_weights(model, targets, conversion.expressions, torch.device("meta"), request).weights
         packed = {name: conversion.expressions[name] for name in names}
-    return stock, found, packed
+    return stock, stored, packed

@@ -67,7 +67,7 @@ def cached_attention(
         for step in filter(None, steps):
             layer.update(*(torch.empty(batch, 1, step, width, dtype=model.dtype, device="meta") for width in widths))
         head_bytes = sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))
-        cuts = (attention[name].kv, attention[name].query) if name in attention else ()
-        held = next((cut.widths for cut in cuts if cut.length == heads), (heads,) * size)
+        splits = (attention[name].kv, attention[name].query) if name in attention else ()
+        heads_per_rank = next((split.widths for split in splits if split.length == heads), (heads,) * size)
         tokens = head_bytes // (batch * sum(widths) * model.dtype.itemsize)
-        yield Cached(name, tokens, tuple(width * head_bytes for width in held))
+        yield Cached(name, tokens, tuple(width * head_bytes for width in heads_per_rank))

@@ -140,7 +140,7 @@ def plan_memory(
         context,
         tuple(_parameters(survey, resolution, size)),
         tuple(_heads(survey, resolution, size)),
-        sum(each.numel() * dtypes.get(name, each.dtype).itemsize for name, each in model.named_buffers()),
+        sum(buffer.numel() * dtypes.get(name, buffer.dtype).itemsize for name, buffer in model.named_buffers()),
         tuple(cached),
         tuple(mixer_states(model, resolution.mixers, size, batch=batch)) if context else (),
         tuple(note for note in (*resolution.notes, warning) if note is not None),
@@ -158,9 +158,9 @@ def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
     room = memory - planned.buffer_bytes
     if room <= 0:
         return None
-    whole = sum(parameter.nbytes for parameter in planned.parameters)
+    total = sum(parameter.nbytes for parameter in planned.parameters)
     batch, context, allowed = planned.batch, planned.context, planned.allow_replicated
-    for size in range(max(1, -(-whole // room)), MOST_RANKS + 1):  # fewer ranks cannot hold the parameters
+    for size in range(max(1, -(-total // room)), MOST_RANKS + 1):  # fewer ranks cannot hold the parameters
         try:
             tried = plan_memory(planned.survey, size, batch=batch, context=context, allow_replicated=allowed)
         except PlanError:  # some plans fit only some numbers of ranks
@@ -180,9 +180,9 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
         home = ties[name] if ties.get(name) in named else homes[param]
         if home != name:
             tied.setdefault(home, []).append(name)
-    others = {name for names in tied.values() for name in names}
+    aliases = {name for names in tied.values() for name in names}
     for name, param in named.items():
-        if name in others:
+        if name in aliases:
             continue
         layout = resolution.layouts.get(name)
         names = (name, *tied.get(name, ()))
@@ -203,15 +203,15 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
 def _packed(expression: LazyTensor, layout: Layout | None, size: int) -> tuple[int, ...]:
     """Bytes of a packed parameter and of each rank's shard."""
     shards = [expression, *(take(expression, layout, rank) for rank in range(size))]
-    found = (pack(shard, shard.dtype, torch.device("meta")) for shard in shards)
-    return tuple(each[0].nbytes if each is not None else 0 for each in found)
+    results = (pack(shard, shard.dtype, torch.device("meta")) for shard in shards)
+    return tuple(result[0].nbytes if result is not None else 0 for result in results)
 
 
 def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]:
     """Yield the heads of every attention module that the plan describes."""
-    for name, whole in resolve(survey.plan, survey.model, 1).attention.items():
-        cut, counts = resolution.attention.get(name), (whole.query.length, whole.kv.length)
-        ranks = tuple(zip(cut.query.widths, cut.kv.widths, strict=True)) if cut is not None else (counts,) * size
+    for name, unsharded in resolve(survey.plan, survey.model, 1).attention.items():
+        local, counts = resolution.attention.get(name), (unsharded.query.length, unsharded.kv.length)
+        ranks = tuple(zip(local.query.widths, local.kv.widths, strict=True)) if local is not None else (counts,) * size
         yield Heads(name, counts, ranks)
 
 

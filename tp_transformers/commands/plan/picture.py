@@ -140,7 +140,10 @@ def largest_layer(planned: MemoryPlan) -> tuple[str, dict[str, list[Weight]], li
         elif len(parameter.shape) > 1 and not kind.endswith("bias"):
             child, *rest = owner.split(".")
             child = f"{child}.{rest[0]}" if rest and rest[0].isdigit() else child
-            heads = next((one.whole for one in planned.heads if f"{one.name}.".startswith(f"{layer}.{child}.")), None)
+            heads = next(
+                (entry.whole for entry in planned.heads if f"{entry.name}.".startswith(f"{layer}.{child}.")),
+                None,
+            )
             title = child if heads is None else "{}: {} query and {} KV heads".format(child, *heads)
             label = owner.rpartition(".")[2] if kind == "weight" else kind
             blocks.setdefault(title, []).append(_matrix(planned, parameter, label, f"{layer}.{owner}"))
@@ -151,7 +154,9 @@ def at_end(planned: MemoryPlan, which: str) -> Iterator[Weight]:
     """Yield the embedding or the head, if the model has one."""
     model = planned.survey.model
     module = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
-    owners = [name for name, part in model.named_modules(remove_duplicate=False) if part is module and part is not None]
+    owners = [
+        name for name, child in model.named_modules(remove_duplicate=False) if child is module and child is not None
+    ]
     for parameter in planned.parameters:
         for owner in (name.rpartition(".")[0] for name in (parameter.name, *parameter.tied)):
             if owner in owners and len(parameter.shape) == 2:
@@ -171,9 +176,9 @@ def _matrix(planned: MemoryPlan, parameter: Parameter, label: str, owner: str, t
     return Weight(label, parameter, (first, second) if is_upright else (second, first), by_column, tied_to)
 
 
-def _draw_shards(axes: Any, weight: Weight, colours: list[Any], box: tuple[float, float, float, float]) -> None:
+def _draw_shards(axes: Any, weight: Weight, colours: list[Any], rectangle: tuple[float, float, float, float]) -> None:
     """Draw each rank's shard in its colour; shards on several ranks are hatched in the colours of the others."""
-    x, y, width, height = box
+    x, y, width, height = rectangle
     parameter = weight.parameter
     if parameter.layout is None or parameter.whole_because is not None:
         axes.bar(x, height, width, y, align="edge", color=WHOLE)

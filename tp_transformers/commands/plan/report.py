@@ -25,14 +25,14 @@ def as_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> st
     """The report in the width of the terminal: memory first, then the shards of the model."""
     width = terminal_width()
     titles = ("", "whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
-    parts = [
+    sections = [
         _head(planned),
         [*columns(table(planned), right=True, width=width), *_verdict(planned, memory, smallest)],
         _caches(planned),
         columns([titles, *tree(planned)], width=width),
         (f"{_WHOLE}{line}" for line in (whole_lines(planned) if planned.size > 1 else ())),
     ]
-    folded = [[part for line in lines for part in _fold(line, width)] for lines in parts]
+    folded = [[row for line in lines for row in _fold(line, width)] for lines in sections]
     return "\n\n".join("\n".join(lines) for lines in folded if lines)
 
 
@@ -47,12 +47,12 @@ def _fold(line: str, width: int) -> list[str]:
 
 
 def _head(planned: MemoryPlan) -> Iterator[str]:
-    found = planned.survey
-    what = f"{type(found.model).__name__} ({found.model.config.model_type}) in {dtype_name(found.model.dtype)}"
-    yield f"{found.name}: {what} on {_counted(planned.size, 'rank')}"
-    shipped = found.plan.source in map(str, available_plans().values())
-    yield f"plan        {'model_plans/' + os.path.basename(found.plan.source) if shipped else found.plan.source}"
-    yield from _checkpoint(found)
+    survey = planned.survey
+    kind = f"{type(survey.model).__name__} ({survey.model.config.model_type}) in {dtype_name(survey.model.dtype)}"
+    yield f"{survey.name}: {kind} on {_counted(planned.size, 'rank')}"
+    shipped = survey.plan.source in map(str, available_plans().values())
+    yield f"plan        {'model_plans/' + os.path.basename(survey.plan.source) if shipped else survey.plan.source}"
+    yield from _checkpoint(survey)
     yield from (f"note        {note}" for note in planned.notes)
 
 
@@ -74,9 +74,9 @@ def _caches(planned: MemoryPlan) -> Iterator[str]:
     yield from state_lines(planned)
 
 
-def _checkpoint(found: Survey) -> Iterator[str]:
+def _checkpoint(survey: Survey) -> Iterator[str]:
     """Lines about the checkpoint: its size, missing tensors and unexpected tensors."""
-    stock = found.stock
+    stock = survey.stock
     if stock is None:
         yield "checkpoint  none, there is only a config: shapes and dtypes are its own"
         return
@@ -85,7 +85,7 @@ def _checkpoint(found: Survey) -> Iterator[str]:
         f"checkpoint  {_counted(stock.files, 'file')}, {size(stock.nbytes)}, of which {size(stock.bytes_read)} of "
         f"headers were read{complete}"
     )
-    for said, names in (
+    for label, names in (
         ("it lacks, and a load would initialise anew", stock.missing),
         ("it also holds, and a load would leave out", stock.unexpected),
         (
@@ -96,7 +96,7 @@ def _checkpoint(found: Survey) -> Iterator[str]:
     ):
         if names:
             more = f", and {len(names) - 5} more" if len(names) > 5 else ""
-            yield f"            {said}: {', '.join(names[:5])}{more}"
+            yield f"            {label}: {', '.join(names[:5])}{more}"
 
 
 def tree(planned: MemoryPlan) -> list[tuple[str, ...]]:
@@ -122,8 +122,8 @@ def _folded(tree: Tree) -> Tree:
     kinds: list[tuple[Any, list[str]]] = []
     for name, child in tree.items():
         folded = _folded(child) if name else child
-        alike = (names for other, names in kinds if name.isdigit() and names[0].isdigit() and other == folded)
-        names = next(alike, None)
+        equal = (names for kind, names in kinds if name.isdigit() and names[0].isdigit() and kind == folded)
+        names = next(equal, None)
         if names is None:
             kinds.append((folded, [name]))
         else:
@@ -151,14 +151,14 @@ def _lines(tree: Tree, depth: int) -> Iterator[tuple[str, ...]]:
 def table(planned: MemoryPlan) -> list[tuple[str, ...]]:
     """A row of titles, then a row for ranks with equal values: heads, if the same in all attention, and bytes."""
     held = zip(planned.parameter_bytes, planned.cache_bytes, planned.total_bytes, strict=True)
-    alike = {heads.ranks for heads in planned.heads}
-    heads = [f"{query}/{kv}" for query, kv in alike.pop()] if len(alike) == 1 else ["-"] * planned.size
+    counts = {heads.ranks for heads in planned.heads}
+    heads = [f"{query}/{kv}" for query, kv in counts.pop()] if len(counts) == 1 else ["-"] * planned.size
     rows = [
         (count, *map(size, (parameters, planned.buffer_bytes, cache, total)))
         for count, (parameters, cache, total) in zip(heads, held, strict=True)
     ]
     titles = ("", "query/KV heads", "parameters", "buffers", "KV cache", "total")
-    return [titles, *((f"{_ranks(ranks)}", *row) for row, ranks in _alike(rows).items())]
+    return [titles, *((f"{_ranks(ranks)}", *row) for row, ranks in _ranks_by_value(rows).items())]
 
 
 def cache_lines(planned: MemoryPlan) -> list[str]:
@@ -172,7 +172,7 @@ def cache_lines(planned: MemoryPlan) -> list[str]:
 
 def state_lines(planned: MemoryPlan) -> list[str]:
     """Lines about the states of mixers: layers, and the bytes of a layer on every rank."""
-    said = [
+    described = [
         (
             states.name,
             f"not known, and not counted: {states.reason}"
@@ -183,7 +183,7 @@ def state_lines(planned: MemoryPlan) -> list[str]:
     ]
     return [
         f"states of {pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {held}"
-        for pattern, by_bytes in folded(said).items()
+        for pattern, by_bytes in folded(described).items()
         for held, names in by_bytes.items()
     ]
 
@@ -203,17 +203,17 @@ def _shape(lengths: Sequence[int]) -> str:
 
 def by_rank(values: Sequence[str]) -> str:
     """Values with their ranks; the value alone if all ranks have the same."""
-    alike = _alike(values)
-    if len(alike) == 1:
+    ranks_by_value = _ranks_by_value(values)
+    if len(ranks_by_value) == 1:
         return values[0]
-    return ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in alike.items())
+    return ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in ranks_by_value.items())
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
 
 
-def _alike(values: Iterable[T]) -> dict[T, list[int]]:
+def _ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
     """Value -> the ranks that have it."""
     ranks: dict[T, list[int]] = {}
     for rank, value in enumerate(values):

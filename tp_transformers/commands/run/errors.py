@@ -77,21 +77,21 @@ def told(folder: Path, command: str) -> Iterator[str]:
     errors = {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.rank"))}
     codes = folder / _CODES
     ended: dict[Any, int] = json.loads(codes.read_text()) if codes.exists() else {}
-    alike: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank in sorted(errors):
-        alike.setdefault(errors[rank][0], []).append(rank)
-    own = {text: ranks for text, ranks in alike.items() if not text.startswith(f"{RemoteRankError.__name__}: ")}
+        ranks_by_text.setdefault(errors[rank][0], []).append(rank)
+    own = {text: ranks for text, ranks in ranks_by_text.items() if not text.startswith(f"{RemoteRankError.__name__}: ")}
     subject = f"tp-transformers {command}"
     is_traced = False
-    for text, ranks in (own or alike).items():
+    for text, ranks in (own or ranks_by_text).items():
         trace = errors[ranks[0]][1].rstrip()
         if not trace:
             yield f"{subject}: {text.partition(': ')[2]}"
             continue
         if not is_traced:
             yield trace
-        said = "this error" if not is_traced else text.splitlines()[0] if text else "an error"
-        yield f"{subject}: {_ranks(ranks)} ended with {said}"
+        label = "this error" if not is_traced else text.splitlines()[0] if text else "an error"
+        yield f"{subject}: {_ranks(ranks)} ended with {label}"
         is_traced = True
     silent: dict[str, list[int]] = {}
     for rank, code in ended.items():
@@ -99,7 +99,7 @@ def told(folder: Path, command: str) -> Iterator[str]:
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             silent.setdefault(how, []).append(int(rank))
     yield from (f"{subject}: {_ranks(sorted(ranks))} ended {how}" for how, ranks in silent.items())
-    if len(own or alike) > 1 or (errors and silent):
+    if len(own or ranks_by_text) > 1 or (errors and silent):
         yield f"{subject}: --verbose prints every rank's own traceback"
 
 

@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     load anything.
     """
     check(arguments)
-    for each in bound(*address(arguments.options)):
-        each.close()
+    for listener in bound(*address(arguments.options)):
+        listener.close()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks end as well
     program = ["-m", f"{__package__}.rank", arguments.model, *arguments.options]
     # Ctrl-C reaches only this process, which ends the ranks; otherwise each rank would print a traceback.

@@ -51,15 +51,17 @@ def read_options(name: str, options: Sequence[str]) -> Any:
     try:
         return typer.main.get_command(app).make_context("serve", [name, "--continuous-batching", *options])
     except Exception as error:
-        told = getattr(error, "format_message", None)
-        if told is None:
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
             raise
         fix = "See `transformers serve --help`."
-        raise UsageError("options of the server", got=told(), expected="those of transformers", fix=fix) from None
+        raise UsageError(
+            "options of the server", got=format_message(), expected="those of transformers", fix=fix
+        ) from None
 
 
-def serve(model: Any, name: str, asked: Any, sockets: list[socket.socket]) -> None:
-    """Run transformers' server on `sockets` until a signal; `asked` is the typer context with its options."""
+def serve(model: Any, name: str, context: Any, sockets: list[socket.socket]) -> None:
+    """Run transformers' server on `sockets` until a signal; `context` is the typer context with its options."""
     server: Any = import_module("uvicorn").Server
 
     def init(original: Any, self: Any, model: Any, gen_config: Any) -> None:
@@ -80,12 +82,12 @@ def serve(model: Any, name: str, asked: Any, sockets: list[socket.socket]) -> No
     replace(CBGenerateManager, "init_cb", init)
     replace(server, "run", run)
     limits = ("cb_num_blocks", "cb_max_memory_percent")
-    if model.device.type == "cpu" and all(asked.params[limit] is None for limit in limits):
-        asked.params["cb_max_memory_percent"] = CPU_MEMORY / model.tp_size
+    if model.device.type == "cpu" and all(context.params[limit] is None for limit in limits):
+        context.params["cb_max_memory_percent"] = CPU_MEMORY / model.tp_size
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # uvicorn raises the signal again when it has ended
     try:
-        with suppress(SystemExit), asked:
-            asked.command.invoke(asked)
+        with suppress(SystemExit), context:
+            context.command.invoke(context)
     finally:
         for manager in managers:  # this also ends the other ranks
             manager._cb.stop(timeout=STOP, hard_stop=True)
@@ -118,16 +120,17 @@ def _store() -> Any:
 def main(arguments: Sequence[str]) -> int:
     name, *options = arguments
     end_with_parent(signal.SIGKILL)
-    asked = read_options(name, options)
+    context = read_options(name, options)
     is_first = os.environ["RANK"] == "0"
-    sockets = bound(asked.params["host"], asked.params["port"]) if is_first else []  # before the load, which takes long
-    where = {"trust_remote_code": asked.params["trust_remote_code"]}
+    # Before the load, which takes long.
+    sockets = bound(context.params["host"], context.params["port"]) if is_first else []
+    where = {"trust_remote_code": context.params["trust_remote_code"]}
     read_config(name, **where)  # raises errors with the messages of this package
     enable()
     model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto", **where)
     if not is_first:
         return follow(model)
-    serve(model, name, asked, sockets)
+    serve(model, name, context, sockets)
     return 0
 
 

@@ -132,30 +132,32 @@ class _Work:
         self.files: list[RankFile] = []
         self.packed: dict[str, torch.Tensor] = {}
         """Stored tensors of packed weights on rank 0."""
-        self.one = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
+        self.single = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
 
     def __call__(self, model: PreTrainedModel, plan: Plan, request: LoadRequest) -> tuple[Resolution, LoadResult]:
         """Shard and write all parameters; the model stays on the meta device."""
         began = perf_counter()
-        absent = AbsentRanks(None, 0, self.size, self.one.device)
+        absent = AbsentRanks(None, 0, self.size, self.single.device)
         resolution = parallelize(model, plan, absent, allow_replicated=bool(request.options.allow_replicated))
-        with open_together(request, self.one) as checkpoint:
+        with open_together(request, self.single) as checkpoint:
             # 1. Every parameter: its lazy tensor, layout and dtype.
             targets = describe(model, checkpoint, resolution.layouts, request)
             values = {
-                name: _Value(value, resolution.layouts.get(name), targets.dtypes[name], request, checkpoint, self.one)
+                name: _Value(
+                    value, resolution.layouts.get(name), targets.dtypes[name], request, checkpoint, self.single
+                )
                 for name, value in targets.conversion.expressions.items()
             }
-            _settle_tied(model, values)
-            _refuse_missing(model, values, targets.full)
+            _drop_tied(model, values)
+            _check_missing(model, values, targets.full)
             self.packed = pack(model, targets, absent, request)
-            members = {
-                name: _Value(tensor, layout_of(self.packed[name]), tensor.dtype, request, checkpoint, self.one)
+            packed_values = {
+                name: _Value(tensor, layout_of(self.packed[name]), tensor.dtype, request, checkpoint, self.single)
                 for name, tensor in stored_as(self.packed, checkpoint.tensors)
             }
             values = {name: value for name, value in values.items() if name not in packed_weights(model)}
             kept = {name: value for name, value in values.items() if name not in (model._keys_to_ignore_on_save or ())}
-            kept |= members
+            kept |= packed_values
             # 2. The headers of all files, then tensor by tensor, each to all files.
             with ExitStack() as stack:
                 writers = [
@@ -168,9 +170,9 @@ class _Work:
                     total=total, unit="B", unit_scale=True, desc="Sharding", disable=hidden
                 ) as bar:
                     for name in list(writers[0].pending):
-                        for writer, piece in zip(writers, kept[name].pieces(self.size), strict=True):
-                            writer.write(name, piece)
-                            bar.update(piece.nbytes)
+                        for writer, shard in zip(writers, kept[name].pieces(self.size), strict=True):
+                            writer.write(name, shard)
+                            bar.update(shard.nbytes)
                 checkpoint.check_unchanged()
                 for writer in writers:
                     writer.finish()
@@ -217,10 +219,10 @@ class _Value:
     def read(self, tensor: LazyTensor) -> torch.Tensor:
         """Read `tensor`, this tensor or a slice of it."""
         value = torch.empty(tensor.shape, dtype=self.dtype)
-        stored, others = leaves({"": tensor}, {"": value})
+        stored, computed = leaves({"": tensor}, {"": value})
         read_together(stored, self.checkpoint, self.group, self.request)
-        for leaf, destination in others:
-            leaf.fill(destination)
+        for lazy, destination in computed:
+            lazy.fill(destination)
         return value
 
     def is_same(self, other: _Value) -> bool:
@@ -228,10 +230,10 @@ class _Value:
         if (self.tensor.shape, self.dtype) != (other.tensor.shape, other.dtype):
             return False
         rows = max(len(self.tensor) * _COMPARED // max(self.tensor.nbytes, 1), 1)
-        parts = [[(start, min(start + rows, len(self.tensor)))] for start in range(0, len(self.tensor), rows)]
+        row_ranges = [[(start, min(start + rows, len(self.tensor)))] for start in range(0, len(self.tensor), rows)]
         return all(
-            same_bytes(self.read(self.tensor.select(0, part)), other.read(other.tensor.select(0, part)))
-            for part in parts
+            same_bytes(self.read(self.tensor.select(0, row_range)), other.read(other.tensor.select(0, row_range)))
+            for row_range in row_ranges
         )
 
 
@@ -247,7 +249,7 @@ def _shards(values: Mapping[str, _Value], rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _settle_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
+def _drop_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
     """Keep one of each group of tied parameters, by the name that a save uses."""
     for name in tie(model, values, lambda target, source: values[target].is_same(values[source]), say=True):
         del values[name]
@@ -256,7 +258,7 @@ def _settle_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
             values[source] = values.pop(target)
 
 
-def _refuse_missing(model: PreTrainedModel, values: Mapping[str, _Value], full: Mapping[str, torch.Tensor]) -> None:
+def _check_missing(model: PreTrainedModel, values: Mapping[str, _Value], full: Mapping[str, torch.Tensor]) -> None:
     missing = full.keys() - values.keys() - tied_parameters(model).keys()
     if missing:
         raise CheckpointError(
@@ -269,9 +271,9 @@ def _copy_companions(name: str, folder: Path, where: dict[str, Any], commit: str
     """Copy the files of the tokenizer and the processor, if any."""
     where = where if commit is None else {**where, "revision": commit}
     for file in _COMPANIONS:
-        found = cached_file(
+        path = cached_file(
             name, file, **where, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=False
         )
-        if found is not None and not (folder / file).exists():
+        if path is not None and not (folder / file).exists():
             with named(folder / file):
-                shutil.copyfile(found, folder / file)
+                shutil.copyfile(path, folder / file)

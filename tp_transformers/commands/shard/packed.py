@@ -38,5 +38,5 @@ def stored_as(
     packed: Mapping[str, torch.Tensor], tensors: Mapping[str, LazyTensor]
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the tensors of a checkpoint that are `packed`, in the full shapes that are sharded."""
-    for name, part in packed.items():
-        yield name, reshaped(tensors[name], whole_like(part).shape)
+    for name, tensor in packed.items():
+        yield name, reshaped(tensors[name], whole_like(tensor).shape)

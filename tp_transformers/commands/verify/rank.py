@@ -25,17 +25,17 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
     """Load the model, compute, and write an Observation to `reports`; exits with 1 after an exception."""
     with (folder / "request.pickle").open("rb") as file:
         sys.path[:] = pickle.load(file)
-        cls, plan, own, grads, dtype = pickle.load(file)
-    STRATEGIES.update(own)
+        cls, plan, custom, grads, dtype = pickle.load(file)
+    STRATEGIES.update(custom)
     questions, labels, expected = torch.load(folder / "questions.pt")
-    seen, path = probe.Observation(), reports / f"{os.environ['RANK']}.pt"
+    observation, path = probe.Observation(), reports / f"{os.environ['RANK']}.pt"
 
     def report() -> None:
-        torch.save(seen, path.with_suffix(".part"))
+        torch.save(observation, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)  # atomic: torchrun ends the ranks when one has failed
 
     def fail(failure: str) -> None:
-        seen.failure = failure
+        observation.failure = failure
         report()
         os._exit(1)  # no shutdown: the other ranks may be in a collective
 
@@ -51,17 +51,19 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
             model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, **options)
         probe.convert(model, dtype)
         with probe.computing_in(dtype):
-            probe.observe(model, questions, seen, labels)
+            probe.observe(model, questions, observation, labels)
             if grads:
-                seen.doing = "computing gradients"
+                observation.doing = "computing gradients"
                 grown = probe.gradients(model, questions[0], labels)
         if grads:
             params = dict(model.named_parameters())
-            whole = {
+            gradients = {
                 name: full_tensor(params[name], grown.get(name, torch.zeros_like(params[name]))) for name in expected
             }
-            seen.errors = gradient_errors(whole, expected)
-            seen.gradients = {name: whole[name] for name in whole if seen.errors[name] > GRADIENT_TOLERANCE}
+            observation.errors = gradient_errors(gradients, expected)
+            observation.gradients = {
+                name: gradients[name] for name in gradients if observation.errors[name] > GRADIENT_TOLERANCE
+            }
     except Exception as error:
         fail(error_text(error))
     late.cancel()

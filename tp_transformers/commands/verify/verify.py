@@ -191,28 +191,28 @@ class _Proof:
     ) -> None:
         self.folder, self.grads, self.timeout, self.launch = folder, grads, timeout, launch
         with supported(f"a small {config.model_type}"), torch.random.fork_rng(devices=[]):
-            made = probe.make(cls, config, seed=seed)
+            created = probe.make(cls, config, seed=seed)
             try:
                 self.dtype = torch.float64
-                asked = self._ask(cls, made)
+                questions = self._ask(cls, created)
             except TensorParallelError:
                 raise
             except Exception:  # an operator of the model does not support float64
                 self.dtype = torch.float32
-                asked = self._ask(cls, made)
-        torch.save((*asked, self.gradients), folder / "questions.pt")
+                questions = self._ask(cls, created)
+        torch.save((*questions, self.gradients), folder / "questions.pt")
         own = {name: strategy for name, strategy in STRATEGIES.items() if BUILT_IN.get(name) is not strategy}
         with (folder / "request.pickle").open("wb") as file:
             pickle.dump(sys.path, file)  # first: needed to unpickle the other objects
             pickle.dump((cls, plan, own, grads, self.dtype), file)
 
-    def _ask(self, cls: type[PreTrainedModel], made: PreTrainedModel) -> tuple[Any, Any]:
+    def _ask(self, cls: type[PreTrainedModel], created: PreTrainedModel) -> tuple[Any, Any]:
         """Compute the results of one process in `self.dtype`; returns the inputs and the labels."""
-        *asked, _ = probe.questions(made)
-        self.untried = untried(made, asked[0])
+        *asked, _ = probe.questions(created)
+        self.untried = untried(created, asked[0])
         questions = [probe.in_dtype(question, self.dtype) for question in asked]
         # Load it, as ranks do: conversions may give a loaded model another form than a new model.
-        model = self._reloaded(cls, made, questions[0])
+        model = self._reloaded(cls, created, questions[0])
         self.whole = probe.Observation()
         with probe.computing_in(self.dtype):
             labels = probe.labels(model, questions[0])
@@ -221,33 +221,33 @@ class _Proof:
         return questions, labels
 
     def _reloaded(
-        self, cls: type[PreTrainedModel], made: PreTrainedModel, question: dict[str, torch.Tensor]
+        self, cls: type[PreTrainedModel], created: PreTrainedModel, question: dict[str, torch.Tensor]
     ) -> PreTrainedModel:
         """Save the model and load it in one process. Raises UnsupportedError if its logits then differ."""
-        subject = f"a small {made.config.model_type}"
+        subject = f"a small {created.config.model_type}"
         expected = "the same model"
         fix = (
             "This is transformers', not the plan's: report it there, and verify with a release that saves all weights."
         )
         try:
-            made.float().save_pretrained(self.folder / "checkpoint")
+            created.float().save_pretrained(self.folder / "checkpoint")
             model: PreTrainedModel
-            model, found = cls.from_pretrained(self.folder / "checkpoint", dtype=self.dtype, output_loading_info=True)
+            model, info = cls.from_pretrained(self.folder / "checkpoint", dtype=self.dtype, output_loading_info=True)
         except Exception as error:
             got = f"its checkpoint does not reload in one process: {one_line(error)}"
             raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from error
         probe.convert(model, self.dtype)
-        probe.convert(made, self.dtype)
-        for name, param in made.named_parameters():  # from_pretrained may unfreeze parameters
+        probe.convert(created, self.dtype)
+        for name, param in created.named_parameters():  # from_pretrained may unfreeze parameters
             model.get_parameter(name).requires_grad_(param.requires_grad)
         with torch.no_grad(), probe.computing_in(self.dtype):
-            answers = [probe.answer(each, question) for each in (made, model)]
-        wrong = relative(answers[1], answers[0])
-        if wrong > OUTPUT_TOLERANCE:
-            lost = sorted(found["missing_keys"])
+            answers = [probe.answer(candidate, question) for candidate in (created, model)]
+        worst = relative(answers[1], answers[0])
+        if worst > OUTPUT_TOLERANCE:
+            lost = sorted(info["missing_keys"])
             named = f"it has no {', '.join(lost[:3])}{' ...' * (len(lost) > 3)}" if lost else "no weight is missing"
             got = (
-                f"its checkpoint does not reload in one process: other logits (relative error {wrong:.1e}), and {named}"
+                f"its checkpoint does not reload in one process: other logits (relative error {worst:.1e}), and {named}"
             )
             raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix))
         return model
@@ -261,7 +261,7 @@ class _Proof:
         # Sorted by the time when ranks ended: a failure may cause others.
         ended = sorted(reports.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns)
         seen: dict[int, probe.Observation] = {int(path.stem): torch.load(path, weights_only=False) for path in ended}
-        if code and len(seen) < size and all(found.failure is None for found in seen.values()):
+        if code and len(seen) < size and all(observation.failure is None for observation in seen.values()):
             printed = (reports / "output").read_text(errors="replace").strip().splitlines()[-20:]
             lost = "\n    ".join(
                 [f"a rank ended, or hung, without a report; what was printed last ({code}):", *printed]
@@ -273,11 +273,11 @@ class _Proof:
     def _judge(self, verdict: Verdict, seen: dict[int, probe.Observation], differences: Differences) -> Verdict:
         """Compare the results of the ranks with those of one process."""
         faults = []
-        failed = {rank: found for rank, found in seen.items() if found.failure is not None}
-        for rank, found in list(failed.items())[:1]:  # the others fail as a consequence, or for the same reason
-            inside = found.trace.running[-1].name if found.trace.running else None
+        failed = {rank: observation for rank, observation in seen.items() if observation.failure is not None}
+        for rank, observation in list(failed.items())[:1]:  # the others fail as a consequence, or for the same reason
+            inside = observation.trace.running[-1].name if observation.trace.running else None
             where = f" (in {inside}; {differences.rule(inside)}) {differences.made_from(inside)}" if inside else ""
-            faults.append(f"rank {rank}, {found.doing}: {found.failure}{where}".strip())
+            faults.append(f"rank {rank}, {observation.doing}: {observation.failure}{where}".strip())
         worst = _worst("logits", seen, self.whole)
         if worst is not None and worst > OUTPUT_TOLERANCE:
             faults.append(f"the logits differ (relative error {worst:.1e})")
@@ -286,30 +286,30 @@ class _Proof:
             faults.append(f"the loss differs (relative error {loss:.1e}), though the logits agree")
         tokens = None
         if len(seen) == verdict.size and not failed:
-            tokens = all(_same(found.tokens, self.whole.tokens) for found in seen.values())
+            tokens = all(_same(observation.tokens, self.whole.tokens) for observation in seen.values())
             if not tokens:
                 agree = ", though the logits of a whole prompt agree: see what its caches hold" * (not faults)
                 faults.append(f"the greedy tokens differ{agree}")
         if faults:
-            first = differences.first_output({rank: found.trace for rank, found in seen.items()})
+            first = differences.first_output({rank: observation.trace for rank, observation in seen.items()})
             faults[:0] = [first] if first is not None else []
         gradient = None
-        errors = [found.errors for found in seen.values() if found.errors]
+        errors = [observation.errors for observation in seen.values() if observation.errors]
         if errors:
             name, error = max(((name, max(e[name] for e in errors)) for name in errors[0]), key=lambda item: item[1])
             gradient = (name, error)
             if error > GRADIENT_TOLERANCE and not faults:  # wrong logits have wrong gradients
-                wrong = [found.gradients or {} for found in seen.values()]
+                wrong = [observation.gradients or {} for observation in seen.values()]
                 faults.append(str(differences.first_gradient(errors, wrong, self.gradients)))
         names = {"image": "images", "audio": "sounds"}
         unseen = [f"{names[name]} were not tried: it took none of a usual shape" for name in self.untried]
         return Verdict(verdict.size, tuple(faults), worst, loss, tokens, gradient, (*verdict.notes, *unseen))
 
 
-def _worst(what: str, seen: dict[int, probe.Observation], whole: probe.Observation) -> float | None:
+def _worst(field: str, seen: dict[int, probe.Observation], reference: probe.Observation) -> float | None:
     """Largest relative error of "logits" or "loss" over the ranks that computed it."""
-    found = [getattr(each, what) for each in seen.values()]
-    return max((relative(value, getattr(whole, what)) for value in found if value is not None), default=None)
+    values = [getattr(observation, field) for observation in seen.values()]
+    return max((relative(value, getattr(reference, field)) for value in values if value is not None), default=None)
 
 
 def _same(tokens: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

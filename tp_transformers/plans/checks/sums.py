@@ -13,7 +13,7 @@ from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import TensorParallelLayer
 from ...strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, State
-from ..attention_heads import AttentionCut
+from ..attention_heads import AttentionSplits
 from ..rule import UNRULED
 
 
@@ -26,7 +26,7 @@ class BoundPlan:
     module_strategies: dict[str, TensorParallelLayer]
     param_strategies: dict[str, TensorParallelLayer]
     layouts: Mapping[str, Layout | None]
-    cut: AttentionCut
+    cut: AttentionSplits
     size: int
 
     def own_layouts(self, owner: str) -> dict[str, Layout | None]:
@@ -55,7 +55,7 @@ def scalars_between(plan: BoundPlan) -> Iterator[str]:
 def unsummed_experts(plan: BoundPlan) -> Iterator[str]:
     """Experts that are sharded or distributed over ranks, with outputs that no rule sums."""
     sums = _sums(plan)
-    for name in sorted(_parts(plan)):
+    for name in sorted(_partial_outputs(plan)):
         if holds_experts(plan.modules[name]) and not sums.intersection(names_around(name)):
             yield name
 
@@ -82,16 +82,16 @@ def _experts(plan: BoundPlan) -> Iterator[str]:
         splits = {name: layout.split for name, layout in matrices.items() if layout is not None}
         if spread or not splits:
             continue
-        whole = sorted(matrices.keys() - splits.keys())
-        if whole:
-            cut = ", ".join(sorted(splits))
-            yield f"{fold_layers(owner)}: {cut} would be cut, but not {', '.join(whole)}; cut all of them, or none"
+        full = sorted(matrices.keys() - splits.keys())
+        if full:
+            sharded = ", ".join(sorted(splits))
+            yield f"{fold_layers(owner)}: {sharded} would be cut, but not {', '.join(full)}; cut all of them, or none"
             continue
         name, narrow = min(splits.items(), key=lambda item: item[1].length)
-        for other, split in splits.items():
+        for param, split in splits.items():
             if not _same_features(split, narrow, getattr(module, "is_concatenated", None)):
                 yield (
-                    f"{fold_layers(owner)}: {other} and {name} would be cut along different features; a fused gate and "
+                    f"{fold_layers(owner)}: {param} and {name} would be cut along different features; a fused gate and "
                     "up is packed_colwise (packed_rowwise if it is stored transposed)"
                 )
 
@@ -106,14 +106,14 @@ def _same_features(split: Split, narrow: Split, is_concatenated: bool | None) ->
 
 def _outputs(plan: BoundPlan) -> Iterator[str]:
     """Faults: partial outputs that are not summed, and other outputs that are."""
-    parts, sums = _parts(plan), _sums(plan)
-    for name in sorted(parts):
+    partial, sums = _partial_outputs(plan), _sums(plan)
+    for name in sorted(partial):
         if not sums.intersection(names_around(name)):
             fix = f"{fold_layers(name)}: moe_tp_experts" if holds_experts(plan.modules[name]) else "gather around it"
             yield f"{fold_layers(name)}: on every rank its output is a part of a sum that nothing adds up; add {fix}"
     for block in sorted(sums):
         inside = [name for name in plan.modules if f"{name}.".startswith(f"{block}.")]
-        if not parts.intersection(inside):
+        if not partial.intersection(inside):
             yield (
                 f"{fold_layers(block)}: every rank's output is whole, and would be added up {plan.size} times; cut "
                 "what is inside (local_colwise and local_rowwise, or experts), or leave it out"
@@ -144,25 +144,27 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
 
 def summing_blocks(strategies: Mapping[str, TensorParallelLayer], modules: Mapping[str, nn.Module]) -> set[str]:
     """Blocks that sum their output over the ranks; linears, which sum their own output, are excluded."""
-    return {name for name, each in strategies.items() if each.signature.sums and features(modules[name]) is None}
+    return {
+        name for name, strategy in strategies.items() if strategy.signature.sums and features(modules[name]) is None
+    }
 
 
 def _sums(plan: BoundPlan) -> set[str]:
     return summing_blocks(plan.module_strategies, plan.modules)
 
 
-def _parts(plan: BoundPlan) -> set[str]:
+def _partial_outputs(plan: BoundPlan) -> set[str]:
     """Modules with outputs that are partial sums."""
-    parts = {name for name, strategy in plan.module_strategies.items() if strategy.signature.leaves is PARTIAL}
+    partial = {name for name, strategy in plan.module_strategies.items() if strategy.signature.leaves is PARTIAL}
     sums = _sums(plan)
     for name, module in plan.modules.items():
         if holds_experts(module) or name in sums:
-            parts |= {name for layout in plan.own_layouts(name).values() if layout is not None}
+            partial |= {name for layout in plan.own_layouts(name).values() if layout is not None}
     for name, strategy in plan.param_strategies.items():  # experts may keep their parameters in a submodule
         owner = name.rpartition(".")[0]
         if strategy is not plan.module_strategies.get(owner) and plan.layouts.get(name) is not None:
-            parts |= {owner for block in names_around(owner) if block in sums}
-    return parts
+            partial |= {owner for block in names_around(owner) if block in sums}
+    return partial
 
 
 def _heads(plan: BoundPlan) -> Iterator[str]:
@@ -244,12 +246,15 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
     Skipped if a user's strategy may shard the sequence or return DTensors.
     """
     strategies = plan.module_strategies
-    styles = {name for name, each in strategies.items() if each.cuts_as_torch}
-    on_shards = {name for name, each in strategies.items() if each.signature.takes is SEQUENCE}
-    others = [each for name, each in strategies.items() if name not in styles & on_shards]
-    if any(each.signature.cuts_sequence or not each.use_local_output or not each.is_built_in for each in others):
+    styles = {name for name, strategy in strategies.items() if strategy.cuts_as_torch}
+    on_shards = {name for name, strategy in strategies.items() if strategy.signature.takes is SEQUENCE}
+    rest = [strategy for name, strategy in strategies.items() if name not in styles & on_shards]
+    if any(
+        strategy.signature.cuts_sequence or not strategy.use_local_output or not strategy.is_built_in
+        for strategy in rest
+    ):
         return
-    for name in (each for each in strategies if each in on_shards):
+    for name in (name for name in strategies if name in on_shards):
         if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # in attention, heads are sharded
             yield (
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
@@ -273,15 +278,15 @@ def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
     for block, module in plan.modules.items():
         if is_attention(module):
             continue
-        children = {_join(block, child): part for child, part in module.named_children()}
+        children = {_join(block, child): submodule for child, submodule in module.named_children()}
         leaving = [name for name in children if strategies.get(name, UNRULED).signature.leaves is FEATURES]
-        made = {name: found for name in leaving if (found := features(children[name]))}
-        if not made or not any(strategies.get(name, UNRULED).signature.takes is FEATURES for name in children):
+        counts = {name: count for name in leaving if (count := features(children[name]))}
+        if not counts or not any(strategies.get(name, UNRULED).signature.takes is FEATURES for name in children):
             continue
-        inputs, width = next(iter(made.values()))
-        for name, part in children.items():
-            shapes = [param.shape for param in part.parameters()]
-            if features(part) is not None or not shapes or width == inputs:
+        inputs, width = next(iter(counts.values()))
+        for name, submodule in children.items():
+            shapes = [param.shape for param in submodule.parameters()]
+            if features(submodule) is not None or not shapes or width == inputs:
                 continue
             if all(shape.numel() == 1 or width in shape for shape in shapes):
                 yield block, name, width

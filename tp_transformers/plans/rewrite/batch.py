@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
+def shard_batch(plan: Plan, model: PreTrainedModel) -> Plan:
     """Rewrite `plan` so that its chosen modules gather the samples of all ranks; unchanged if it chooses none.
 
     Raises PlanError with every module that cannot be rewritten, or if another option is set.
@@ -39,9 +39,9 @@ def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
         return plan
     if plan.batch_sharded is False:
         return replace(plan, rules=tuple(replace(rule, batch_sharded=False) for rule in plan.rules))
-    others = [option for option in ("sequence_parallel", "loss_parallel") if getattr(plan, option)]
-    if others:
-        names = " and ".join(others)
+    conflicts = [option for option in ("sequence_parallel", "loss_parallel") if getattr(plan, option)]
+    if conflicts:
+        names = " and ".join(conflicts)
         fix = f"Leave out {names}: norms and losses are of a rank's own samples already."
         got = f"batch_sharded and {names}"
         raise PlanError(describe(f"plan {plan.source}", got=got, expected="one of them", fix=fix))
@@ -49,7 +49,7 @@ def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
 
 
 class _BatchRewriter(Rewriter):
-    """State of one `cut_batch`."""
+    """State of one `shard_batch`."""
 
     form = "batch-sharded"
     gather = BatchGather()
@@ -58,8 +58,8 @@ class _BatchRewriter(Rewriter):
 
     def rewrite_around(self, stack: str) -> None:
         blocks = (*self._chosen(), *(self._all(stack) if self.plan.batch_sharded is True else ()))
-        chosen = dict.fromkeys(part for name in blocks for part in self._parts(name))
-        inner = [name for name in chosen if any(is_inside(name, other) for other in chosen)]
+        chosen = dict.fromkeys(module_name for name in blocks for module_name in self._gathering(name))
+        inner = [name for name in chosen if any(is_inside(name, outer) for outer in chosen)]
         for name in inner:
             self.faults.append(f"{fold_layers(name)}: it stands in another module whose input is batch-sharded")
         for name in (name for name in chosen if name not in inner):
@@ -70,7 +70,7 @@ class _BatchRewriter(Rewriter):
             else:
                 self.rewrite_block(name, self.modules[name])
         for name in list(self.rules):
-            if not any(name == other or is_inside(name, other) for other in chosen):
+            if not any(name == outer or is_inside(name, outer) for outer in chosen):
                 self.rules[name] = Rule(name, "replicate")
         self.rules = {name: replace(rule, batch_sharded=False) for name, rule in self.rules.items()}
         self.rules[self.prefix] = Rule(self.prefix, BatchStates())
@@ -95,7 +95,7 @@ class _BatchRewriter(Rewriter):
             if name.rpartition(".")[0].rpartition(".")[0] == stack and (self.is_cut(name) or self.exchanging(name)):
                 yield name
 
-    def _parts(self, name: str) -> Iterator[str]:
+    def _gathering(self, name: str) -> Iterator[str]:
         """Yield the module, or instead its experts that exchange tokens and its other sharded blocks."""
         if self.exchanging(name) in ([], [name]):
             yield name
@@ -103,7 +103,7 @@ class _BatchRewriter(Rewriter):
         for child, _ in self.modules[name].named_children():
             path = f"{name}.{child}"
             if self.is_cut(path) or self.exchanging(path):
-                yield from self._parts(path)
+                yield from self._gathering(path)
 
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
         """As for sequences, but False with experts: router logits enter the loss of this rank's samples."""

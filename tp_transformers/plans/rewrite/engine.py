@@ -72,8 +72,8 @@ class Rewriter(ABC):
             title = f"plan {self.plan.source} cannot be made {self.form} for {type(self.model).__name__}"
             raise PlanError(list_faults(title, self.faults))
         matched = {id(rule) for rule in self.plan.rules if any(rule.match(self.names, self.prefix))}
-        others = tuple(rule for rule in self.plan.rules if id(rule) not in matched)
-        return replace(done, rules=(*self._folded(), *others))
+        unmatched = tuple(rule for rule in self.plan.rules if id(rule) not in matched)
+        return replace(done, rules=(*self._folded(), *unmatched))
 
     @abstractmethod
     def rewrite_around(self, stack: str) -> None:
@@ -82,10 +82,10 @@ class Rewriter(ABC):
     def _stack(self) -> str | None:
         """The only stack of layers with rules, or the only stack if none has rules; None, and a fault, for several."""
         lists = [name for name, _ in stacks(self.model)]
-        cut = [name for name in lists if any(is_inside(rule, name) for rule in self.rules)] or lists
-        if len(cut) == 1 and cut[0].rpartition(".")[0] == self.prefix:
-            return cut[0]
-        self.faults.append(f"it has {', '.join(cut) or 'nothing'} where the base model's one stack of layers is")
+        sharded = [name for name in lists if any(is_inside(rule, name) for rule in self.rules)] or lists
+        if len(sharded) == 1 and sharded[0].rpartition(".")[0] == self.prefix:
+            return sharded[0]
+        self.faults.append(f"it has {', '.join(sharded) or 'nothing'} where the base model's one stack of layers is")
         return None
 
     def exchanging(self, name: str) -> list[str]:
@@ -134,10 +134,10 @@ class Rewriter(ABC):
     def _folded(self) -> Iterator[Rule]:
         """Yield the rules, with one rule for all layers if their rules are equal."""
         plain = ((name, replace(rule, pattern="", in_base_model=False)) for name, rule in self.rules.items())
-        for pattern, found in folded(plain).items():
-            names = {name for alike in found.values() for name in alike}
-            if len(found) == 1 and set(Pattern(pattern).match(self.names, "")) == names:
-                yield replace(next(iter(found)), pattern=pattern)
+        for pattern, groups in folded(plain).items():
+            names = {name for group in groups.values() for name in group}
+            if len(groups) == 1 and set(Pattern(pattern).match(self.names, "")) == names:
+                yield replace(next(iter(groups)), pattern=pattern)
             else:
-                own = (name for name in self.rules if name in names)
-                yield from (replace(self.rules[name], pattern=name, in_base_model=False) for name in own)
+                ordered = (name for name in self.rules if name in names)
+                yield from (replace(self.rules[name], pattern=name, in_base_model=False) for name in ordered)

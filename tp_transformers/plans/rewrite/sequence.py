@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def cut_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
+def shard_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
     """Rewrite `plan` to shard activations along the sequence between the blocks of `model`.
 
     Raises PlanError, with every module that is not recognised, if the model is not such a decoder.
@@ -39,7 +39,7 @@ def cut_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
 
 
 class _SequenceRewriter(Rewriter):
-    """State of one `cut_sequence`."""
+    """State of one `shard_sequence`."""
 
     form = "sequence-parallel"
     gather = "sequence_gather"
@@ -83,8 +83,8 @@ class _SequenceRewriter(Rewriter):
             elif self.is_cut(path) or any(param.ndim > 2 for param in module.parameters()):
                 self.rewrite_block(path, module)
             else:  # a router, or another token-wise module
-                for inner, each in module.named_modules(prefix=path):
-                    if any(True for _ in each.parameters(recurse=False)):
+                for inner, submodule in module.named_modules(prefix=path):
+                    if any(True for _ in submodule.parameters(recurse=False)):
                         self._set_norm(inner, "sequence_parallel")
 
     def _rewrite_end(self, base: nn.Module, stack: str) -> None:
