@@ -68,7 +68,7 @@ def mixer_block(consumer: str, flow: Flow, modules: Mapping[str, nn.Module]) -> 
 
     def add(role: str, name: str, parts: list[Any]) -> None:
         if block.roles[role].setdefault(name.removeprefix(f"{owner}."), parts) != parts:
-            raise Refused(f"the parameters of {name} are not made up alike")
+            raise Refused(f"the parameters of {name} do not have the same parts")
         block.rules[name] = None
 
     for name, parts in _parts(elements, linears, heads).items():

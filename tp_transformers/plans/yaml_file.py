@@ -79,7 +79,7 @@ def _check_bounds(text: str) -> None:
             sizes[anchor] = nodes - nodes_before
         elif isinstance(event, yaml.AliasEvent):
             if any(anchor == name for name, _ in opened):
-                raise _beyond(event, f"*{shorten(anchor, 50)} stands inside what it means")
+                raise _beyond(event, f"*{shorten(anchor, 50)} is inside the value that it names")
             nodes += sizes.get(anchor, 0)  # an alias without an anchor is rejected by the loader
         elif isinstance(event, yaml.CollectionStartEvent):
             opened.append((anchor, nodes))

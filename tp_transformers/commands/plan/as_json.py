@@ -33,8 +33,8 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
         "attention": [
             {
                 "name": heads.name,
-                "query_heads": heads.whole[0],
-                "kv_heads": heads.whole[1],
+                "query_heads": heads.unsharded[0],
+                "kv_heads": heads.unsharded[1],
                 "local_query_heads": [query for query, _ in heads.ranks],
                 "local_kv_heads": [kv for _, kv in heads.ranks],
             }

@@ -72,7 +72,7 @@ class Heads:
     """Head counts (query, KV) of one attention module, unsharded and on every rank."""
 
     name: str
-    whole: tuple[int, int]
+    unsharded: tuple[int, int]
     ranks: tuple[tuple[int, int], ...]
 
 

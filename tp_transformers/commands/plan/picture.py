@@ -141,7 +141,7 @@ def largest_layer(planned: MemoryPlan) -> tuple[str, dict[str, list[Weight]], li
             child, *rest = owner.split(".")
             child = f"{child}.{rest[0]}" if rest and rest[0].isdigit() else child
             heads = next(
-                (entry.whole for entry in planned.heads if f"{entry.name}.".startswith(f"{layer}.{child}.")),
+                (entry.unsharded for entry in planned.heads if f"{entry.name}.".startswith(f"{layer}.{child}.")),
                 None,
             )
             title = child if heads is None else "{}: {} query and {} KV heads".format(child, *heads)

@@ -107,7 +107,7 @@ def tree(planned: MemoryPlan) -> list[tuple[str, ...]]:
         _put(root, parameter.name, (_shape(parameter.shape), by_rank(on_ranks), _how(parameter)))
     for heads in planned.heads:
         on_ranks = [f"{query}/{kv} heads" for query, kv in heads.ranks]
-        _put(root, heads.name, ("{}/{} heads".format(*heads.whole), by_rank(on_ranks), ""))
+        _put(root, heads.name, ("{}/{} heads".format(*heads.unsharded), by_rank(on_ranks), ""))
     return list(_lines(_folded(root), 0))
 
 

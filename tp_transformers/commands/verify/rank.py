@@ -39,7 +39,7 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
         report()
         os._exit(1)  # no shutdown: the other ranks may be in a collective
 
-    late = threading.Timer(max(1.0, deadline - time.time()), fail, ["no end in time; do all ranks communicate alike?"])
+    late = threading.Timer(max(1.0, deadline - time.time()), fail, ["no end in time; do all collectives match?"])
     late.daemon = True
     late.start()
     try:

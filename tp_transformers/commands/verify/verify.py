@@ -213,10 +213,10 @@ class _Proof:
         questions = [probe.in_dtype(question, self.dtype) for question in asked]
         # Load it, as ranks do: conversions may give a loaded model another form than a new model.
         model = self._reloaded(cls, created, questions[0])
-        self.whole = probe.Observation()
+        self.reference = probe.Observation()
         with probe.computing_in(self.dtype):
             labels = probe.labels(model, questions[0])
-            probe.observe(model, questions, self.whole, labels)
+            probe.observe(model, questions, self.reference, labels)
             self.gradients = probe.gradients(model, questions[0], labels) if self.grads else {}
         return questions, labels
 
@@ -267,7 +267,7 @@ class _Proof:
                 [f"a rank ended, or hung, without a report; what was printed last ({code}):", *printed]
             )
             return Verdict(size, (lost,), notes=verdict.notes)
-        differences = Differences(model, resolution, size, self.whole.trace)
+        differences = Differences(model, resolution, size, self.reference.trace)
         return self._judge(verdict, seen, differences)
 
     def _judge(self, verdict: Verdict, seen: dict[int, probe.Observation], differences: Differences) -> Verdict:
@@ -278,15 +278,15 @@ class _Proof:
             inside = observation.trace.running[-1].name if observation.trace.running else None
             where = f" (in {inside}; {differences.rule(inside)}) {differences.made_from(inside)}" if inside else ""
             faults.append(f"rank {rank}, {observation.doing}: {observation.failure}{where}".strip())
-        worst = _worst("logits", seen, self.whole)
+        worst = _worst("logits", seen, self.reference)
         if worst is not None and worst > OUTPUT_TOLERANCE:
             faults.append(f"the logits differ (relative error {worst:.1e})")
-        loss = _worst("loss", seen, self.whole)
+        loss = _worst("loss", seen, self.reference)
         if loss is not None and loss > OUTPUT_TOLERANCE and not faults:  # the loss follows from the logits
             faults.append(f"the loss differs (relative error {loss:.1e}), though the logits agree")
         tokens = None
         if len(seen) == verdict.size and not failed:
-            tokens = all(_same(observation.tokens, self.whole.tokens) for observation in seen.values())
+            tokens = all(_same(observation.tokens, self.reference.tokens) for observation in seen.values())
             if not tokens:
                 agree = ", though the logits of a whole prompt agree: see what its caches hold" * (not faults)
                 faults.append(f"the greedy tokens differ{agree}")

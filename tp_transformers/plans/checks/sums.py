@@ -36,7 +36,7 @@ class BoundPlan:
 
 
 def sum_faults(plan: BoundPlan) -> Iterator[str]:
-    """Faults: a partial output that no rule or two rules sum, and a replicated output that a rule sums."""
+    """Faults: outputs and gradients that are not summed exactly once, and full inputs of sequence-parallel modules."""
     if plan.size > 1:
         yield from _experts(plan)
         yield from _outputs(plan)

@@ -53,7 +53,7 @@ class _BatchRewriter(Rewriter):
 
     form = "batch-sharded"
     gather = BatchGather()
-    whole = BatchWhole()
+    full = BatchWhole()
     unfit = f"no rules in it cut features and sum them, and its own is none of {', '.join(BATCH_SHARDED)}"
 
     def rewrite_around(self, stack: str) -> None:

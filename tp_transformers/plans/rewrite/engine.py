@@ -45,7 +45,7 @@ class Rewriter(ABC):
     form: str
     gather: str | TensorParallelLayer
     """Strategy around blocks that compute locally."""
-    whole: str | TensorParallelLayer
+    full: str | TensorParallelLayer
     """Strategy around other blocks."""
     unfit: str
     """Fault of a block without rules that cut and sum features."""
@@ -117,7 +117,7 @@ class Rewriter(ABC):
         elif own is not None and own.strategy == "gather":
             self.faults.append(f"{fold_layers(name)}: gather stands around rules that do not all compute locally")
         else:
-            self.set(name, self.whole)
+            self.set(name, self.full)
 
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
         """True if all parameters of the block can compute locally, with a partial sum as output.

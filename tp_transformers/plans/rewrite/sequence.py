@@ -43,7 +43,7 @@ class _SequenceRewriter(Rewriter):
 
     form = "sequence-parallel"
     gather = "sequence_gather"
-    whole = "sequence_whole"
+    full = "sequence_whole"
     unfit = "it is neither a norm nor a block that cuts and sums features"
 
     def rewrite_around(self, stack: str) -> None:
