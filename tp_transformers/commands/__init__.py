@@ -2,5 +2,5 @@
 
 A command has `SUMMARY`, a line; `EXAMPLE`, a command line for its help; `configure(parser)`, which adds its arguments;
 and `run(arguments)`, which returns the exit code: 0 for yes, 1 for no (a plan that is wrong, a model that does not
-fit). The imports of a command run in `run`, so that `--help` needs no torch.
+fit). A command imports torch and transformers in `run`, so that `--help` is fast.
 """

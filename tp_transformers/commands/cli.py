@@ -1,7 +1,7 @@
 """The command line: `tp-transformers COMMAND`, or `python -m tp_transformers COMMAND`.
 
-Results go to stdout, everything else to stderr. Exit codes: 0, all is well; 1, the answer is no; 2, the request cannot
-be served, and stderr says why, and the remedy.
+Results go to stdout, everything else to stderr. Exit codes: 0, success; 1, the answer is no; 2, the request cannot be
+served, and stderr has the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -39,43 +39,43 @@ COMMANDS: dict[str, Any] = {
     "serve": serve,
     "chat": chat,
 }
-"""Name -> module; see `commands`. None imports torch or transformers before it runs, so that `--help` is fast."""
+"""Name -> module; see `commands`. No module imports torch or transformers before it runs, so that `--help` is fast."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    whole = argparse.ArgumentParser(
+    main_parser = argparse.ArgumentParser(
         prog="tp-transformers", description="Tensor parallelism for Hugging Face Transformers, on any number of ranks."
     )
     libraries = f"torch {_torch_version()}, transformers {metadata.version('transformers')}"
-    whole.add_argument("--version", action="version", version=f"tp-transformers {__version__} ({libraries})")
-    subparsers = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    main_parser.add_argument("--version", action="version", version=f"tp-transformers {__version__} ({libraries})")
+    subparsers = main_parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        one = subparsers.add_parser(
+        subparser = subparsers.add_parser(
             name,
             help=command.SUMMARY,
             description=f"{command.SUMMARY[0].upper()}{command.SUMMARY[1:]}.",
             epilog=f"example: {command.EXAMPLE}",
         )
-        command.configure(one)
-        one.set_defaults(run=command.run)
-    return whole
+        command.configure(subparser)
+        subparser.set_defaults(run=command.run)
+    return main_parser
 
 
 def _torch_version() -> str:
-    """`torch.__version__` without an import of torch: it names the build (`2.15.0+cu132`), which metadata may not."""
+    """Read `torch.__version__` without importing torch: it has the build (`2.15.0+cu132`), which metadata may lack."""
     torch: Any = find_spec("torch")
     return str(run_path(str(Path(torch.origin).with_name("version.py")))["__version__"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
-    whole = parser()
-    arguments, others = whole.parse_known_args(argv)
-    if others and not hasattr(arguments, "options"):
-        whole.error(f"unrecognized arguments: {' '.join(others)}")
-    arguments.options = others  # of a command that passes them on
-    arguments.tell = partial(_tell, arguments.command)
+    """Run a command, and return its exit code."""
+    main_parser = parser()
+    arguments, unknown = main_parser.parse_known_args(argv)
+    if unknown and not hasattr(arguments, "options"):
+        main_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.options = unknown  # for commands that pass them on
+    arguments.tell = partial(_log_step, arguments.command)
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -83,14 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TensorParallelError as error:
         print(f"tp-transformers {arguments.command}: {error}", file=sys.stderr)
         return REFUSED
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, `head` say, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
 
 
-def _tell(command: str, line: str) -> None:
+def _log_step(command: str, line: str) -> None:
     """Log the steps of a command on stderr."""
     print(f"tp-transformers {command}: {line}", file=sys.stderr, flush=True)
 

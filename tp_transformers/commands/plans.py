@@ -1,4 +1,4 @@
-"""`tp-transformers plans`: the architectures that there are plans for."""
+"""`tp-transformers plans`: a list of the architectures with plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the list; always 0."""
+    """Print the list; returns 0."""
     from ..plans.catalogue import PROVEN_WITH
     from ..plans.listing import catalogue
     from ..text import columns, fold, terminal_width

@@ -1,7 +1,7 @@
 """Blocks of linears, experts and embeddings that are sharded together, from the flow of features in a small model.
 
 A linear can be sharded along its input features, and the linears that feed it along their output features, if every
-feature of theirs reaches only features that stay together: one feature (an MLP), or a head or KV group (attention).
+output feature reaches only features that stay together: one feature (an MLP), or a head or KV group (attention).
 Names decide only where gradients cannot.
 """
 
@@ -22,58 +22,60 @@ from .mixers import mixer_block
 from .reach import Flow
 
 BIASES = ("alibi", "position_bias", "attention_mask")
-"""Keyword arguments of attention that may be biases of all heads, which the strategy `alibi` slices."""
+"""Keyword arguments of attention that may be biases per head, which the strategy `alibi` slices."""
 
 
 def find_blocks(small: PreTrainedModel, flow: Flow, model: PreTrainedModel) -> tuple[list[Block], dict[str, str]]:
-    """The blocks of an architecture that can be sharded, and the reasons why others cannot.
+    """Find the blocks of an architecture that can be sharded, and the reasons why others cannot.
 
     Args:
         small: a small model of it.
-        flow: the flow of features in that.
+        flow: the flow of features in `small`.
         model: the full model on the meta device.
     """
-    whole: dict[str, str] = {}
-    blocks = [*_linears(small, flow, whole), *_experts(small, model, flow, whole), *_vocabulary(model)]
+    reasons: dict[str, str] = {}
+    blocks = [*_linears(small, flow, reasons), *_experts(small, model, flow, reasons), *_vocabulary(model)]
     for name, module in small.named_modules():
         if features(module) is not None and fold_lists(small, name) not in flow.ran:
-            whole.setdefault(fold_lists(small, name), "it did not run on random tokens, so that nothing is known of it")
-    blocks = _apart(blocks, whole)
+            reasons.setdefault(
+                fold_lists(small, name), "it did not run on random tokens, so that nothing is known of it"
+            )
+    blocks = _apart(blocks, reasons)
     for block in list(blocks):
-        read = {f"{block.name}.{child}" for child in block.roles.get("local", ())}  # by a mixer itself
+        read = {f"{block.name}.{child}" for child in block.roles.get("local", ())}  # by the mixer itself
         outside = flow.outside.intersection(block.rules) - read if block.kind != "experts" else None
         if outside:
-            whole.update(
+            reasons.update(
                 dict.fromkeys(block.rules, f"something else computes with the weights of {list_names(outside)}")
             )
             blocks.remove(block)
-    return blocks, whole
+    return blocks, reasons
 
 
-def _linears(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
+def _linears(model: PreTrainedModel, flow: Flow, reasons: dict[str, str]) -> list[Block]:
     """Attention and MLPs: linears with input features that can be sharded, and the linears that feed them."""
     modules = {fold_lists(model, name): module for name, module in model.named_modules()}
     params = {fold_lists(model, name): param for name, param in model.named_parameters()}
     blocks = []
-    for consumer, (param, sources) in flow.tangled.items():
+    for consumer, (param, sources) in flow.unexamined.items():
         for name in (consumer, *sources):
             if flow.readers[name] <= {consumer} or name == consumer:
-                whole[name] = f"{param} stands between them"
+                reasons[name] = f"{param} stands between them"
     for consumer in flow.mixed:
         try:
-            found = mixer_block(consumer, flow, modules)
+            mixer = mixer_block(consumer, flow, modules)
         except Refused as refused:
-            whole[consumer] = str(refused)
+            reasons[consumer] = str(refused)
             continue
-        blocks += [found] if found is not None else []
+        blocks += [mixer] if mixer is not None else []
     for consumer, links in flow.links.items():
         if not links or any(link.is_dense for link in links.values()):
             inside = {name for name in links if not isinstance(modules[name], nn.Embedding)}
             if inside and all(flow.readers[name] == {consumer} for name in links):
-                whole.update(dict.fromkeys((consumer, *links), "all features meet between them, as in a norm of all"))
+                reasons.update(dict.fromkeys((consumer, *links), "all features meet between them, as in a norm of all"))
             continue
         if any(isinstance(modules[name], nn.Embedding) and not link.mixes.any() for name, link in links.items()):
-            continue  # the residual stream, before the first sum
+            continue  # the residual stream before the first addition
         try:
             if any(link.mixes.any() for link in links.values()):
                 blocks.append(_attention(consumer, flow, modules, params))
@@ -81,7 +83,7 @@ def _linears(model: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[
                 blocks.append(_mlp(consumer, flow, modules, params))
         except Refused as refused:
             for name in (consumer, *links):
-                whole.setdefault(name, str(refused))
+                reasons.setdefault(name, str(refused))
     return blocks
 
 
@@ -114,8 +116,8 @@ def _attention(
             block.remarks[name] = "it has something for every query head"
     for name in sorted(flow.between[consumer]):
         _between_heads(block, name, flow, modules, params, roles)
-    given = {key: shape for key, shape in flow.biased.get(owner, {}).items() if key in BIASES}
-    if any(_has_heads(key, shape, roles.query) for key, shape in given.items()):
+    biases = {key: shape for key, shape in flow.biased.get(owner, {}).items() if key in BIASES}
+    if any(_has_heads(key, shape, roles.query) for key, shape in biases.items()):
         block.rules[owner] = "alibi"
         block.remarks[owner] = "it is given position biases of all heads"
     block.roles = {role: block.roles[role] for role in sorted(block.roles, key=_ROLE_ORDER.index)}
@@ -142,7 +144,7 @@ def _between_heads(
     params: Mapping[str, nn.Parameter],
     roles: Roles,
 ) -> None:
-    """Add the rule of a parameter between the projections of attention. Raises Refused if there is none."""
+    """Add the rule of a parameter between the projections of attention. Raises Refused if no rule fits."""
     shape, owner = tuple(params[name].shape), name.rpartition(".")[0]
     source = flow.norms.get(owner)
     role = roles.by_module.get(source, "") if source is not None else ""
@@ -152,15 +154,15 @@ def _between_heads(
         block.remarks[name] = "it has a number for every query head"
         return
     if source is not None and role in ("query", "key", "value"):
-        made = output_width(modules[source])
+        width = output_width(modules[source])
         count = roles.query if role == "query" else roles.kv
-        if shape == (made // count,):
+        if shape == (width // count,):
             block.rules[owner] = "replicated_with_grad_allreduce"
             return
         rule = ""
-        if shape == (count, made // count):
+        if shape == (count, width // count):
             rule = "local_colwise"
-        elif shape == (made,) and count > 1:
+        elif shape == (width,) and count > 1:
             rule = "sharded_norm"
             try:
                 STRATEGIES["sharded_norm"].bind(modules[owner], 2).check(modules[owner])
@@ -194,14 +196,14 @@ def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Ma
     return block
 
 
-def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: dict[str, str]) -> list[Block]:
+def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, reasons: dict[str, str]) -> list[Block]:
     """Merged experts: every expert is sharded."""
     blocks = []
     shapes = {fold_lists(model, name): param for name, param in model.named_parameters()}
     modules = {fold_lists(meta, name): module for name, module in meta.named_modules()}
     for name, feeds in flow.experts.items():
         if not feeds:
-            whole[name] = "which features of its parameters belong together was not seen"
+            reasons[name] = "which features of its parameters belong together was not seen"
             continue
         block = Block("experts", name, rules={name: "moe_tp_experts"})
         stacked = stacked_experts(modules[name])
@@ -209,10 +211,10 @@ def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: d
             _stack(block, stacked, modules[name])
             blocks.append(block)
             continue
-        for own in [_child(full) for full in shapes if full.rpartition(".")[0] == name]:
-            full = f"{name}.{own}"
-            if own in feeds:
-                dim, made, width = feeds[own].dim, feeds[own].features, feeds[own].width
+        for param_name in [_child(full) for full in shapes if full.rpartition(".")[0] == name]:
+            full = f"{name}.{param_name}"
+            if param_name in feeds:
+                dim, made, width = feeds[param_name].dim, feeds[param_name].features, feeds[param_name].width
                 family = "colwise" if dim == shapes[full].ndim - 2 and shapes[full].ndim == 3 else "rowwise"
                 _add_rule(block, full, family, feature_order(made, width), EXPERT_UNIT)
             else:
@@ -223,10 +225,10 @@ def _experts(model: PreTrainedModel, meta: PreTrainedModel, flow: Flow, whole: d
 
 
 def _stack(block: Block, count: int, module: nn.Module) -> None:
-    """Add the rules of experts that are stacked as (experts * features, hidden)."""
+    """Add the rules of experts stacked as (experts * features, hidden)."""
     widths: set[str] = set()
-    for own, param in module.named_parameters():
-        name = f"{block.name}.{own}"
+    for param_name, param in module.named_parameters():
+        name = f"{block.name}.{param_name}"
         block.rules[name] = {"strategy": "local_packed_colwise", "parts": count}
         block.remarks[name] = "one part an expert of this config, one below the other"
         widths |= {
@@ -237,9 +239,9 @@ def _stack(block: Block, count: int, module: nn.Module) -> None:
         block.remarks[block.name] = "its forward is taken to view its parameters by such widths"
 
 
-def _add_rule(block: Block, name: str, family: str, found: tuple[str, int], unit: int = 1) -> None:
-    """Add the rule of features in the order that was `found`; `unit` of them stay together in any case."""
-    order, parts = found
+def _add_rule(block: Block, name: str, family: str, ordering: tuple[str, int], unit: int = 1) -> None:
+    """Add the rule of features in the order `ordering`; at least `unit` consecutive features stay together."""
+    order, parts = ordering
     if parts == 1:
         block.rules[name] = family
     elif order == "alternating":
@@ -251,7 +253,7 @@ def _add_rule(block: Block, name: str, family: str, found: tuple[str, int], unit
 
 
 def _vocabulary(model: PreTrainedModel) -> list[Block]:
-    """The embedding, embeddings tied to it, and the head, all sharded along the vocabulary."""
+    """The embedding, other embeddings of the same size, and the head, all sharded along the vocabulary."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding):
         return []
@@ -264,14 +266,16 @@ def _vocabulary(model: PreTrainedModel) -> list[Block]:
     return [block]
 
 
-def _apart(blocks: Iterable[Block], whole: dict[str, str]) -> list[Block]:
-    """Blocks that share no rule; the first of KINDS have precedence."""
+def _apart(blocks: Iterable[Block], reasons: dict[str, str]) -> list[Block]:
+    """Keep blocks without common rules; earlier KINDS have precedence."""
     kept: list[Block] = []
     taken: set[str] = set()
     for block in sorted(blocks, key=lambda block: KINDS.index(block.kind)):
         clash = taken.intersection(block.rules)
         if clash:
-            whole.update({name: f"{list_names(clash)} would be cut in two ways" for name in block.rules.keys() - taken})
+            reasons.update(
+                {name: f"{list_names(clash)} would be cut in two ways" for name in block.rules.keys() - taken}
+            )
             continue
         taken |= block.rules.keys()
         kept.append(block)
@@ -283,5 +287,5 @@ def _child(name: str) -> str:
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Names for a message, sorted; the model's output has none."""
+    """Sorted names for a message; the empty name is the model's output."""
     return ", ".join(name or "the output" for name in sorted(names))

@@ -1,6 +1,6 @@
-"""Matching of the parameters of merged experts: slices of one that make the features that another takes.
+"""Matching of the parameters of merged experts: slices that make the features which the down projection takes.
 
-A change to the slice that makes a feature changes one slice of the gradient of the parameter that takes it.
+A change of the slice that makes a feature changes one slice of the down projection's gradient.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..anatomy.linears import stacked_experts
 from ..torch_api import tree_map_only
 
 TRIED = 32
-"""Indices that are tried along each dim of a parameter."""
+"""Number of indices tried along each dim of a parameter."""
 ROWS = 2
-"""Tokens that merged experts are run with; the time grows with the number of experts they take."""
+"""Number of tokens that merged experts are run with; the time grows with the number of chosen experts."""
 
 
 @dataclass(frozen=True)
 class Feeds:
-    """The features of the down projection that the indices of one parameter along `dim` make."""
+    """Features of the down projection that each index of one parameter along `dim` makes."""
 
     dim: int
     features: tuple[int | None, ...]
@@ -31,10 +31,10 @@ class Feeds:
 
 
 def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]:
-    """{parameter: the features it makes or takes}, for merged experts.
+    """Find the features that the parameters of merged experts make or take: {parameter: features}.
 
-    The down projection is the matrix with a gradient that changes in one slice along a dim, for each change of another
-    parameter. The result is empty without one. `args` and `kwargs` are those of the module's forward.
+    The down projection is the matrix with a gradient that changes in a single slice along a dim for each change of
+    another parameter. Without one, the result is empty. `args` and `kwargs`: of the module's forward.
     """
     is_stacked = stacked_experts(module) > 0
     probe = _Probe(module, args, kwargs, is_stacked)
@@ -54,13 +54,13 @@ def probe_experts(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Feeds]
 
 
 class _Probe:
-    """Merged experts in fp64, and the gradients that change with each slice of a parameter."""
+    """Merged experts in fp64, and the gradients that a change of each slice changes."""
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any, is_stacked: bool) -> None:
         self.module = module
         self.params = {name: param.detach().double() for name, param in module.named_parameters()}
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        # Tokens that come sorted by expert have no ids.
+        # Tokens that are sorted by expert come without expert ids; keep all of them.
         all_rows = is_stacked or all(value.is_floating_point() for value in inputs)
 
         def prepare(value: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class _Probe:
         self._changes: dict[tuple[str, int, int], dict[str, Tensor]] = {}
 
     def features(self, name: str, dim: int, down: str, taken: int) -> tuple[int | None, ...]:
-        """Index along `taken` of `down` that each index of `name` along `dim` makes; empty if one makes several."""
+        """Index of `down` along `taken` that each index of `name` along `dim` makes; empty if one makes several."""
         length = self.params[name].shape[dim]
         made: list[int | None] = [None] * length
         for index in sorted({*range(min(length, TRIED // 2)), *range(0, length, -(-length // TRIED))}):
@@ -83,11 +83,11 @@ class _Probe:
         return tuple(made)
 
     def _changed(self, name: str, dim: int, index: int) -> dict[str, Tensor]:
-        """Elements of all gradients that change with one slice of the parameter `name`."""
+        """Masks of the gradient elements that change with one slice of the parameter `name`."""
         if (name, dim, index) not in self._changes:
-            other = self.params[name].clone()
-            other.select(dim, index).mul_(1.5).add_(0.1)
-            after = self._gradients({**self.params, name: other})
+            changed = self.params[name].clone()
+            changed.select(dim, index).mul_(1.5).add_(0.1)
+            after = self._gradients({**self.params, name: changed})
             self._changes[name, dim, index] = {
                 key: (after[key] - before).abs() > 1e-9 * before.abs().max() for key, before in self.before.items()
             }
@@ -98,8 +98,8 @@ class _Probe:
         output = torch.func.functional_call(self.module, leaves, self.args, self.kwargs)
         output = output if isinstance(output, Tensor) else output[0]
         weights = torch.linspace(1, 2, output.numel(), dtype=output.dtype).view_as(output)
-        found = torch.autograd.grad((output * weights).sum(), list(leaves.values()), allow_unused=True)
+        gradients = torch.autograd.grad((output * weights).sum(), list(leaves.values()), allow_unused=True)
         return {
             name: torch.zeros_like(values[name]) if gradient is None else gradient
-            for name, gradient in zip(leaves, found, strict=True)
+            for name, gradient in zip(leaves, gradients, strict=True)
         }

@@ -1,7 +1,7 @@
-"""The flow of features between linears: a small model is run once, and gradients show the dependencies of each input.
+"""Flow of features between linears, from gradients of one forward of a small model.
 
-The output of every linear and embedding is detached from its past, so that the gradient of one input feature of a
-linear ends at the linears that feed it directly. `Link.reaches` is exact: without a dependence the gradient is zero.
+The output of every linear and embedding is detached, so that the gradient of one input feature of a linear ends at the
+linears that feed it directly. `Link.reaches` is exact: without a dependence the gradient is zero.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .experts import Feeds, probe_experts
 from .seen import Seen, read_outside
 
 CHUNK = 64
-"""Features with gradients that are computed at once."""
+"""Features per batched gradient."""
 
 
 @dataclass(frozen=True)
@@ -34,53 +34,52 @@ class Link:
 
     @property
     def is_dense(self) -> bool:
-        """True if most features reach most, as through a residual stream with a norm."""
+        """True if most features reach most others, as through a residual stream with a norm."""
         return bool(self.reaches.float().mean() > 0.9) and min(self.reaches.shape) > 1
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Paths to the input features of the output projection of a mixer, from modules in it and before it.
+    """Paths to the input features of a mixer's output projection, from modules inside and before the mixer.
 
-    An element is an output feature of a linear, or an index along the first dim of a parameter or buffer that is
-    longer than 1.
+    An element is an output feature of a linear, or an index along the first dim longer than 1 of a parameter or buffer.
     """
 
     reaches: dict[str, Tensor] = field(default_factory=dict)
     """Linear, parameter or buffer -> bool (elements, input features)."""
     far: dict[str, Tensor] = field(default_factory=dict)
-    """Linear -> bool (output features): True if its value for the first token reaches the last one, farther than a
-    convolution does."""
+    """Linear -> bool (output features): True if its value for the first token reaches the last token, beyond the
+    kernel of a convolution."""
 
 
 @dataclass
 class Flow:
-    """The flow of features in a model; names are folded."""
+    """Flow of features in a model, by folded names."""
 
     links: dict[str, dict[str, Link]] = field(default_factory=dict)
     """Linear -> the modules that feed it."""
     between: dict[str, set[str]] = field(default_factory=dict)
     """Linear -> parameters between it and the modules that feed it."""
-    tangled: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
-    """Linear that was not examined -> (parameter of a convolution or the like before it, modules that feed it)."""
+    unexamined: dict[str, tuple[str, set[str]]] = field(default_factory=dict)
+    """Linear without links -> (parameter with 3 dims or more before it, as of a convolution; modules that feed it)."""
     mixed: dict[str, Mixed] = field(default_factory=dict)
-    """Linear that is tangled with a convolution of the module around it -> what reaches it."""
+    """Linear in `unexamined` because of a convolution of its own module -> the paths to it."""
     readers: dict[str, set[str]] = field(default_factory=dict)
     """Module -> the linears that it feeds; "" for the model's output."""
     norms: dict[str, str] = field(default_factory=dict)
-    """Norm -> the module that makes its input; links ignore its mean."""
+    """Norm -> the module that computes its input; links ignore the mean of the norm."""
     biased: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     """Module -> shapes of its keyword arguments that are tensors."""
     experts: dict[str, dict[str, Feeds]] = field(default_factory=dict)
-    """Module of merged experts -> its parameters and the features they make or take."""
+    """Module of merged experts -> parameter -> the features that it makes or takes."""
     outside: set[str] = field(default_factory=set)
-    """Modules with parameters that another module's forward reads, so that they have to be plain tensors."""
+    """Modules with parameters that another module's forward reads, so that they must be plain tensors."""
     ran: set[str] = field(default_factory=set)
     """The linears, embeddings and experts that ran."""
 
 
 def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
-    """Run a model once, and return its flow."""
+    """Run a model once and return its flow."""
     seen = Seen(model, outside := read_outside(model, run))
     flow = Flow(norms=seen.norms, biased=seen.biased, outside=outside, ran=seen.ran)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -90,7 +89,7 @@ def flow_of(model: PreTrainedModel, run: Callable[[], Any]) -> Flow:
         finally:
             seen.remove()
         for consumer, x in seen.inputs:
-            if consumer not in flow.links and x.requires_grad:  # the first of its name that depends on any module
+            if consumer not in flow.links and x.requires_grad:  # the first call that depends on any module
                 _trace(seen, flow, consumer, x)
         _find_readers(seen, flow, output)
         for name, (module, args, kwargs) in seen.experts.items():
@@ -104,40 +103,42 @@ def _trace(seen: Seen, flow: Flow, consumer: str, x: Tensor) -> None:
     flat = x.reshape(-1, x.shape[-1])
     tensors = [leaf for _, leaf in seen.leaves]
     noise = torch.randn_like(flat)
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         flat, [*tensors, *(p for _, p in seen.others)], noise, retain_graph=True, allow_unused=True
     )
-    fed = [index for index, gradient in enumerate(found[: len(tensors)]) if _is_any(gradient)]
+    feeding = [index for index, gradient in enumerate(gradients[: len(tensors)]) if _is_any(gradient)]
     names = [name for name, _ in seen.others]
     flow.between[consumer] = {
-        name for name, gradient in zip(names, found[len(tensors) :], strict=True) if _is_any(gradient)
+        name for name, gradient in zip(names, gradients[len(tensors) :], strict=True) if _is_any(gradient)
     }
     links: dict[str, Link] = {}
-    sources = [tensors[index] for index in fed]
-    tangled = [name for name, param in seen.others if name in flow.between[consumer] and param.ndim > 2]
-    if tangled:
-        flow.tangled[consumer] = (tangled[0], {seen.leaves[index][0] for index in fed})
+    sources = [tensors[index] for index in feeding]
+    unexamined = [name for name, param in seen.others if name in flow.between[consumer] and param.ndim > 2]
+    if unexamined:
+        flow.unexamined[consumer] = (unexamined[0], {seen.leaves[index][0] for index in feeding})
         owner = consumer.rpartition(".")[0]
-        if any(name.startswith(f"{owner}.") for name in tangled):
+        if any(name.startswith(f"{owner}.") for name in unexamined):
             flow.mixed[consumer] = _mixed(seen, flow, consumer, x)
-    elif fed and not all((first != 0).any(1).all() for first in _features(flat, noise, sources, count=1)):
+    elif feeding and not all((first != 0).any(1).all() for first in _features(flat, noise, sources, count=1)):
         everywhere = _features(flat, noise, sources)
         last = _features(flat[-1:], noise[-1:], sources)
-        for index, all_rows, last_row in zip(fed, everywhere, last, strict=True):
+        for index, all_rows, last_row in zip(feeding, everywhere, last, strict=True):
             name = seen.leaves[index][0]
             reaches = (all_rows != 0).any(1).T  # (output features, input features)
             mixes = (last_row[:, :-1] != 0).any(1).any(0)
-            before = links.get(name)
-            links[name] = Link(reaches | before.reaches, mixes | before.mixes) if before else Link(reaches, mixes)
+            previous = links.get(name)
+            links[name] = Link(reaches | previous.reaches, mixes | previous.mixes) if previous else Link(reaches, mixes)
     flow.links[consumer] = links
 
 
 def _mixed(seen: Seen, flow: Flow, consumer: str, x: Tensor) -> Mixed:
     """Find the paths to the input `x: (batch, tokens, features)` of a linear in a mixer, feature by feature."""
-    made, params = len(seen.leaves), [each for each in seen.others if each[0] in flow.between[consumer]]
+    leaf_count, params = len(seen.leaves), [entry for entry in seen.others if entry[0] in flow.between[consumer]]
     targets = [*seen.leaves, *params, *seen.read]
-    dims = [each.ndim - 1 if at < made else first_long_dim(each.shape) for at, (_, each) in enumerate(targets)]
-    found, noise = Mixed(), torch.randn_like(x)
+    dims = [
+        tensor.ndim - 1 if at < leaf_count else first_long_dim(tensor.shape) for at, (_, tensor) in enumerate(targets)
+    ]
+    mixed, noise = Mixed(), torch.randn_like(x)
     for feature in range(x.shape[-1]):
         for is_last, rows in enumerate((slice(None, -1), slice(-1, None))):
             gradients = torch.autograd.grad(
@@ -152,25 +153,26 @@ def _mixed(seen: Seen, flow: Flow, consumer: str, x: Tensor) -> Mixed:
                     continue
                 touched = gradient.movedim(dim, 0) != 0
                 none = torch.zeros(len(touched), x.shape[-1], dtype=torch.bool)
-                found.reaches.setdefault(name, none)[:, feature] |= (
+                mixed.reaches.setdefault(name, none)[:, feature] |= (
                     touched.flatten(start_dim=1).any(1) if touched.ndim > 1 else touched
                 )
-                if at < made:
-                    far = found.far.setdefault(name, torch.zeros(len(touched), dtype=torch.bool))
+                if at < leaf_count:
+                    far = mixed.far.setdefault(name, torch.zeros(len(touched), dtype=torch.bool))
                     far |= touched[..., 0].flatten(1).any(1) if is_last and touched.ndim == 3 else False
-    return found
+    return mixed
 
 
 def _features(flat: Tensor, noise: Tensor, sources: list[Tensor], count: int | None = None) -> list[Tensor]:
-    """Gradients (n, tokens, features) of every feature of `flat: (rows, n)`, or of the first `count`, for each source.
+    """Gradients (n, tokens, features) of every feature of `flat: (rows, n)`, or of the first `count`, by source.
 
-    They are zero where a feature does not depend on the source's.
+    A gradient is zero if a feature does not depend on the feature of the source.
     """
-    each = torch.diag_embed(noise).transpose(0, 1)[:count]  # (n, rows, n)
-    parts = [
-        torch.autograd.grad(flat, sources, some, retain_graph=True, is_grads_batched=True) for some in each.split(CHUNK)
+    grad_outputs = torch.diag_embed(noise).transpose(0, 1)[:count]  # (n, rows, n)
+    chunks = [
+        torch.autograd.grad(flat, sources, chunk, retain_graph=True, is_grads_batched=True)
+        for chunk in grad_outputs.split(CHUNK)
     ]
-    return [torch.cat(found).flatten(1, -2) for found in zip(*parts, strict=True)]
+    return [torch.cat(source_gradients).flatten(1, -2) for source_gradients in zip(*chunks, strict=True)]
 
 
 def _find_readers(seen: Seen, flow: Flow, output: Any) -> None:
@@ -180,8 +182,8 @@ def _find_readers(seen: Seen, flow: Flow, output: Any) -> None:
     ends = [("", value) for value in values if isinstance(value, Tensor) and value.requires_grad]
     for reader, x in (*seen.inputs, *ends):
         if x.requires_grad:
-            found = torch.autograd.grad(x, tensors, torch.randn_like(x), retain_graph=True, allow_unused=True)
-            for (name, _), gradient in zip(seen.leaves, found, strict=True):
+            gradients = torch.autograd.grad(x, tensors, torch.randn_like(x), retain_graph=True, allow_unused=True)
+            for (name, _), gradient in zip(seen.leaves, gradients, strict=True):
                 if _is_any(gradient):
                     flow.readers.setdefault(name, set()).add(reader)
 

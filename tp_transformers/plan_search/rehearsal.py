@@ -1,7 +1,7 @@
-"""One forward of a small model with a rank's heads and widths, in one process: each projection gives a rank's features.
+"""Forward of a small model with one rank's heads and widths, in one process without communication.
 
-All weights stay whole. Values that a rank does not compute itself (a sum over ranks, a norm of all heads) are those of
-a forward of the whole model, so that no rank waits for another.
+Weights stay unsharded, and projections return one rank's features. Results of communication (a sum over ranks, a norm
+of all heads) are taken from a forward of the unsharded model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..small_models.trace import Trace, traced
 from ..strategies.shards.slicing import take
 
 TOLERANCE = 1e-3
-"""Relative error of the features of a rank in fp32, which are those of the whole model up to rounding."""
+"""Maximum relative error of a rank's features in fp32 against the unsharded model."""
 
 Calls = list[tuple[Tensor, Tensor]]
 """The input and the output of every call of a module."""
@@ -33,15 +33,15 @@ Calls = list[tuple[Tensor, Tensor]]
 def misfit(
     model: PreTrainedModel, run: Callable[[PreTrainedModel], object], resolution: Resolution, size: int
 ) -> str | None:
-    """The error of a forward of one of `size` ranks, and its module; None where all compute as one process.
+    """Describe the error of the first of `size` ranks that differs from the unsharded model; None if none does.
 
     Args:
-        model: a small one with weights.
+        model: a small model with weights.
         run: calls a model.
-        resolution: of a plan that cuts attention and MLPs of `model` alone.
+        resolution: of a plan that shards only attention and MLPs of `model`.
     """
-    cut = {name for name, layout in resolution.layouts.items() if layout is not None}
-    modules = {name.rpartition(".")[0]: model.get_submodule(name.rpartition(".")[0]) for name in cut}
+    sharded = {name for name, layout in resolution.layouts.items() if layout is not None}
+    modules = {name.rpartition(".")[0]: model.get_submodule(name.rpartition(".")[0]) for name in sharded}
     calls: dict[str, Calls] = {name: [] for name in modules}
     with torch.no_grad(), _hooked(_record(module, calls[name]) for name, module in modules.items()):
         run(model)
@@ -51,24 +51,24 @@ def misfit(
             count_heads(local, name, heads, rank)
         trace = Trace()
         try:
-            with torch.no_grad(), _hooked(_cut(local, resolution, calls, rank)), traced(local, trace):
+            with torch.no_grad(), _hooked(_sharding_hooks(local, resolution, calls, rank)), traced(local, trace):
                 run(local)
-        except Exception as error:  # whatever a forward raises at such widths
+        except Exception as error:  # a forward may raise any error at such widths
             where = trace.running[-1].name if trace.running else type(model).__name__
-            told = shorten(" ".join(error_text(error).split()), 300)
-            return f"one forward of rank {rank}'s shards of {size} fails in {where}: {told}"
+            reason = shorten(" ".join(error_text(error).split()), 300)
+            return f"one forward of rank {rank}'s shards of {size} fails in {where}: {reason}"
     return None
 
 
 def _different(resolution: Resolution, size: int) -> list[int]:
-    """The first rank of each set of widths."""
+    """The first rank for each combination of widths."""
     splits = [layout.split for layout in resolution.layouts.values() if layout is not None]
     widths = [tuple(split.widths[rank] for split in splits) for rank in range(size)]
-    return sorted({each: rank for rank, each in reversed(list(enumerate(widths)))}.values())
+    return sorted({rank_widths: rank for rank, rank_widths in reversed(list(enumerate(widths)))}.values())
 
 
 class _hooked:  # noqa: N801 - used as a function
-    """Removes hooks on exit."""
+    """Context that removes hooks on exit."""
 
     def __init__(self, hooks: Iterator[Any]) -> None:
         self._hooks = hooks
@@ -90,8 +90,8 @@ def _record(module: nn.Module, calls: Calls) -> Any:
     return module.register_forward_hook(after)
 
 
-def _cut(model: nn.Module, resolution: Resolution, calls: Mapping[str, Calls], rank: int) -> Iterator[Any]:
-    """Hooks that let modules give and take a rank's features; parameters that attention reads itself are cut."""
+def _sharding_hooks(model: nn.Module, resolution: Resolution, calls: Mapping[str, Calls], rank: int) -> Iterator[Any]:
+    """Hooks that make modules return and take a rank's features; parameters that attention reads itself are sharded."""
     for name, layout in resolution.layouts.items():
         owner, _, kind = name.rpartition(".")
         module, param = model.get_submodule(owner), model.get_parameter(name)
@@ -102,24 +102,24 @@ def _cut(model: nn.Module, resolution: Resolution, calls: Mapping[str, Calls], r
             module._parameters[kind] = nn.Parameter(take(param.detach(), layout, rank), requires_grad=False)
         elif kind == "weight":
             last = Layout(-1, layout.split)
-            takes_cut = features(module) is not None and (layout.dim % 2 == 0) == has_inputs_first(module)
-            if takes_cut or norms_all:
-                yield module.register_forward_pre_hook(_whole_input(iter(calls[owner]), last, rank))
-            if not takes_cut:
+            takes_sharded = features(module) is not None and (layout.dim % 2 == 0) == has_inputs_first(module)
+            if takes_sharded or norms_all:
+                yield module.register_forward_pre_hook(_full_input_hook(iter(calls[owner]), last, rank))
+            if not takes_sharded:
                 yield module.register_forward_hook(lambda _, args, output, last=last: take(output, last, rank))
 
 
-def _whole_input(calls: Iterator[tuple[Tensor, Tensor]], layout: Layout, rank: int) -> Callable[..., Any]:
-    """A hook that compares an input with the rank's part of the recorded one, and gives the whole recorded one."""
+def _full_input_hook(calls: Iterator[tuple[Tensor, Tensor]], layout: Layout, rank: int) -> Callable[..., Any]:
+    """Hook that compares an input with the rank's shard of the recorded input, and returns the full recorded input."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        whole, _ = next(calls)
-        own = take(whole, layout, rank)
-        if args[0].shape != own.shape:
-            raise ValueError(f"its input is {list(args[0].shape)}, not {list(own.shape)}")
-        error = float((args[0] - own).norm() / own.norm().clamp_min(torch.finfo(own.dtype).tiny))
+        full, _ = next(calls)
+        shard = take(full, layout, rank)
+        if args[0].shape != shard.shape:
+            raise ValueError(f"its input is {list(args[0].shape)}, not {list(shard.shape)}")
+        error = float((args[0] - shard).norm() / shard.norm().clamp_min(torch.finfo(shard.dtype).tiny))
         if not error < TOLERANCE:
             raise ValueError(f"its input is another one (relative error {error:.1e})")
-        return (whole, *args[1:])
+        return (full, *args[1:])
 
     return before

@@ -1,4 +1,4 @@
-"""A record of one run of a small model: the inputs and the outputs of its modules."""
+"""Record of one forward of a small model: inputs and outputs of its modules."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ..anatomy.norms import is_norm, is_norm_of_one_tensor
 from ..torch_api import tree_map_only
 
 TINY = 1e-6
-"""Added to a mean of squares before its root is divided by."""
+"""Epsilon of the RMS norm that replaces a norm."""
 
 
 class Seen:
-    """Hooks on a model, and their records; names are folded."""
+    """Hooks on a model, and their records by folded names."""
 
     ran: set[str]
     """The linears, embeddings and experts that ran."""
     norms: dict[str, str]
-    """Norm -> the module that makes its input."""
+    """Norm -> the module that computes its input."""
     biased: dict[str, dict[str, tuple[int, ...]]]
     """Module -> shapes of its keyword arguments that are tensors."""
     leaves: list[tuple[str, Tensor]]
-    """Linears and embeddings, and their outputs, detached from their past."""
+    """(linear or embedding, its output, detached from the graph before it)."""
     inputs: list[tuple[str, Tensor]]
-    """Linears, and their inputs."""
+    """(linear, its input)."""
     others: list[tuple[str, Tensor]]
-    """Parameters of all other modules."""
+    """(name, parameter) of all other modules."""
     read: list[tuple[str, Tensor]]
-    """Parameters of linears that another module's forward reads, and buffers of modules around a convolution."""
+    """(name, tensor): parameters of linears read by another module's forward, buffers of modules with a convolution."""
     experts: dict[str, tuple[nn.Module, Any, Any]]
     """Module of merged experts -> it, and its arguments."""
 
@@ -50,10 +50,10 @@ class Seen:
         weights: list[nn.Parameter] = []
         for name, module in model.named_modules():
             folded = fold_lists(model, name)
-            own = [(f"{folded}.{key}", param) for key, param in module.named_parameters(recurse=False)]
+            params = [(f"{folded}.{key}", param) for key, param in module.named_parameters(recurse=False)]
             if features(module) is not None:
-                weights += [param for _, param in own]
-                self.read += own if folded in outside else []
+                weights += [param for _, param in params]
+                self.read += params if folded in outside else []
                 self._handles.append(module.register_forward_hook(self._linear(folded), with_kwargs=True))
             elif holds_experts(module) or stacked_experts(module):
                 self._handles.append(module.register_forward_pre_hook(self._experts(folded), with_kwargs=True))
@@ -66,7 +66,7 @@ class Seen:
             elif name:
                 self._handles.append(module.register_forward_pre_hook(self._block(folded), with_kwargs=True))
             if any(isinstance(child, CONVOLUTIONS) for child in module.children()):
-                floating = [each for each in module.named_buffers(recurse=False) if each[1].is_floating_point()]
+                floating = [named for named in module.named_buffers(recurse=False) if named[1].is_floating_point()]
                 self.read += [(f"{folded}.{key}", buffer.requires_grad_()) for key, buffer in floating]
                 self._buffers += [buffer for _, buffer in floating]
         known = set(map(id, weights))
@@ -75,12 +75,12 @@ class Seen:
         ]
 
     def remove(self) -> None:
-        """Leave the model as it was, but for buffers; see `close`."""
+        """Remove the hooks; buffers keep requiring gradients until `close`."""
         for handle in self._handles:
             handle.remove()
 
     def close(self) -> None:
-        """Leave the buffers without gradients, as they were."""
+        """Let buffers require no gradients, as before."""
         for buffer in self._buffers:
             buffer.requires_grad_(False)
 
@@ -106,8 +106,8 @@ class Seen:
             if source is None or not isinstance(output, Tensor):
                 return None
             self.norms[name] = source[0]
-            # No gradient through the mean over features, by which each reaches all; but in its size, so that attention
-            # does not see one token alone.
+            # Detach the mean, through which every feature reaches all; keep the scale, so that attention is not
+            # concentrated on one token.
             squares = args[0].detach().float().square().mean(-1, keepdim=True)
             return args[0] * module.weight * torch.rsqrt(squares + TINY).to(args[0].dtype)
 
@@ -133,14 +133,14 @@ class Seen:
 
 
 class _DetachedMeans(TorchFunctionMode):
-    """Lets no gradient through the means of a norm, through which each feature reaches all."""
+    """Detaches the means of a norm, through which every feature reaches all."""
 
     def enter(self, *_: Any) -> None:
-        """A hook before a forward."""
+        """Forward pre-hook."""
         self.__enter__()
 
     def leave(self, *_: Any) -> None:
-        """A hook after a forward."""
+        """Forward hook."""
         self.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,7 +149,7 @@ class _DetachedMeans(TorchFunctionMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Records the modules that are not `running` and have parameters (`owners`, by id) that something computes with."""
+    """Records modules that are not `running` while a parameter of theirs is used; `owners`: its id -> modules."""
 
     def __init__(self, owners: Mapping[int, set[str]], running: set[str]) -> None:
         super().__init__()
@@ -158,14 +158,14 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):  # rather than its dtype
+        if isinstance(result, Tensor):  # not a read of an attribute such as dtype
             for owners in (self.owners.get(id(value), set()) for value in args):
                 self.outside |= owners if owners.isdisjoint(self.running) else set()
         return result
 
 
 def read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
-    """Modules with parameters that something else computes with, as Whisper's encoder does with its positions."""
+    """Find modules with parameters that other code computes with, as Whisper's encoder with its position embeddings."""
     running: set[str] = set()
     owners: dict[int, set[str]] = {}
     handles = []

@@ -1,6 +1,6 @@
-"""A plan for an architecture that has none: inferred from a small model of it, checked, and written as YAML.
+"""Inference of a plan for an architecture without one: from a small model, checked and written as YAML.
 
-Blocks that are not understood, or that `resolve` refuses, are replicated; the plan says why.
+Blocks that are not recognised, or that `resolve` rejects, are replicated; the plan has the reason as a comment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REHEARSED = {
     *("colwise", "rowwise", "packed_colwise", "packed_rowwise", "local_colwise"),
     *("sharded_norm", "replicated_with_grad_allreduce"),
 }
-"""Strategies of blocks that run in one process with a rank's widths."""
+"""Strategies of blocks that can run in one process with a rank's widths."""
 
 Run = Callable[[PreTrainedModel], object]
 """Calls a model."""
@@ -49,15 +49,15 @@ class Suggestion:
     """The full model on the meta device."""
     blocks: list[Block]
     reasons: dict[str, str]
-    """Folded name of a replicated module -> reason, if that is not obvious."""
+    """Folded name of a replicated module -> reason, unless it is obvious."""
     plain: set[str] = field(default_factory=set)
-    """Modules with parameters that other modules compute with, so that they are plain tensors."""
+    """Modules with parameters that other modules compute with, so that they must be plain tensors."""
 
     @property
     def whole(self) -> dict[str, str]:
         """The reasons for modules that no block shards."""
-        cut = {name for block in self.blocks for name in block.rules}
-        return {name: why for name, why in self.reasons.items() if name not in cut}
+        sharded = {name for block in self.blocks for name in block.rules}
+        return {name: why for name, why in self.reasons.items() if name not in sharded}
 
     @property
     def plan(self) -> Plan:
@@ -65,9 +65,9 @@ class Suggestion:
         return Plan.parse(self.data(), source="suggested")
 
     def without(self, block: Block, why: str) -> Suggestion:
-        """The same with a block replicated."""
+        """Copy with one block replicated for the reason `why`."""
         reasons = {**self.reasons, **dict.fromkeys(block.rules, why)}
-        return replace(self, blocks=[other for other in self.blocks if other is not block], reasons=reasons)
+        return replace(self, blocks=[candidate for candidate in self.blocks if candidate is not block], reasons=reasons)
 
     def resolve(self, size: int, model: PreTrainedModel | None = None) -> Resolution:
         """Bind the plan. Raises PlanError if it does not fit."""
@@ -80,12 +80,12 @@ class Suggestion:
             inside = self.relative(name)
             sections["heads" if inside is None else "base_model"][name if inside is None else inside] = rule
         for kind, section in (("attention", "attention"), ("mixer", "mixers")):
-            found = [block for block in self.blocks if block.kind == kind]
-            sections[section] = {self.relative(block.name): self._entry(block) for block in found}
+            blocks = [block for block in self.blocks if block.kind == kind]
+            sections[section] = {self.relative(block.name): self._entry(block) for block in blocks}
         return {key: value for key, value in sections.items() if value}
 
     def _entry(self, block: Block) -> dict[str, Any]:
-        """The roles of a block's children; some models have other modules of its name, which lack them."""
+        """Entry of a block in YAML; optional if other modules of the same folded name lack its children."""
         named = [module for name, module in self.model.named_modules() if fold_lists(self.model, name) == block.name]
         output = next(iter(block.roles["output"]))
         optional = {} if all(inner(module, output) is not None for module in named) else {"optional": True}
@@ -111,11 +111,11 @@ class Suggestion:
                 lines.append(f"{section}: {value}")
                 continue
             lines += ["", f"{section}:"]
-            said = ""
+            previous = ""
             for name, rule in value.items():
                 why = by_name.get(name, "") if section != "attention" else ""
-                lines += _comment(why, indent=2) if why and why != said else []
-                said = why
+                lines += _comment(why, indent=2) if why and why != previous else []
+                previous = why
                 lines += _line(name, rule)
         return "\n".join([*lines, ""])
 
@@ -132,51 +132,51 @@ class Suggestion:
         lines += [f"whole  {', '.join(names)}: {why}" for why, names in by_reason.items()]
         resolution = self.resolve(size)
         lines += [f"note   {note}" for note in resolution.notes]
-        held = shares(self.model, resolution.layouts, size)
-        return [*lines, f"ranks hold {', '.join(f'{share:.0%}' for share in held)} of the bytes"]
+        fractions = shares(self.model, resolution.layouts, size)
+        return [*lines, f"ranks hold {', '.join(f'{share:.0%}' for share in fractions)} of the bytes"]
 
     def relative(self, name: str) -> str | None:
-        """A name in the base model; None if it is outside."""
+        """The name relative to the base model; None if it is outside."""
         prefix = base_prefix(self.model)
         if not prefix:
             return name
         return name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else None
 
     def suspects(self, message: str) -> list[Block]:
-        """The blocks in the order of their names in an error message, then by their number of remarks."""
+        """Sort the blocks by the position of their names in an error message, then by most remarks."""
 
         message = fold_layers(message)
 
         def rank(block: Block) -> tuple[int, int]:
-            found = [message.find(name) for name in self._spellings(block) if name in message]
-            return min(found, default=len(message)), -len(block.remarks)
+            positions = [message.find(name) for name in self._spellings(block) if name in message]
+            return min(positions, default=len(message)), -len(block.remarks)
 
         return sorted(self.blocks, key=rank)
 
     def _spellings(self, block: Block) -> set[str]:
-        """The names of a block in messages."""
+        """Names of a block in error messages."""
         names = {block.name, *block.rules} - {""}
         return names | {inside for name in names if (inside := self.relative(name))}
 
     def _rules(self) -> dict[str, Any]:
         """The rule of every module with parameters, in the model's order."""
-        cut = {name: rule for block in self.blocks for name, rule in block.rules.items()}
+        sharded = {name: rule for block in self.blocks for name, rule in block.rules.items()}
         rules: dict[str, Any] = {}
         for name, module in self.model.named_modules():
             folded = fold_lists(self.model, name)
-            own = [f"{folded}.{param}" for param, _ in module.named_parameters(recurse=False)]
-            if name and (folded in cut or (own and not set(own) <= cut.keys())):
-                rules[folded] = cut.get(folded, "local" if folded in self.plain else "replicate")
-            rules |= {param: cut[param] for param in own if param in cut}
+            own_params = [f"{folded}.{param}" for param, _ in module.named_parameters(recurse=False)]
+            if name and (folded in sharded or (own_params and not set(own_params) <= sharded.keys())):
+                rules[folded] = sharded.get(folded, "local" if folded in self.plain else "replicate")
+            rules |= {param: sharded[param] for param in own_params if param in sharded}
         return {name: rule for name, rule in rules.items() if rule is not None}
 
 
 def suggest(config: PretrainedConfig, *, size: int = 2, cls: type[PreTrainedModel] | None = None) -> Suggestion:
-    """A plan for the architecture of a config, which fits its model on `size` ranks.
+    """Infer a plan for the architecture of a config that fits its model on `size` ranks.
 
     Args:
-        cls: the class of the model, which counts where transformers has no class for the config, or `cls` is not of
-            transformers. Else it is the class that generates, which has all heads.
+        cls: class of the model, used only if it is not a class of transformers; otherwise the generating class of
+            the config is used, which has all heads.
 
     Raises UnsupportedError if the config makes no model, or its small model does not run.
     """
@@ -185,23 +185,27 @@ def suggest(config: PretrainedConfig, *, size: int = 2, cls: type[PreTrainedMode
     model = meta_model(cls, config)
     small, run, flow = _observe(config, cls)
     blocks, reasons = find_blocks(small, flow, model)
-    suggestion = _settle(_settle(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size)
+    suggestion = _replicate_rejected(
+        _replicate_rejected(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size
+    )
     return _rehearse(suggestion, small, run, size)
 
 
 def _rehearse(suggestion: Suggestion, small: PreTrainedModel, run: Run, size: int) -> Suggestion:
-    """Replicate attention and MLPs that do not run with the widths of a rank: they split, or view, by numbers of their
-    own. Those with rules that need other ranks are not tried."""
+    """Replicate attention and MLPs that do not run with a rank's widths, because of splits or views by fixed numbers.
+
+    Blocks with other strategies than REHEARSED are not tried.
+    """
     while True:
         tried = [block for block in suggestion.blocks if REHEARSED.issuperset(map(_strategy, block.rules.values()))]
         alone = replace(suggestion, blocks=tried)
         try:
-            found = misfit(small, run, alone.resolve(size, small), size) if tried else None
-        except PlanError:  # the small model does not divide as the true one does
+            reason = misfit(small, run, alone.resolve(size, small), size) if tried else None
+        except PlanError:  # the small model may not be divisible where the full one is
             return suggestion
-        if found is None:
+        if reason is None:
             return suggestion
-        suggestion = suggestion.without(alone.suspects(found)[0], found)
+        suggestion = suggestion.without(alone.suspects(reason)[0], reason)
 
 
 def _strategy(rule: Any) -> str:
@@ -209,8 +213,8 @@ def _strategy(rule: Any) -> str:
     return str(rule["strategy"] if isinstance(rule, Mapping) else rule)
 
 
-def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
-    """Replicate blocks until `resolve` accepts the plan and counts the heads that were seen."""
+def _replicate_rejected(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Suggestion:
+    """Replicate blocks until `resolve` accepts the plan and finds the same head counts as the small model."""
     while True:
         try:
             resolution = suggestion.resolve(size, model)
@@ -223,13 +227,14 @@ def _settle(suggestion: Suggestion, model: PreTrainedModel, size: int) -> Sugges
             suggestion = suggestion.without(suspect, (named or lines)[0])
             continue
         by_name = {fold_lists(model, name): heads for name, heads in resolution.attention.items()}
-        wrong = [block for block in suggestion.blocks if model is not suggestion.model and _misread(block, by_name)]
-        if not wrong:
+        misread = [block for block in suggestion.blocks if model is not suggestion.model and _misread(block, by_name)]
+        if not misread:
             return suggestion
-        heads = by_name[wrong[0].name]
+        block = misread[0]
+        heads = by_name[block.name]
         suggestion = suggestion.without(
-            wrong[0],
-            f"its config says {heads.query.length} query and {heads.kv.length} KV heads, it computes {wrong[0].heads}",
+            block,
+            f"its config says {heads.query.length} query and {heads.kv.length} KV heads, it computes {block.heads}",
         )
 
 
@@ -239,7 +244,7 @@ def _misread(block: Block, by_name: Mapping[str, AttentionHeads]) -> bool:
 
 
 def _observe(config: PretrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, Run, Flow]:
-    """A small random model of the config's architecture, a call of it or of a copy, and its flow."""
+    """Make a small random model of the architecture; returns it, a call of it or a copy, and its flow."""
     small = shrink(config, cls)
     for owner in (small, *(getattr(small, name, None) for name in small.sub_configs)):
         if hasattr(owner, "use_cache"):
@@ -249,7 +254,7 @@ def _observe(config: PretrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreT
     with supported(f"a small {config.model_type}"), torch.random.fork_rng(devices=[]):
         model = probe.make(cls, small)
         question, *_ = probe.questions(model)
-        return model, lambda each: each(**question), flow_of(model, lambda: model(**question))
+        return model, lambda target: target(**question), flow_of(model, lambda: model(**question))
 
 
 def _comment(text: str, indent: int = 0) -> list[str]:
@@ -259,14 +264,14 @@ def _comment(text: str, indent: int = 0) -> list[str]:
 
 
 def _alone(value: Any) -> Any:
-    """A list of one name as that name."""
+    """Replace lists with a single name by the name."""
     if isinstance(value, dict):
         return {key: _alone(item) for key, item in value.items()}
     return value[0] if len(value) == 1 and isinstance(value[0], str) else value
 
 
 def _line(name: str, rule: Any) -> list[str]:
-    """A rule as YAML, on two lines if one is too long."""
+    """A rule as YAML, on two lines if it is too long for one."""
     if isinstance(rule, str):
         return [f"  {name}: {rule}"]
     value = yaml.safe_dump(rule, default_flow_style=True, sort_keys=False, width=10 * WIDTH).strip()

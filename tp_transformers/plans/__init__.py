@@ -1,4 +1,4 @@
-"""Plans: how an architecture is split, one rule for each kind of module. See README.md."""
+"""Plans: the sharding of an architecture, one rule per kind of module. See README.md."""
 
 from __future__ import annotations
 

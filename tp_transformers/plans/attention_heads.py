@@ -1,4 +1,4 @@
-"""Splits of attention's heads, of one module and of a model, and the head counts of a rank."""
+"""Splits of attention heads, of one module and of a model, and local head counts."""
 
 from __future__ import annotations
 
@@ -15,60 +15,59 @@ from ..strategies import LocalConfig
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """How the heads of one attention module are cut."""
+    """Splits of the heads of one attention module."""
 
     query: Split
     kv: Split
     is_fused: bool = False
-    """True if one projection makes queries, keys and values, which the module splits by head counts."""
+    """True if one projection makes queries, keys and values; the module separates them by head counts."""
     is_latent: bool = False
-    """True if heads are made from replicated latents (multi-head latent attention)."""
+    """True if heads are projected from replicated latents (multi-head latent attention)."""
     head_dim: int | None = None
-    """Features of a query head, where they are known."""
+    """Features of a query head; None if unknown."""
     repeats: int = 1
-    """Times that every query head attends, with queries of its own: once for every expert that a token has in JetMoE.
-    """
+    """Times that every query head attends, each with separate queries: once per expert of a token in JetMoE."""
     holders: tuple[str, ...] = ()
-    """Modules in it that hold its projections, and count heads or their features, too."""
+    """Submodules that hold its projections; their head counts and widths are set, too."""
     hidden: tuple[str, ...] = ()
-    """Modules and parameters in it that compute with hidden states, before or after the heads."""
+    """Submodules and parameters that compute with hidden states, before or after the heads."""
 
     @property
     def attended(self) -> Split:
-        """How the heads of the attentions that the module returns are cut."""
+        """Split of the heads in the attention weights that the module returns."""
         return packed([self.query] * self.repeats)
 
     def attributes(self, rank: int) -> dict[str, int]:
-        """The module's own head counts on `rank`, by the names that transformers uses."""
+        """Local head counts and widths on `rank`, by their attribute names in transformers."""
         query, kv = self.query.widths[rank], self.kv.widths[rank]
         counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
         counts["num_key_value_groups"] = query // kv
         if self.head_dim is not None:
-            # Names for the width of all query heads, at which GPT-2 and DBRX split queries from keys, and of KV heads.
+            # Widths of all query heads (GPT-2 and DBRX split queries from keys at this offset) and of all KV heads.
             widths = ("split_size", "embed_dim", "inner_dim", "all_head_size", "q_dim", "hidden_size")
             counts |= dict.fromkeys(widths, query * self.head_dim)
             counts["kv_dim"] = kv * self.head_dim
         return counts
 
     def config_attributes(self, rank: int) -> dict[str, int]:
-        """The head counts that the module reads from its config on `rank`."""
+        """Local head counts on `rank` that the module reads from its config."""
         counts = self.attributes(rank)
         return {name: counts[name] for name in ("num_attention_heads", *KV_COUNTS)}
 
 
 @dataclass
-class AttentionCut:
-    """How all attention of a model is cut."""
+class AttentionSplits:
+    """Splits of all attention in a model."""
 
     heads: dict[str, AttentionHeads] = field(default_factory=dict)
     splits: dict[str, Split] = field(default_factory=dict)
-    """Projection, parameter or attention module -> how its heads are cut."""
-    whole: dict[str, str] = field(default_factory=dict)
-    """Replicated child (there are more ranks than heads) -> its attention module or mixer."""
+    """Projection, parameter or attention module -> split of its heads."""
+    replicated: dict[str, str] = field(default_factory=dict)
+    """Child that is replicated because there are more ranks than heads -> its attention module or mixer."""
 
 
 def count_heads(model: nn.Module, name: str, heads: AttentionHeads, rank: int) -> None:
-    """Give the attention `name` of `model` the head counts of `rank`; the shared config stays as it is."""
+    """Set the local head counts of `rank` on the attention `name` of `model`; the shared config does not change."""
     module: Any = model.get_submodule(name)
     for holder in (name, *heads.holders):
         set_own(model.get_submodule(holder), heads.attributes(rank))
@@ -77,7 +76,7 @@ def count_heads(model: nn.Module, name: str, heads: AttentionHeads, rank: int) -
 
 
 def set_own(module: nn.Module, attributes: Mapping[str, int]) -> None:
-    """Set those attributes that the module has."""
+    """Set the attributes that the module has."""
     for name, value in attributes.items():
         if hasattr(module, name):
             setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""A plan and a meta-device model -> one bound strategy for every module, or every fault in one error."""
+"""Binding of a plan to a model on the meta device: a strategy for every module, or all faults in one error."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ..strategies import (
     style_hint,
 )
 from ..strategies.signature import FEATURES
-from .attention_heads import AttentionCut, AttentionHeads
+from .attention_heads import AttentionHeads, AttentionSplits
 from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
 from .checks.widths import misfits
-from .heads import cut_attention
+from .heads import split_attention
 from .mixers import MixerHeads, cut_mixers
-from .rewrite.batch import cut_batch
-from .rewrite.loss import cut_loss
-from .rewrite.sequence import cut_sequence
+from .rewrite.batch import shard_batch
+from .rewrite.loss import shard_loss
+from .rewrite.sequence import shard_sequence
 from .rule import UNRULED, Rule
 from .rules import Plan
 
@@ -41,26 +41,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A plan that fits a model: the strategy and the layout of every module and parameter."""
+    """A plan bound to a model: the strategy of every module, and the strategy and layout of every parameter."""
 
     module_strategies: Mapping[str, TensorParallelLayer]
     """Module name -> the strategy that communicates around its forward."""
     param_strategies: Mapping[str, TensorParallelLayer]
-    """Parameter name -> the strategy that cuts it."""
+    """Parameter name -> the strategy that shards it."""
     attention: Mapping[str, AttentionHeads]
     layouts: Mapping[str, Layout | None]
-    """Parameter name -> the indices that each rank holds; None where every rank holds all."""
+    """Parameter name -> the indices that each rank holds; None if it is replicated."""
     mixers: Mapping[str, MixerHeads] = field(default_factory=dict)
     uncovered: tuple[str, ...] = ()
-    """Parameters that no rule covers: they are replicated."""
+    """Parameters without a rule, which are replicated."""
     notes: tuple[str, ...] = ()
     rule_names: Mapping[str, str] = field(default_factory=dict)
-    """Parameter name -> name of its strategy in the plan, where a rule gives one."""
+    """Parameter name -> name of its strategy in the plan, if it has a rule."""
     whole_attention: frozenset[str] = frozenset()
-    """Attention modules that are replicated in spite of their rules, and their projections: they have fewer query
-    heads than ranks."""
+    """Attention modules, with their projections, that are replicated in spite of rules: they have fewer query heads
+    than ranks."""
     plan: Plan = Plan("nothing", ())  # noqa: RUF009 - frozen
-    """The plan itself, rewritten by its options."""
+    """The plan after it was rewritten for its options."""
 
     def shard(self, name: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
         """This rank's shard of the parameter `name` of `shape`."""
@@ -74,17 +74,17 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     """Bind `plan` to the modules of `model` for `size` ranks.
 
     Args:
-        model: a transformers model; only names and shapes are looked at, so the meta device will do.
+        model: a transformers model; only names and shapes are read, so it may be on the meta device.
         size: number of ranks.
 
     Raises:
-        PlanError: naming every rule that does not fit.
+        PlanError: with every rule that does not fit.
     """
-    plan = cut_batch(plan.completed(model), model)
+    plan = shard_batch(plan.completed(model), model)
     if plan.sequence_parallel:
-        plan = cut_sequence(plan, model)
+        plan = shard_sequence(plan, model)
     if plan.loss_parallel:
-        plan = cut_loss(plan, model)
+        plan = shard_loss(plan, model)
     return _Resolver(plan, model, size).resolve()
 
 
@@ -99,7 +99,7 @@ class _Resolver:
         self.faults: list[str] = []
 
     def resolve(self) -> Resolution:
-        """Match, bind, check; see the module's `resolve`."""
+        """Match, bind and check; see the function `resolve`."""
         self._check_architecture()
         rules = self._known_rules()
         module_rules = self._match(rules, self.modules)
@@ -107,11 +107,11 @@ class _Resolver:
         self._report_unmatched(module_rules, param_rules)
         if self.plan.declared:
             self._follow_tied(module_rules)
-        cut, faults = AttentionCut(), self.faults
+        cut, faults = AttentionSplits(), self.faults
         mixers = cut_mixers(
-            self.plan.mixers, self.modules, self.prefix, self.size, faults, cut.splits, cut.whole, module_rules
+            self.plan.mixers, self.modules, self.prefix, self.size, faults, cut.splits, cut.replicated, module_rules
         )
-        cut_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, faults, cut)
+        split_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, faults, cut)
         module_strategies = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
         param_strategies: dict[str, TensorParallelLayer] = {}
         uncovered, rule_names = [], {}
@@ -137,11 +137,11 @@ class _Resolver:
             self._complete(bound)
         self.faults.extend(sum_faults(bound))
         if not self.faults:  # rules that do not fit their modules are reported alone
-            self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.whole, self.size))
+            self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.replicated, self.size))
         if self.faults:
             source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
             raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
-        names = ", ".join(sorted(set(map(fold_layers, cut.whole.values()))))
+        names = ", ".join(sorted(set(map(fold_layers, cut.replicated.values()))))
         notes = (
             f"{names}: {self.size} ranks are more than the heads, so every rank computes all of them; the rest is "
             "still split",
@@ -155,7 +155,7 @@ class _Resolver:
             tuple(uncovered),
             notes if names else (),
             rule_names,
-            frozenset(cut.whole),
+            frozenset(cut.replicated),
             self.plan,
         )
 
@@ -195,14 +195,14 @@ class _Resolver:
                 self.faults.append(f"{pattern}: matches no module or parameter{hint_for(self.faults, pattern, known)}")
 
     def _follow_tied(self, module_rules: dict[str, Rule]) -> None:
-        """A declared plan may cut the head but not the embedding that is tied to it: cut both."""
+        """Shard the embedding that is tied to a sharded head; a declared plan may lack its rule."""
         for target, source in tied_parameters(self.model).items():
             owner, partner = source.rpartition(".")[0], target.rpartition(".")[0]
             if partner in module_rules and owner not in module_rules and isinstance(self.modules[owner], nn.Embedding):
                 module_rules[owner] = Rule(owner, "embedding_rowwise")
 
     def _complete(self, bound: BoundPlan) -> None:
-        """Add the sums that a declared plan may leave out: of experts, and of gradients of scalars between linears."""
+        """Add all-reduces that a declared plan may lack: of expert outputs, of gradients of scalars between linears."""
         for name in list(unsummed_experts(bound)):
             bound.module_strategies[name] = MoEExpertsParallel().bind(self.modules[name], self.size, name=name)
         for name in list(scalars_between(bound)):
@@ -211,16 +211,16 @@ class _Resolver:
             for param_type, _ in self.modules[name].named_parameters():
                 bound.param_strategies.setdefault(f"{name}.{param_type}", strategy)
 
-    def _bind(self, owner: str, rule: Rule, cut: AttentionCut, name: str | None = None) -> TensorParallelLayer:
-        """A copy of the rule's strategy for the module `owner`, or for the parameter `name` of it."""
+    def _bind(self, owner: str, rule: Rule, cut: AttentionSplits, name: str | None = None) -> TensorParallelLayer:
+        """Copy the rule's strategy for the module `owner`, or for its parameter `name`."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
-        if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in cut.whole):
+        if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in cut.replicated):
             if strategy is not None and strategy.cuts_as_torch:
                 self.faults.append(
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
                     "cannot cut then; use strategies by name there, or leave the attention out"
                 )
-            # Its heads are whole, but the sequence or the batch is cut.
+            # Its heads are replicated, but the sequence or the batch may be sharded.
             around = strategy.around_whole if strategy is not None else None
             return (around or ReplicateParallel()).bind(module, self.size, name=name)
         if rule.parts is not None and strategy.parts is None:
@@ -243,7 +243,7 @@ class _Resolver:
     def _check_modules(
         self, module_strategies: Mapping[str, TensorParallelLayer], param_rules: Mapping[str, Rule]
     ) -> None:
-        """Every rule fits its module, and a module that communicates is named as a whole."""
+        """Check that rules fit their modules; rules for linears and embeddings must name the module, no parameter."""
         for name, strategy in module_strategies.items():
             try:
                 strategy.check(self.modules[name])
@@ -259,7 +259,7 @@ class _Resolver:
                 and strategy.use_local_output
             ):
                 self.faults.append(f"{name}: each rank would return its own part of the output; use colwise_rep")
-            # Gemma 3n keeps those features that stand out among all of a token's.
+            # Gemma 3n zeroes features below a threshold, which it computes from all features of a token.
             pattern = getattr(strategy.config, "activation_sparsity_pattern", None)
             sparse = any(pattern) if isinstance(pattern, list | tuple) else bool(pattern)
             block = name.rpartition(".")[0]
@@ -277,7 +277,7 @@ class _Resolver:
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
 
     def _lay_out(self, param_strategies: Mapping[str, TensorParallelLayer]) -> dict[str, Layout | None]:
-        """The layouts; a fault where a parameter cannot be cut as its strategy says, or tied ones are cut apart."""
+        """Compute the layouts; faults: a strategy cannot shard a parameter, tied parameters have different layouts."""
         layouts: dict[str, Layout | None] = {}
         for name, strategy in param_strategies.items():
             try:
@@ -285,11 +285,12 @@ class _Resolver:
             except ValueError as error:
                 self.faults.append(f"{fold_layers(name)}: {error}")
         for target, source in tied_parameters(self.model).items():
-            mine, theirs = layouts.get(target), layouts.get(source)
-            if self.size > 1 and mine != theirs:
+            pair = layouts.get(target), layouts.get(source)
+            if self.size > 1 and pair[0] != pair[1]:
                 self.faults.append(
-                    f"{target}: tied to {source}, but they are cut differently ({_draw(mine)} and {_draw(theirs)}); "
-                    "cut both along the vocabulary (embedding_rowwise and colwise_rep) or neither"
+                    f"{target}: tied to {source}, but they are cut differently "
+                    f"({_draw(pair[0])} and {_draw(pair[1])}); cut both along "
+                    "the vocabulary (embedding_rowwise and colwise_rep) or neither"
                 )
         return layouts
 

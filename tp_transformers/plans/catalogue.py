@@ -1,4 +1,4 @@
-"""The plans that ship with the package: where they are, and the releases that they were proven with."""
+"""Plans that ship with the package: their paths, and the releases of transformers that they are tested with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import MappingProxyType
 from .yaml_file import model_types_of
 
 PROVEN_WITH = ("5.6.2", "5.17.0", "5.23.0")
-"""The releases of transformers that CI proves every plan with, against one process, from the oldest to the newest.
+"""Releases of transformers that CI tests every plan with, against one process, from the oldest to the newest.
 
-A few model types take a part of their heads, or have the names of their plan, from a later release on, which `since` in
-tests/support/tiny.py has; before it a load names the misfit. A test compares this with CI."""
+A few model types need a later release to run with a shard of their heads, or to have the names of their plan: `since`
+in tests/support/tiny.py. With an earlier release, a load reports the misfit. A test compares this list with CI."""
 
 
 @cache
@@ -28,5 +28,5 @@ def available_plans() -> Mapping[str, Path]:
 
 
 def plan_names() -> Mapping[str, Path]:
-    """The plans by all their names: those of `available_plans`, and the names of their files."""
+    """Plans by model type, as in `available_plans`, and by file name."""
     return {**{path.stem: path for path in available_plans().values()}, **available_plans()}

@@ -1,4 +1,4 @@
-"""Attention: the projections that belong together, and the split of their heads, which keeps complete KV groups."""
+"""Attention: its projections, and the split of their heads, which keeps KV groups complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
 from ..slices.layout import Split, heads, interleaved, packed
 from ..strategies.signature import FEATURES
-from .attention_heads import AttentionCut, AttentionHeads
+from .attention_heads import AttentionHeads, AttentionSplits
 from .rule import UNRULED, Rule
 from .rules import Plan
 
@@ -33,10 +33,10 @@ LATENT_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "key_value": ("kv_b_proj",),
     "output": ("o_proj",),
 }
-"""The children that identify attention where a plan does not name it (a dict, a declared plan)."""
+"""Children that identify attention if a plan does not name it (a dict, a declared plan)."""
 
 
-def cut_attention(
+def split_attention(
     plan: Plan,
     model: PreTrainedModel,
     module_rules: dict[str, Rule],
@@ -44,18 +44,19 @@ def cut_attention(
     prefix: str,
     size: int,
     faults: list[str],
-    cut: AttentionCut,
-) -> AttentionCut:
-    """Cut every attention module with projections that stay sharded by whole heads.
+    cut: AttentionSplits,
+) -> AttentionSplits:
+    """Split the heads of every attention module with sharded projections.
 
     Args:
-        plan: names the attention modules; where it names none, and in parts with plans that name none, they are
-            recognised by PROJECTIONS.
-        module_rules: the rule of every module that has one; those that a declared plan left out are added.
-        param_rules: the rule of every parameter that has one of its own.
-        faults, cut: lists of faults and of how mixers are cut, which are added to.
+        plan: has the attention modules; if it, or the plan of an inner model, has none, they are recognised by
+            PROJECTIONS.
+        module_rules: module -> its rule; rules that a declared plan lacks are added.
+        param_rules: parameter -> its own rule.
+        faults: list of faults; new ones are added.
+        cut: splits of mixers; those of attention are added.
     """
-    modules, known = dict(model.named_modules()), len(faults)
+    modules, fault_count = dict(model.named_modules()), len(faults)
     for name, (around, children, blocks) in _groups(plan, modules, prefix, faults).items():
         roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
         if not _stays_sharded(name, roles, module_rules, faults):
@@ -72,13 +73,13 @@ def cut_attention(
             _complete_declared(name, roles, modules, module_rules, param_rules, (query, head_dim))
         followers = [child for names in roles.values() for child in names]
         if size > query // count:
-            cut.whole.update(dict.fromkeys((*followers, name), name))
+            cut.replicated.update(dict.fromkeys((*followers, name), name))
             continue
-        units, hidden = heads(query // count, kv // count, size), roles.pop("with_hidden", [])
+        block_splits, hidden = heads(query // count, kv // count, size), roles.pop("with_hidden", [])
         holders = dict.fromkeys(child.rpartition(".")[0] for child, _ in _projections(roles))
         cut.heads[name] = AttentionHeads(
-            packed([units[0]] * count),
-            packed([units[1]] * count),
+            packed([block_splits[0]] * count),
+            packed([block_splits[1]] * count),
             is_fused=bool({"fused", "interleaved"} & roles.keys()),
             is_latent="key_value" in roles,
             head_dim=head_dim,
@@ -88,8 +89,8 @@ def cut_attention(
         )
         cut.splits[name] = cut.heads[name].query
         rules = {child: module_rules.get(child) or param_rules.get(child) for child in followers}
-        _split_children(roles, units, blocks, rules, faults, cut)
-    if len(faults) == known:  # faults in the description of attention are reported alone
+        _split_children(roles, block_splits, blocks, rules, faults, cut)
+    if len(faults) == fault_count:  # faults in the description of attention are reported alone
         faults.extend(_unrecognised(modules, model, module_rules, cut, size))
     return cut
 
@@ -97,7 +98,7 @@ def cut_attention(
 def _stays_sharded(
     name: str, roles: Mapping[str, list[str]], module_rules: Mapping[str, Rule], faults: list[str]
 ) -> bool:
-    """True if every projection of an attention module is sharded; a fault where only some of them are."""
+    """True if every projection of an attention module is sharded; adds a fault if only some are."""
     projections = dict(_projections(roles))
     sharded = {child for child, role in projections.items() if _is_sharded(role, module_rules.get(child))}
     if 0 < len(sharded) < len(projections):
@@ -122,7 +123,7 @@ def _complete_declared(
     param_rules: Mapping[str, Rule],
     query_heads: tuple[int, int | None],
 ) -> None:
-    """Complete a plan that transformers declares: gates and biases a query head, norms within heads."""
+    """Complete a declared plan: roles of gates and biases per query head, rules of norms within heads."""
     count, head_dim = query_heads
     known = {child for names in roles.values() for child in names}
     for child, rule in param_rules.items():
@@ -134,9 +135,9 @@ def _complete_declared(
     for child, module in modules.items():
         if child.rpartition(".")[0] != name or child in known:
             continue
-        made = features(module)
-        if child in module_rules and made is not None and _is_sharded("query", module_rules[child]):
-            if head_dim is not None and made[1] in (count, count * head_dim):
+        feature_counts = features(module)
+        if child in module_rules and feature_counts is not None and _is_sharded("query", module_rules[child]):
+            if head_dim is not None and feature_counts[1] in (count, count * head_dim):
                 roles.setdefault("with_query", []).append(child)
         elif child not in module_rules and head_dim is not None:
             shapes = [tuple(param.shape) for param in module.parameters()]
@@ -146,18 +147,18 @@ def _complete_declared(
 
 def _split_children(
     roles: Mapping[str, list[str]],
-    units: tuple[Split, Split],
+    block_splits: tuple[Split, Split],
     blocks: Mapping[str, int],
     rules: Mapping[str, Rule | None],
     faults: list[str],
-    cut: AttentionCut,
+    cut: AttentionSplits,
 ) -> None:
-    """Split the children of one attention module that have rules as its heads are split."""
+    """Split the children of one attention module by its heads; children without rules are skipped."""
     for child, role in ((child, role) for role, names in roles.items() for child in names):
         rule = rules[child]
         if rule is None:
             continue
-        cut.splits[child] = packed([_role_split(role, units, rule)] * blocks.get(role, 1))
+        cut.splits[child] = packed([_role_split(role, block_splits, rule)] * blocks.get(role, 1))
         if rule.parts is not None and role != "fused":
             faults.append(
                 f"{fold_layers(child)}: attention cuts it by heads, as {role}, which has no parts; leave parts out, or "
@@ -165,9 +166,9 @@ def _split_children(
             )
 
 
-def _role_split(role: str, units: tuple[Split, Split], rule: Rule) -> Split:
-    """Split, in heads, of a block of the projection or parameter with `role`, by query and KV heads of a block."""
-    query, kv = units
+def _role_split(role: str, block_splits: tuple[Split, Split], rule: Rule) -> Split:
+    """Split, in heads, of one block of the child with `role`; `block_splits`: of the block's query and KV heads."""
+    query, kv = block_splits
     by_part = {"query": query, "key": kv, "value": kv}
     if role == "fused":
         parts = rule.parts if isinstance(rule.parts, tuple) else tuple(by_part)
@@ -181,11 +182,11 @@ def _unrecognised(
     modules: Mapping[str, nn.Module],
     model: PreTrainedModel,
     module_rules: Mapping[str, Rule],
-    cut: AttentionCut,
+    cut: AttentionSplits,
     size: int,
 ) -> Iterator[str]:
-    """Faults: attention that is cut without a description of its heads, which is right only if all counts divide."""
-    known = cut.splits.keys() | cut.whole.keys()
+    """Faults: attention that is sharded without a description of its heads; `size` must divide all head counts."""
+    known = cut.splits.keys() | cut.replicated.keys()
     for child, rule in module_rules.items():
         name = child.rpartition(".")[0]
         if not is_attention(modules[name]) or child in known or not _is_sharded("query", rule):
@@ -203,8 +204,10 @@ def _unrecognised(
 def _groups(
     plan: Plan, modules: Mapping[str, nn.Module], prefix: str, faults: list[str]
 ) -> dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]]:
-    """Attention module -> (it or one around it, that one's children and blocks by role), as plans say, or else
-    PROJECTIONS."""
+    """Attention module -> (it or a module around it, that module's children and blocks by role).
+
+    From the attention entries of plans, or else from PROJECTIONS.
+    """
     groups: dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]] = {}
     for name, module in modules.items():
         for projections in () if plan.names_attention(name, prefix) else (PROJECTIONS, LATENT_PROJECTIONS):
@@ -219,30 +222,30 @@ def _groups(
         for name in names:
             children = dict(_present(modules[name], group.children))
             absent = [role for role in group.children if role not in children and not role.startswith("with_")]
-            if group.optional and (absent or not children):  # Nemotron-H's mixers have one name, whatever they are
+            if group.optional and (absent or not children):  # Nemotron-H: mixers of all kinds have one name
                 continue
             faults.extend(
                 f"attention {name}: it has no child {' or '.join(map(repr, group.children[role]))}" for role in absent
             )
             if not absent:
-                # It is the module that holds the projections to heads; BERT's output projection is beside that.
-                made = [child for role in children.keys() - {"output"} for child in children[role]]
-                holders = {child.rpartition(".")[0] for child in made}
-                own = ".".join(filter(None, (name, *holders))) if len(holders) == 1 else name
-                groups[own] = name, children, group.blocks
+                # The module that holds query, key and value projections; BERT's output projection is outside it.
+                input_projections = [child for role in children.keys() - {"output"} for child in children[role]]
+                holders = {child.rpartition(".")[0] for child in input_projections}
+                attention_name = ".".join(filter(None, (name, *holders))) if len(holders) == 1 else name
+                groups[attention_name] = name, children, group.blocks
     return groups
 
 
 def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(role, names) of those children that the module has: the first of a projection's, all that go with one."""
+    """Yield (role, names) of the children that the module has: the first of a projection, all of a `with_` role."""
     for role, names in children.items():
-        found = tuple(name for name in names if isinstance(inner(module, name), nn.Module | nn.Parameter))
-        if found:
-            yield role, found if role.startswith("with_") else found[:1]
+        present = tuple(name for name in names if isinstance(inner(module, name), nn.Module | nn.Parameter))
+        if present:
+            yield role, present if role.startswith("with_") else present[:1]
 
 
 def _is_sharded(role: str, rule: Rule | None) -> bool:
-    """True if a projection leaves its output sharded, or, as the output projection, takes a sharded input."""
+    """True if a projection leaves its output sharded or, for the output projection, takes a sharded input."""
     strategy = (rule.instance if rule is not None else None) or UNRULED
     signature = strategy.signature
     return signature.takes is FEATURES if role == "output" else signature.leaves is FEATURES
@@ -255,7 +258,7 @@ def _count_heads(
     model: PreTrainedModel,
     faults: list[str],
 ) -> tuple[int, int, int | None] | None:
-    """(query heads, KV heads, head size) of one attention module; None, and a fault, where they do not add up."""
+    """(query heads, KV heads, head size) of one attention module; None, and a fault, if they are inconsistent."""
     module = modules[name]
     config = attention_config(module, model)
     head_dim = first_of(HEAD_SIZES, module, config)
@@ -263,10 +266,10 @@ def _count_heads(
     attended = input_width(modules[roles["output"][0]]) if "output" in roles else 0
     if head_dim is None and query and attended % query == 0:
         head_dim = attended // query or None
-    made = output_width(modules[roles["query"][0]]) if {"query", "fused"} <= roles.keys() else 0
-    if head_dim is not None and made and made % head_dim == 0:
-        query = made // head_dim  # those of one expert in JetMoE
-    if "key_value" in roles:  # latent attention: every query head has a key and a value of its own
+    query_width = output_width(modules[roles["query"][0]]) if {"query", "fused"} <= roles.keys() else 0
+    if head_dim is not None and query_width and query_width % head_dim == 0:
+        query = query_width // head_dim  # JetMoE: the heads of one expert
+    if "key_value" in roles:  # latent attention: one key and value per query head
         kv = query
     if head_dim is not None and "key" in roles:
         for role in ("query", "key"):
@@ -276,9 +279,9 @@ def _count_heads(
                 faults.append(f"{child}: its {width} features are not whole heads of {head_dim}")
                 return None
             query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
-        stated = head_counts(module, config)[0]
-        if stated and query > stated and query % stated == 0 and attended == stated * head_dim:
-            query = stated  # a projection that makes more than queries (a gate beside each)
+        config_heads = head_counts(module, config)[0]
+        if config_heads and query > config_heads and query % config_heads == 0 and attended == config_heads * head_dim:
+            query = config_heads  # the projection also makes a gate per query head
     if not query or not kv or query % kv:
         faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
         return None
@@ -286,9 +289,9 @@ def _count_heads(
 
 
 def _repeats(module: nn.Module, roles: Mapping[str, object], query: int, config: Any) -> int:
-    """How often the heads that the query projection makes attend, where keys and values have one of their own."""
-    stated = head_counts(module, config)[0] if {"query", "fused"} <= roles.keys() else query
-    return stated // query if stated and stated % query == 0 else 1
+    """Times that each head of the query projection attends; in JetMoE, once per expert of a token."""
+    config_heads = head_counts(module, config)[0] if {"query", "fused"} <= roles.keys() else query
+    return config_heads // query if config_heads and config_heads % query == 0 else 1
 
 
 def _own_names(children: Any) -> str:

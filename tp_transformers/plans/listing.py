@@ -1,4 +1,4 @@
-"""Every plan that ships with the package, with its title: the table of the README and of `tp-transformers plans`."""
+"""Catalogue of the plans that ship with the package: the table of the README and of `tp-transformers plans`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Entry:
     file: Path
     model_types: tuple[str, ...]
     strategies: tuple[str, ...]
-    """Names of the strategies that its rules use, sorted."""
+    """Sorted names of the strategies that its rules use."""
 
 
 def catalogue() -> list[Entry]:
-    """Every plan, in the order of the files. Raises PlanError on one that does not begin with its title and its URL."""
+    """List every plan by file name. Raises PlanError if a file does not begin with its title and its URL."""
     entries = []
     for path in sorted(set(available_plans().values())):
         plan = Plan.from_yaml(path)
         first = path.read_text(encoding="utf-8").partition("\n")[0]
-        found = re.fullmatch(r"# (.+?): (https://\S+)", first)
-        if found is None:
+        match = re.fullmatch(r"# (.+?): (https://\S+)", first)
+        if match is None:
             fix = "Begin the file with its title and a page about it."
             raise PlanError(describe(f"plan {path}", got=repr(first), expected="# Title: https://...", fix=fix))
         strategies = tuple(sorted({rule.strategy_name for rule in plan.rules}))
-        entries.append(Entry(found[1], found[2], path, plan.model_types, strategies))
+        entries.append(Entry(match[1], match[2], path, plan.model_types, strategies))
     return entries

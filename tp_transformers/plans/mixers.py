@@ -1,13 +1,13 @@
-"""Mixers that are no attention: the parts of their parameters, and how heads and groups are cut over the ranks.
+"""Mixers other than attention: the parts of their parameters, and the sharding of heads and groups.
 
     mixers:
       layers.*.mamba:
         input: {in_proj: [value, value, key, key, head]}        gate, x, B, C, dt
         local: {conv1d: [value, key, key], A_log: head}
 
-A part has something for every head: a number (`head`) or features (`value`); or features for every group (`key`). A
-list in a list is stored group after group. Groups are to heads what KV heads are to query heads: a rank has whole
-groups, or a part of the heads of one, whose features it holds like other ranks.
+A part holds one number per head (`head`), features per head (`value`), or features per group (`key`). The parts of a
+nested list are interleaved by group. Groups relate to heads as KV heads to query heads: a rank holds complete groups,
+or some heads of one group and a replica of that group's features.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ MIXER_RULES: Mapping[str, str] = {
     "norm": "gated_norm",
     "output": "rowwise",
 }
-"""Rules of a mixer's children, by role, where a plan has none for them."""
+"""Rules of a mixer's children, by role, unless the plan has rules for them."""
 GATHERED: Mapping[str, str] = {"colwise": "colwise_rep", "rowwise": "rowwise_rep"}
-"""Rules in place of these where every rank computes all heads."""
+"""Replacements of these rules if every rank computes all heads."""
 
 STATES = "states"
-"""Role of states that the forward is given: `argument.index`, with something for heads or groups along dim 1."""
+"""Role of states among the arguments of the forward: `argument.index`, with heads or groups along dim 1."""
 
 
 @dataclass(frozen=True)
 class Mixer(Pattern):
-    """The modules that match `pattern` mix tokens with heads: their parameters are cut part by part."""
+    """Mixers that match `pattern`: their parameters are sharded part by part."""
 
     children: Mapping[str, Mapping[str, Parts]]
     """Role (one of MIXER_RULES, or STATES) -> name of a child module, parameter or buffer -> its parts."""
@@ -64,22 +64,22 @@ class Mixer(Pattern):
 
 @dataclass(frozen=True)
 class MixerHeads:
-    """How the heads of one mixer are cut."""
+    """Splits of the heads and groups of one mixer."""
 
     heads: Split
     groups: Split
     widths: Mapping[str, int]
-    """Features of a head (`value`) and of a group (`key`)."""
+    """Features per head (`value`) and per group (`key`)."""
     splits: Mapping[str, Split] = field(default_factory=dict)
-    """Child, or state -> how its features are cut; empty where every rank has all heads."""
+    """Child or state -> split of its features; empty if every rank has all heads."""
     local: tuple[str, ...] = ()
     """Children that the mixer's own forward reads."""
     states: tuple[str, ...] = ()
-    """States that it is given."""
+    """States that its forward takes."""
     convolved: Split | None = None
 
     def attributes(self, rank: int) -> dict[str, int]:
-        """The module's own counts and widths on `rank`, by the names that transformers uses."""
+        """Local head counts, group counts and widths on `rank`, by their attribute names in transformers."""
         own_heads, own_groups = self.heads.widths[rank], self.groups.widths[rank]
         return {
             **dict.fromkeys(HEAD_COUNTS, own_heads),
@@ -91,7 +91,7 @@ class MixerHeads:
 
 
 def mixer_arguments(pattern: str, entry: Any, faults: list[str]) -> dict[str, Any]:
-    """The arguments of `Mixer` for a line of the section `mixers`."""
+    """Arguments of `Mixer` for a line of the section `mixers`."""
     options = dict(entry) if isinstance(entry, Mapping) else {}
     optional = options.pop("optional", False)
     children = {role: _children(value) for role, value in options.items()}
@@ -107,28 +107,28 @@ def mixer_arguments(pattern: str, entry: Any, faults: list[str]) -> dict[str, An
 
 
 def mixer_rules(pattern: str, children: Mapping[str, Mapping[str, Parts]]) -> Iterator[dict[str, Any]]:
-    """The arguments of `Rule` for the children of a mixer at `pattern`; those that a module lacks are skipped."""
+    """Arguments of `Rule` for the children of a mixer at `pattern`; a module may lack some of them."""
     for role, names in children.items():
         for name in names if role in MIXER_RULES else ():
             yield rule_arguments(f"{pattern}.{name}", MIXER_RULES[role], "optional", []) or {}
 
 
 def _children(value: Any) -> dict[str, Parts] | None:
-    """Child -> its parts; None where `value` says otherwise."""
+    """Child -> its parts; None if `value` is malformed."""
     if not isinstance(value, Mapping):
         names = names_of(value or ())
         return None if names is None else dict.fromkeys(names, ("value",))
-    found = {name: _parts(parts) for name, parts in value.items()}
-    return None if None in found.values() or not all(map(is_name, found)) else found  # type: ignore[return-value]
+    parts_by_child = {name: _parts(parts) for name, parts in value.items()}
+    return None if None in parts_by_child.values() or not all(map(is_name, parts_by_child)) else parts_by_child  # type: ignore[return-value]
 
 
 def _parts(value: Any) -> Parts | None:
     parts = (value,) if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not parts:
         return None
-    found = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
-    flat = [name for part in found for name in (part if isinstance(part, tuple) else (part,))]
-    return found if flat and all(name in PARTS for name in flat) else None
+    normalised = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+    flat = [name for part in normalised for name in (part if isinstance(part, tuple) else (part,))]
+    return normalised if flat and all(name in PARTS for name in flat) else None
 
 
 def cut_mixers(
@@ -138,43 +138,43 @@ def cut_mixers(
     size: int,
     faults: list[str],
     splits: dict[str, Split],
-    whole: dict[str, str],
+    replicated: dict[str, str],
     module_rules: dict[str, Rule],
 ) -> dict[str, MixerHeads]:
-    """Cut every mixer by whole heads.
+    """Shard every mixer by complete heads.
 
-    Where there are more ranks than heads, projections are cut by features, and their outputs gathered.
+    If there are more ranks than heads, shard projections by features and gather their outputs.
 
     Args:
-        faults: list to which faults are added.
-        splits: children by their full names, to which those of the mixers are added.
-        whole: child -> its mixer; those are added that every rank holds, there being fewer heads than ranks.
-        module_rules: the rule of every module that has one; those of projections change that are gathered.
+        faults: list of faults; new ones are added.
+        splits: full name of a child -> its split; those of the mixers are added.
+        replicated: replicated child -> its mixer; children of mixers with fewer heads than ranks are added.
+        module_rules: module -> its rule; those of gathered projections are replaced.
     """
-    cut: dict[str, MixerHeads] = {}
+    heads_by_mixer: dict[str, MixerHeads] = {}
     for mixer in mixers:
         names = list(mixer.match(modules, prefix))
         if not names and not mixer.optional:
             hint = hint_for(faults, mixer.full(prefix), map(fold_layers, modules))
             faults.append(f"mixer {mixer.full(prefix)}: matches no module{hint}")
         for name in names:
-            stated = mixer.children.get(STATES, {})
-            named = {role: children for role, children in mixer.children.items() if role != STATES}
-            own = {role: dict(_present(modules[name], children)) for role, children in named.items()}
-            absent = [role for role, found in own.items() if not found and role != "norm"]
+            states = mixer.children.get(STATES, {})
+            roles = {role: children for role, children in mixer.children.items() if role != STATES}
+            present = {role: dict(_present(modules[name], children)) for role, children in roles.items()}
+            absent = [role for role, child_parts in present.items() if not child_parts and role != "norm"]
             if absent:
                 if not mixer.optional:
                     faults.append(f"mixer {fold_layers(name)}: it has no {' and no '.join(absent)} of those names")
                 continue
-            children = [f"{name}.{child}" for found in own.values() for child in found]
+            children = [f"{name}.{child}" for child_parts in present.values() for child in child_parts]
             try:
-                found = _cut(modules[name], own, stated, size)
+                mixer_heads = _split_mixer(modules[name], present, states, size)
             except ValueError as error:
                 faults.append(f"mixer {fold_layers(name)}: {error}")
                 continue
-            cut[name] = found
-            splits.update({f"{name}.{child}": split for child, split in found.splits.items()})
-            if not found.splits:
+            heads_by_mixer[name] = mixer_heads
+            splits.update({f"{name}.{child}": split for child, split in mixer_heads.splits.items()})
+            if not mixer_heads.splits:
                 gathered = {
                     child: replace(module_rules[child], strategy=GATHERED[module_rules[child].strategy_name])
                     for child in children
@@ -182,70 +182,74 @@ def cut_mixers(
                 }
                 module_rules.update(gathered)
                 ruled = (child for child in module_rules if is_inside(child, name))
-                whole.update((child, name) for child in (*children, *ruled) if child not in gathered)
-    return cut
+                replicated.update((child, name) for child in (*children, *ruled) if child not in gathered)
+    return heads_by_mixer
 
 
 def _present(module: nn.Module, children: Mapping[str, Parts]) -> Iterator[tuple[str, Parts]]:
-    """The children that the module has; norms may be left out by a config."""
+    """Yield the children that the module has; a config may leave norms out."""
     for child, parts in children.items():
-        found = inner(module, child)
-        if found is not None and not isinstance(found, nn.Identity):
+        child_module = inner(module, child)
+        if child_module is not None and not isinstance(child_module, nn.Identity):
             yield child, parts
 
 
-def _cut(
-    module: nn.Module, own: Mapping[str, Mapping[str, Parts]], stated: Mapping[str, Parts], size: int
+def _split_mixer(
+    module: nn.Module, present: Mapping[str, Mapping[str, Parts]], states: Mapping[str, Parts], size: int
 ) -> MixerHeads:
-    """The heads of one mixer with the children `own` and the states `stated`.
+    """Split the heads of one mixer with the children `present` and the states `states`.
 
-    Raises ValueError where its parameters are not made up of their parts.
+    Raises ValueError if the length of a parameter is not the sum of its parts.
     """
     lengths = {
         child: mixed_length(inner(module, child), is_output=role in ("output", "inner"))
-        for role, children in own.items()
+        for role, children in present.items()
         for child in children
     }
-    parts = {child: found for children in own.values() for child, found in children.items()}
-    width = lengths[next(iter(own["output"]))]
-    readers = dict.fromkeys(("", *(child.rpartition(".")[0] for child in own.get("local", ()))))
+    parts = {child: child_parts for children in present.values() for child, child_parts in children.items()}
+    width = lengths[next(iter(present["output"]))]
+    readers = dict.fromkeys(("", *(child.rpartition(".")[0] for child in present.get("local", ()))))
     head_count, group_count = mixer_counts([module.get_submodule(name) for name in readers], width)
-    whole = {"head": head_count, "value": width, "key": 0}
-    for child, found in parts.items():
-        flat = _flat(found)
-        if "key" in flat and (len(flat) > 1 or not whole["key"]):
-            whole["key"] = (lengths[child] - sum(whole[part] for part in flat if part != "key")) // flat.count("key")
+    totals = {"head": head_count, "value": width, "key": 0}
+    for child, child_parts in parts.items():
+        flat = _flat(child_parts)
+        if "key" in flat and (len(flat) > 1 or not totals["key"]):
+            totals["key"] = (lengths[child] - sum(totals[part] for part in flat if part != "key")) // flat.count("key")
             if len(flat) > 1:
                 break
-    if width % head_count or whole["key"] % group_count or whole["key"] < 0:
-        raise ValueError(f"{width} and {whole['key']} features are not {head_count} heads and {group_count} groups")
-    widths = {"value": width // head_count, "key": whole["key"] // group_count, "head": 1}
+    if width % head_count or totals["key"] % group_count or totals["key"] < 0:
+        raise ValueError(f"{width} and {totals['key']} features are not {head_count} heads and {group_count} groups")
+    widths = {"value": width // head_count, "key": totals["key"] // group_count, "head": 1}
     if size > head_count:
         every_head, every_group = (Split(count, (((0, count),),) * size) for count in (head_count, group_count))
-        return MixerHeads(every_head, every_group, widths, local=tuple(own.get("local", ())))
+        return MixerHeads(every_head, every_group, widths, local=tuple(present.get("local", ())))
     by_head, by_group = heads(head_count, group_count, size)
-    cut = MixerHeads(by_head, by_group, widths)
+    mixer_heads = MixerHeads(by_head, by_group, widths)
     splits = {}
-    for child, found in parts.items():
-        single = found[0] if len(found) == 1 else None
+    for child, child_parts in parts.items():
+        single = child_parts[0] if len(child_parts) == 1 else None
         if isinstance(single, str):
-            unit = by_group if single == "key" else by_head
-            if lengths[child] % unit.length:
-                raise ValueError(f"{lengths[child]} features of {child} are not those of {unit.length} heads or groups")
-            splits[child] = unit.scaled(lengths[child] // unit.length)
+            head_split = by_group if single == "key" else by_head
+            if lengths[child] % head_split.length:
+                raise ValueError(
+                    f"{lengths[child]} features of {child} are not those of {head_split.length} heads or groups"
+                )
+            splits[child] = head_split.scaled(lengths[child] // head_split.length)
             continue
-        if sum(whole[part] for part in _flat(found)) != lengths[child]:
-            raise ValueError(f"{lengths[child]} features of {child} are not its parts, {shown(list(found))}")
-        splits[child] = packed([_split(part, cut) for part in found])
+        if sum(totals[part] for part in _flat(child_parts)) != lengths[child]:
+            raise ValueError(f"{lengths[child]} features of {child} are not its parts, {shown(list(child_parts))}")
+        splits[child] = packed([_split(part, mixer_heads) for part in child_parts])
     convolved = [split for split in splits.values() if split.length == vars(module).get(CONVOLVED_WIDTH)]
-    splits |= {state: packed([_split(part, cut) for part in found]) for state, found in stated.items()}
+    splits |= {
+        state: packed([_split(part, mixer_heads) for part in child_parts]) for state, child_parts in states.items()
+    }
     return MixerHeads(
         by_head,
         by_group,
-        cut.widths,
+        mixer_heads.widths,
         splits,
-        tuple(own.get("local", ())),
-        tuple(stated),
+        tuple(present.get("local", ())),
+        tuple(states),
         convolved[0] if convolved else None,
     )
 
@@ -254,21 +258,21 @@ def _flat(parts: Parts) -> list[str]:
     return [name for part in parts for name in (part if isinstance(part, tuple) else (part,))]
 
 
-def _split(part: str | tuple[str, ...], cut: MixerHeads) -> Split:
-    """Split of a part's features; of parts that are stored group after group."""
+def _split(part: str | tuple[str, ...], mixer_heads: MixerHeads) -> Split:
+    """Split of the features of a part, or of a tuple of parts that are interleaved by group."""
     if part == "key":
-        return cut.groups.scaled(cut.widths["key"])
+        return mixer_heads.groups.scaled(mixer_heads.widths["key"])
     if isinstance(part, str):
-        return cut.heads.scaled(cut.widths[part])
-    per_group = cut.heads.length // cut.groups.length
-    stored = sum(cut.widths[name] * (1 if name == "key" else per_group) for name in part)
-    held: list[tuple[Range, ...]] = []
-    for own_heads, own_groups in zip(cut.heads.ranges, cut.groups.ranges, strict=True):
+        return mixer_heads.heads.scaled(mixer_heads.widths[part])
+    per_group = mixer_heads.heads.length // mixer_heads.groups.length
+    stored = sum(mixer_heads.widths[name] * (1 if name == "key" else per_group) for name in part)
+    per_rank: list[tuple[Range, ...]] = []
+    for own_heads, own_groups in zip(mixer_heads.heads.ranges, mixer_heads.groups.ranges, strict=True):
         ranges: list[Range] = []
         for group in (group for start, stop in own_groups for group in range(start, stop)):
             base, first = group * stored, group * per_group
             for name in part:
-                width = cut.widths[name]
+                width = mixer_heads.widths[name]
                 if name == "key":
                     ranges.append((base, base + width))
                     base += width
@@ -278,5 +282,5 @@ def _split(part: str | tuple[str, ...], cut: MixerHeads) -> Split:
                     if low < high:
                         ranges.append((base + (low - first) * width, base + (high - first) * width))
                 base += per_group * width
-        held.append(tuple(ranges))
-    return Split(cut.groups.length * stored, tuple(held))
+        per_rank.append(tuple(ranges))
+    return Split(mixer_heads.groups.length * stored, tuple(per_rank))

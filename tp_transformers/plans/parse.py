@@ -1,4 +1,4 @@
-"""Plans as data: the content of a YAML file or a dict -> arguments of rules, and every fault of the form.
+"""Parser of plans: from the content of a YAML file, or a dict, to arguments of rules and a list of faults.
 
 `model_plans/README.md` describes the format; `model_plans/llama.yaml` is an example.
 """
@@ -13,7 +13,7 @@ from ..errors import PlanError, describe, nearest, shorten, shown
 from ..strategies import TensorParallelLayer, as_strategy
 
 BATCH_SHARDED_INPUT = "batch-sharded"
-"""Layout, in a rule, of an input with samples of each rank's own."""
+"""Value of a rule's `input`: each rank has its own samples."""
 
 ATTENTION_ROLES = (
     *("query", "key", "value", "key_value", "fused", "interleaved", "output"),
@@ -21,7 +21,7 @@ ATTENTION_ROLES = (
 )
 """Roles of an attention module's children; see `model_plans/README.md`."""
 ATTENTION_FLAGS = ("optional", "gathered")
-"""Fields of an attention module's entry beside its roles, true or false."""
+"""Boolean fields of an attention module's entry."""
 
 IMPLIED: Mapping[str, Any] = {
     "query": "colwise",
@@ -32,12 +32,12 @@ IMPLIED: Mapping[str, Any] = {
     "interleaved": "colwise",
     "output": "rowwise",
 }
-"""Rules of an attention module's projections, by role, where a plan has none for them."""
+"""Rules of an attention module's projections, by role, unless the plan has rules for them."""
 IMPLIED_GATHERED: Mapping[str, Any] = {role: "rowwise_rep" if role == "output" else "colwise_rep" for role in IMPLIED}
-"""The same for attention that computes with all heads on every rank."""
+"""The same for attention that gathers: every rank computes with all heads."""
 
 DECLARED = "declared"
-"""Name that a plan extends to start from the plan that the model's class declares."""
+"""Value of `extends` for the plan that the model's class declares."""
 
 OPTIONS = ("sequence_parallel", "loss_parallel")
 IN_BASE_MODEL = ("base_model", "optional")
@@ -45,11 +45,11 @@ RULE_OPTIONS = ("strategy", "parts", "unit", "widths", "input")
 SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "mixers", "batch_sharded", *OPTIONS)
 
 MAX_NAME = 500
-"""Characters of the longest name."""
+"""Maximum characters of a name."""
 
 
 def check_sections(data: Any, source: str) -> list[str]:
-    """Faults of the sections of a plan. Raises PlanError where it has none, not being a mapping."""
+    """List the faults of a plan's sections. Raises PlanError if `data` is not a mapping."""
     if not isinstance(data, Mapping):
         got = "nothing" if data is None else f"a {type(data).__name__}"
         expected, fix = f"a mapping of {', '.join(SECTIONS)}", "See model_plans/llama.yaml for one."
@@ -61,7 +61,7 @@ def check_sections(data: Any, source: str) -> list[str]:
 
 
 def entries(data: Mapping[str, Any], section: str, faults: list[str]) -> Iterator[tuple[str, Any]]:
-    """The lines of a section: a name and its value. Those of faulty names become faults."""
+    """Yield (name, value) of every line of a section; invalid names are added to `faults`."""
     value = data.get(section)
     if value is not None and not isinstance(value, Mapping):
         faults.append(f"section {section} is a {type(value).__name__}, not a mapping of names")
@@ -75,7 +75,7 @@ def entries(data: Mapping[str, Any], section: str, faults: list[str]) -> Iterato
 
 
 def is_name(value: Any) -> bool:
-    """True for what can name a module: printable text of at most MAX_NAME characters."""
+    """True for printable text of at most MAX_NAME characters, which can name a module."""
     return isinstance(value, str) and len(value) <= MAX_NAME and value.isprintable()
 
 
@@ -88,17 +88,17 @@ def is_attribute(value: Any) -> bool:
 
 
 def names_of(value: Any) -> tuple[str, ...] | None:
-    """The names of a list of names, or of a single one; None for anything else."""
-    found = (value,) if isinstance(value, str) else value
-    return tuple(found) if is_names(found) else None
+    """A list of names, or a single name, as a tuple; None for anything else."""
+    names = (value,) if isinstance(value, str) else value
+    return tuple(names) if is_names(names) else None
 
 
 def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) -> dict[str, Any] | None:
-    """The arguments of `Rule` for a line of a section; None, and a fault, where there is no strategy."""
+    """Arguments of `Rule` for a line of a section; None, and a fault, for no strategy or an unknown option."""
     options = dict(value) if isinstance(value, Mapping) else {"strategy": value}
     layout = options.pop("input", None)
     if layout is not None:
-        options.setdefault("strategy", "replicate")  # its inner rules cut
+        options.setdefault("strategy", "replicate")  # the rules inside it shard
     if layout is not None and not (isinstance(layout, str) and layout == BATCH_SHARDED_INPUT):
         faults.append(f"{pattern}: unknown layout {shown(layout)} of the input; the only one is {BATCH_SHARDED_INPUT}")
     if "strategy" not in options or options.keys() - set(RULE_OPTIONS):
@@ -120,9 +120,9 @@ def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) ->
     strategy = as_strategy(strategy)
     if not (is_name(strategy) or isinstance(strategy, TensorParallelLayer)):
         name = getattr(strategy, "__name__", None)
-        found = f"the class {name} (an object is {name}())" if isinstance(strategy, type) else shown(strategy)
+        text = f"the class {name} (an object is {name}())" if isinstance(strategy, type) else shown(strategy)
         faults.append(
-            f"{pattern}: the strategy is {found}, neither a name nor a TensorParallelLayer or ParallelStyle object"
+            f"{pattern}: the strategy is {text}, neither a name nor a TensorParallelLayer or ParallelStyle object"
         )
         return None
     return {
@@ -138,7 +138,7 @@ def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) ->
 
 
 def is_number(value: Any) -> bool:
-    """True for an integer that torch can take for a length, and for negative ones."""
+    """True for an integer in the range of torch's lengths; it may be negative."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.maxsize
 
 
@@ -152,7 +152,7 @@ def is_parts(value: Any) -> bool:
 
 
 def attention_arguments(pattern: str, children: Any, faults: list[str]) -> dict[str, Any]:
-    """The arguments of `Attention` for a line of the section `attention`."""
+    """Arguments of `Attention` for a line of the section `attention`."""
     options = dict(children) if isinstance(children, Mapping) else {}
     flags = {name: options.pop(name, False) for name in ATTENTION_FLAGS}
     faults.extend(
@@ -179,7 +179,7 @@ def attention_arguments(pattern: str, children: Any, faults: list[str]) -> dict[
 
 
 def implied_rules(pattern: str, children: Mapping[str, tuple[str, ...]], gathered: bool) -> Iterator[dict[str, Any]]:
-    """The arguments of `Rule` for the projections of attention at `pattern`; those that a module lacks are skipped."""
+    """Arguments of `Rule` for the projections of attention at `pattern`; a module may lack some of them."""
     for role, strategy in (IMPLIED_GATHERED if gathered else IMPLIED).items():
         for child in children.get(role) or ():
             yield rule_arguments(f"{pattern}.{child}", strategy, "optional", []) or {}

@@ -11,27 +11,27 @@ from ..strategies import STRATEGIES, ReplicateParallel, TensorParallelLayer, as_
 from .pattern import Pattern
 
 UNRULED: TensorParallelLayer = ReplicateParallel()
-"""Strategy of a module that no rule covers."""
+"""Strategy of a module without a rule."""
 
 
 @dataclass(frozen=True)
 class Rule(Pattern):
-    """One line of a plan: the modules or parameters that match `pattern` are split by `strategy`."""
+    """One line of a plan: the modules or parameters that match `pattern` are sharded by `strategy`."""
 
     strategy: str | ParallelStyle
-    """A strategy's name, an object of one, or of a style of torch, which becomes a strategy."""
+    """Name of a strategy, a strategy object, or a ParallelStyle of torch, which is converted to a strategy."""
     parts: int | str | tuple[int | str, ...] | None = None
-    """Parts of a fused projection: their number, if they are equal, or the attribute of the module that counts them;
-    their lengths, or the heads that they hold."""
+    """Parts of a fused projection: the number of equal parts, the module attribute with that number, or the length or
+    role of each part."""
     unit: int | None = None
-    """Indices that stay together on a rank."""
+    """Number of consecutive indices that stay on one rank."""
     widths: tuple[str, ...] = ()
-    """Attributes of the module that are a width, and that are this rank's part of it in its forward."""
+    """Width attributes of the module; during its forward they hold the width of this rank's shard."""
     batch_sharded: bool = False
-    """True if every rank has samples of its own, which the module gathers."""
+    """True if every rank has its own samples, which the module gathers."""
     optional: bool = False
     implied: str = field(default="", compare=False)
-    """Section with an entry that implies the rule, for modules without a rule of their own."""
+    """Section of the plan with the entry that implies this rule; explicit rules take precedence."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", as_strategy(self.strategy))
@@ -42,18 +42,18 @@ class Rule(Pattern):
 
     @property
     def instance(self) -> TensorParallelLayer | None:
-        """The strategy itself; None where there is none of that name."""
+        """The strategy object; None if there is none of that name."""
         return STRATEGIES.find(self.strategy) if isinstance(self.strategy, str) else as_strategy(self.strategy)
 
 
 @dataclass(frozen=True)
 class Attention(Pattern):
-    """The modules that match `pattern` attend with heads: their projections are cut by whole heads."""
+    """Attention modules that match `pattern`: their projections are sharded by complete heads."""
 
     children: Mapping[str, tuple[str, ...]]
     """Role (one of ATTENTION_ROLES) -> names of child modules or parameters."""
     optional: bool = False
     gathered: bool = False
-    """True if projections are cut, but their outputs gathered, so that every rank computes with all heads."""
+    """True if projections are sharded and their outputs gathered, so that every rank computes with all heads."""
     blocks: Mapping[str, int] = field(default_factory=dict)
-    """Role -> blocks of heads, stored one after the other; a rank has a share of each."""
+    """Role -> number of blocks of heads, stored one after the other; each block is sharded."""

@@ -1,4 +1,4 @@
-"""Plans: all rules of an architecture, and the plans of the models in a model."""
+"""Plans: all rules of an architecture, with the plans of its inner models."""
 
 from __future__ import annotations
 
@@ -35,51 +35,51 @@ if TYPE_CHECKING:
 P = TypeVar("P", Rule, Attention, Mixer)
 
 MOST_EXTENDED = 20
-"""Plans that extend each other, one after the other."""
+"""Maximum length of a chain of plans that extend each other."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How an architecture is split: its rules, parsed and frozen."""
+    """The rules that shard an architecture, parsed and frozen."""
 
     source: str
     """Name in error messages: a file, "tp_plan", ..."""
     rules: tuple[Rule, ...]
     attention: tuple[Attention, ...] = ()
-    """Empty: attention is recognised by the names of its projections."""
+    """Attention modules; if empty, they are recognised by the names of their projections."""
     mixers: tuple[Mixer, ...] = ()
     model_types: tuple[str, ...] = ()
-    """The values of `config.model_type` that it is for; empty for any."""
+    """Values of `config.model_type` that the plan supports; empty: any."""
     sequence_parallel: bool = False
-    """True if activations between blocks are cut along the sequence."""
+    """True if activations between blocks are sharded along the sequence."""
     loss_parallel: bool = False
-    """True if logits stay cut along the vocabulary where a model is given labels."""
+    """True if logits stay sharded along the vocabulary when the model is given labels."""
     batch_sharded: bool | tuple[str, ...] | None = None
-    """The modules, named in the full model, that gather the samples of ranks which have batches of their own, beside
-    those whose rules say so; True for all attention, MLPs and experts; False for none, whatever rules say."""
+    """Full names of modules that gather the samples of all ranks, if ranks have different batches; modules with such
+    rules are added. True: all attention, MLPs and experts. False: none, in spite of rules."""
     parts: tuple[str, ...] = ()
-    """Modules, named in the full model, that are models with plans of their own."""
+    """Full names of the inner models that have plans."""
     declared: bool = field(default=False, compare=False)
-    """True for the plan that a transformers class declares, and for one of ours that completes it."""
+    """True for the plan that a transformers class declares, and for a plan of this package that extends it."""
     extends_declared: bool = field(default=False, compare=False)
-    """True until `completed` adds the rules that it extends, those that the model's class declares."""
+    """True until `completed` adds the rules that the model's class declares."""
 
     @classmethod
     def from_dict(cls, rules: Mapping[str, Any], *, source: str = "tp_plan") -> Plan:
-        """A plan from {name in the full model: strategy}. Raises PlanError on malformed rules."""
+        """Make a plan from {name in the full model: strategy}. Raises PlanError on malformed rules."""
         return cls.parse({"rules": dict(rules)}, source=source)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Plan:
-        """A plan from a YAML file. Raises PlanError where it cannot be read, is not YAML, or is malformed."""
+        """Read a plan from a YAML file. Raises PlanError if it cannot be read, is not YAML, or is malformed."""
         path = Path(path)
         return cls.parse(read_plan_file(path), source=str(path))
 
     @classmethod
     def parse(cls, data: Any, *, source: str, extending: tuple[Path, ...] = ()) -> Plan:
-        """A plan from data in the form of the YAML files. Raises PlanError with every fault of the form.
+        """Make a plan from data in the form of the YAML files. Raises PlanError with all faults of the data.
 
-        `extending` are the files with `extends:` that led here.
+        `extending`: the chain of files with `extends:` that led here.
         """
         faults = check_sections(data, source)
         base = cls(source, ())
@@ -92,19 +92,21 @@ class Plan:
         rules: dict[tuple[bool, str], Rule | None] = {(rule.in_base_model, rule.pattern): rule for rule in base.rules}
         for section in ("base_model", "optional", "heads", "rules"):
             for pattern, value in entries(data, section, faults):
-                # A rule of null takes the extended plan's rule away.
-                found = None if value is None else rule_arguments(pattern, value, section, faults)
-                rules[section in IN_BASE_MODEL, pattern] = None if found is None else Rule(**found)
+                # null removes the extended plan's rule.
+                arguments = None if value is None else rule_arguments(pattern, value, section, faults)
+                rules[section in IN_BASE_MODEL, pattern] = None if arguments is None else Rule(**arguments)
         attention: dict[str, Attention | None] = {entry.pattern: entry for entry in base.attention}
-        for pattern, said in entries(data, "attention", faults):
+        for pattern, entry_data in entries(data, "attention", faults):
             attention[pattern] = entry = (
-                None if said is None else Attention(**attention_arguments(pattern, said, faults))
+                None if entry_data is None else Attention(**attention_arguments(pattern, entry_data, faults))
             )
             implied = () if entry is None else implied_rules(pattern, entry.children, entry.gathered)
             _imply(rules, "attention", pattern, implied)
         mixers: dict[str, Mixer | None] = {mixer.pattern: mixer for mixer in base.mixers}
-        for pattern, said in entries(data, "mixers", faults):
-            mixers[pattern] = mixer = None if said is None else Mixer(**mixer_arguments(pattern, said, faults))
+        for pattern, entry_data in entries(data, "mixers", faults):
+            mixers[pattern] = mixer = (
+                None if entry_data is None else Mixer(**mixer_arguments(pattern, entry_data, faults))
+            )
             _imply(rules, "mixers", pattern, () if mixer is None else mixer_rules(pattern, mixer.children))
         options = {option: data.get(option, getattr(base, option)) for option in OPTIONS}
         faults.extend(
@@ -134,27 +136,31 @@ class Plan:
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, path: Path | None = None) -> Plan | None:
-        """The plan for `model.config.model_type`: ours from `model_plans/`, else that of its transformers class.
+        """The plan for `model.config.model_type` from `model_plans/`, or else the one that its class declares.
 
-        With `path`, it is the plan of that file. Models inside it (a language model, a vision tower) are cut by our
-        plans for their own types. None where there is no rule at all.
+        With `path`, the plan of that file. Inner models (a language model, a vision tower) are sharded by the plans for
+        their own types. None if there are no rules.
         """
         path = path or available_plans().get(model.config.model_type)
-        whole = cls("", (), declared=True, extends_declared=True) if path is None else cls.from_yaml(path)
-        plan = whole.completed(model)._with_parts(model, whole.rules)
+        base = cls("", (), declared=True, extends_declared=True) if path is None else cls.from_yaml(path)
+        plan = base.completed(model)._with_inner_models(model, base.rules)
         return plan if plan.rules else None
 
     def completed(self, model: PreTrainedModel) -> Plan:
-        """This plan with all of its rules: those that the class of `model` declares, if it extends them, and those that
-        its attention implies, for modules that have none of their own."""
+        """Add the rules that the class of `model` declares, if the plan extends them, and the rules that attention and
+        mixers imply, for modules without explicit rules."""
         if not (self.extends_declared or any(rule.implied for rule in self.rules)):
             return self
         prefix, source = base_prefix(model), self.source
         rules = [rule for rule in self.rules if not rule.implied]
         if self.extends_declared:
             declared: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
-            own = {rule.full(prefix) for rule in self.rules}
-            rules += [Rule(name, strategy=each, optional=True) for name, each in declared.items() if name not in own]
+            explicit = {rule.full(prefix) for rule in self.rules}
+            rules += [
+                Rule(name, strategy=strategy, optional=True)
+                for name, strategy in declared.items()
+                if name not in explicit
+            ]
             source = f"the plan that {type(model).__name__} declares"
             source = f"plan {self.source}, with {source}" if self.source else source
         names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
@@ -168,54 +174,57 @@ class Plan:
                 rules += [replace(rule, pattern=name, in_base_model=False, implied="") for name in free]
         return replace(self, source=source, rules=tuple(rules), extends_declared=False)
 
-    def _with_parts(self, model: PreTrainedModel, own: Sequence[Rule]) -> Plan:
-        """This plan with our plans for the parts of `model`, at the names that they have in it.
+    def _with_inner_models(self, model: PreTrainedModel, explicit: Sequence[Rule]) -> Plan:
+        """Add the plans for the inner models of `model`, with full names.
 
-        A part with rules in this plan keeps those, unless it completes a declared plan: then its `own` rules come
-        before those of the parts. The plan of the language model cuts the output embedding, too.
+        An inner model with rules in this plan keeps only those, unless this plan is declared: then the explicit rules
+        `explicit` take precedence over rules for the same names. The plan of the language model also shards the output
+        embedding.
 
             llava ─┬─ vision_tower    clip_vision_model ── clip_vision_model.yaml, at model.vision_tower
                    └─ language_model  llama             ── llama.yaml, at model.language_model, and its lm_head
         """
-        prefix, parts = base_prefix(model), list[str]()
+        prefix, inner_names = base_prefix(model), list[str]()
         ruled = [rule.full(prefix) for rule in self.rules if not self.declared]
         rules, attention, mixers = list[Rule](), list[Attention](), list[Mixer]()
-        for name, part in inner_models(model):
-            is_ruled = any(is_inside(name, other) for other in parts) or any(is_inside(rule, name) for rule in ruled)
-            kind = part.config.model_type
+        for name, inner_model in inner_models(model):
+            is_ruled = any(is_inside(name, outer) for outer in inner_names) or any(
+                is_inside(rule, name) for rule in ruled
+            )
+            kind = inner_model.config.model_type
             is_planned = isinstance(kind, str) and kind in available_plans()
-            plan = Plan.for_model(part) if is_planned and not is_ruled else None
+            plan = Plan.for_model(inner_model) if is_planned and not is_ruled else None
             if plan is None:
                 continue
-            parts += [name, *(f"{name}.{inner}" for inner in plan.parts)]
-            rules += [_at(name, rule, part) for rule in plan.rules]
-            attention += [_at(name, entry, part) for entry in plan.attention]
-            mixers += [_at(name, entry, part) for entry in plan.mixers]
-            if part.config is model.config.get_text_config():
+            inner_names += [name, *(f"{name}.{inner}" for inner in plan.parts)]
+            rules += [_nested(name, rule, inner_model) for rule in plan.rules]
+            attention += [_nested(name, entry, inner_model) for entry in plan.attention]
+            mixers += [_nested(name, entry, inner_model) for entry in plan.mixers]
+            if inner_model.config is model.config.get_text_config():
                 rules += [replace(rule, optional=True) for rule in plan.rules if not rule.in_base_model]
-        if not parts:
+        if not inner_names:
             return self
-        written = {rule.full(prefix) for rule in own if self.declared}
+        written = {rule.full(prefix) for rule in explicit if self.declared}
         rules = [rule for rule in rules if rule.pattern not in written]
         added = {rule.pattern for rule in rules}
-        whole = replace(self, parts=tuple(parts))
-        others = (
-            rule for rule in self.rules if rule.full(prefix) in written or not whole.part_around(rule.full(prefix))
+        combined = replace(self, parts=tuple(inner_names))
+        remaining = (
+            rule for rule in self.rules if rule.full(prefix) in written or not combined.part_around(rule.full(prefix))
         )
         return replace(
-            whole,
-            source=f"{self.source}, with ours for {', '.join(parts)}" if self.declared else self.source,
-            rules=(*(rule for rule in others if rule.pattern not in added), *rules),
+            combined,
+            source=f"{self.source}, with ours for {', '.join(inner_names)}" if self.declared else self.source,
+            rules=(*(rule for rule in remaining if rule.pattern not in added), *rules),
             attention=(*self.attention, *attention),
             mixers=(*self.mixers, *mixers),
         )
 
     def part_around(self, name: str) -> str:
-        """The part that a module, parameter or pattern of that name belongs to; "" for what is in none."""
-        return max((part for part in self.parts if is_inside(name, part)), key=len, default="")
+        """The inner model around a module, parameter or pattern of that name; "" if there is none."""
+        return max((inner for inner in self.parts if is_inside(name, inner)), key=len, default="")
 
     def names_attention(self, name: str, prefix: str) -> bool:
-        """True if the plan for the part, or the model, around the module `name` names its attention."""
+        """True if the plan of the inner model (else the full model) around the module `name` has attention entries."""
         return any(self.part_around(entry.full(prefix)) == self.part_around(name) for entry in self.attention)
 
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:
@@ -223,31 +232,31 @@ class Plan:
         return {rule.full(base_model_prefix): rule.strategy_name for rule in self.rules}
 
 
-def _at(name: str, entry: P, part: PreTrainedModel) -> P:
-    """An entry of a part's plan, as one of the model around the part `name`, where modules of it may be missing."""
-    return replace(entry, pattern=f"{name}.{entry.full(base_prefix(part))}", in_base_model=False, optional=True)
+def _nested(name: str, entry: P, inner_model: PreTrainedModel) -> P:
+    """Turn an entry of the plan for `inner_model`, at `name`, into an optional entry for the full model."""
+    return replace(entry, pattern=f"{name}.{entry.full(base_prefix(inner_model))}", in_base_model=False, optional=True)
 
 
 def _imply(
-    rules: dict[tuple[bool, str], Rule | None], section: str, pattern: str, found: Iterable[Mapping[str, Any]]
+    rules: dict[tuple[bool, str], Rule | None], section: str, pattern: str, implied: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Add rules that an entry at `pattern` implies, in place of those that the extended plan's entry did."""
+    """Add the rules that an entry at `pattern` implies; they replace those of the extended plan's entry."""
     for key in [key for key, rule in rules.items() if rule and rule.implied == section and is_inside(key[1], pattern)]:
         del rules[key]
-    for each in found:
-        rules.setdefault((True, each["pattern"]), Rule(**each, implied=section))
+    for arguments in implied:
+        rules.setdefault((True, arguments["pattern"]), Rule(**arguments, implied=section))
 
 
 def _extended(name: str, source: str, extending: tuple[Path, ...]) -> Plan:
-    """The plan that `extends: name` starts from: a file beside the plan, or a model type with a plan."""
-    own = Path(source).resolve()
-    path: Path | None = own.parent / (name if name.endswith(".yaml") else f"{name}.yaml")
-    if not os.path.isfile(str(path)):  # False, too, for names that no file can have
+    """Load the plan of `extends: name`: a file in the same folder, or the plan for a model type."""
+    own_path = Path(source).resolve()
+    path: Path | None = own_path.parent / (name if name.endswith(".yaml") else f"{name}.yaml")
+    if not os.path.isfile(str(path)):  # also False for invalid file names
         path = available_plans().get(name)
     subject = f"plan {shorten(source, 200)}"
     if path is None:
         raise PlanError(f"{subject} extends {shown(name)}, which is no plan{nearest(name, available_plans())}")
-    chain = (*extending, own)
+    chain = (*extending, own_path)
     if path.resolve() in chain:
         steps = shorten(" -> ".join(step.name for step in (*chain, path)), 200)
         raise PlanError(f"{subject} extends itself: {steps}")

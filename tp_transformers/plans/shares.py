@@ -1,4 +1,4 @@
-"""Shares: the fractions of a model that each rank and all ranks hold; refuses a plan that leaves most of it whole."""
+"""Fractions of a model on each rank and on all ranks; a check that rejects plans that replicate most of a model."""
 
 from __future__ import annotations
 
@@ -19,67 +19,67 @@ if TYPE_CHECKING:
 
 
 MOST_REPLICATED = 0.75
-"""Part of a model, by bytes, that a declared plan may leave on every rank: a vision tower, say, but not all layers."""
+"""Maximum fraction of a model's bytes that a declared plan may replicate: a vision tower, say, but not all layers."""
 
 
 def check_layers_are_cut(
     model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int, *, allow_replicated: bool = False
 ) -> str | None:
-    """A warning if a declared plan leaves layers on every rank, with their part of the model; None for other plans.
+    """A warning if a declared plan replicates layers, with the replicated fraction of the model; None for other plans.
 
-    Raises PlanError where more than MOST_REPLICATED of the model would be on every rank, unless `allow_replicated`.
+    Raises PlanError if more than MOST_REPLICATED of the model would be replicated, unless `allow_replicated`.
     """
-    whole = _whole_layers(model, resolution.layouts) if plan.declared and size > 1 else {}
-    if not whole:
+    stacks = _replicated_layers(model, resolution.layouts) if plan.declared and size > 1 else {}
+    if not stacks:
         return None
     replicated = replicated_share(model, resolution.layouts)
     share = f"{largest_share(model, resolution.layouts, size):.0%} of the model"
     if replicated > MOST_REPLICATED and not allow_replicated:
         raise PlanError(
             plan.source,
-            got=f"no rule that cuts a matrix of {', '.join(whole)}, so that each of {size} ranks would hold {share}",
+            got=f"no rule that cuts a matrix of {', '.join(stacks)}, so that each of {size} ranks would hold {share}",
             expected=f"a plan that leaves at most {MOST_REPLICATED:.0%} on every rank",
             fix="Pass allow_replicated=True (--allow-replicated) to load it so, or a plan of your own: "
             "`tp-transformers suggest` writes one.",
         )
-    counts = ", ".join(f"{uncut} of {layers} {stack}" for stack, (uncut, layers) in whole.items())
+    counts = ", ".join(f"{uncut} of {layers} {stack}" for stack, (uncut, layers) in stacks.items())
     return (
         f"{plan.source} leaves {counts} whole: {replicated:.0%} of the model is on every rank, and the largest of "
         f"{size} ranks holds {share}"
     )
 
 
-def _whole_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> dict[str, tuple[int, int]]:
-    """Stacks of layers that every rank would hold some of in full: {folded name: (such layers, all layers)}."""
-    is_whole: dict[str, bool] = {}
+def _replicated_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> dict[str, tuple[int, int]]:
+    """Stacks with layers that have no sharded matrix: {folded name: (such layers, all layers)}."""
+    is_replicated: dict[str, bool] = {}
     for name, param in model.named_parameters():
         layer = layer_around(model, name)
         if layer is not None and param.ndim > 1:
-            is_whole[layer] = is_whole.get(layer, True) and layouts.get(name) is None
+            is_replicated[layer] = is_replicated.get(layer, True) and layouts.get(name) is None
     stacks: dict[str, list[bool]] = {}
-    for layer, whole in is_whole.items():
-        stacks.setdefault(fold_layers(layer), []).append(whole)
-    return {stack: (sum(whole), len(whole)) for stack, whole in sorted(stacks.items()) if any(whole)}
+    for layer, replicated in is_replicated.items():
+        stacks.setdefault(fold_layers(layer), []).append(replicated)
+    return {stack: (sum(flags), len(flags)) for stack, flags in sorted(stacks.items()) if any(flags)}
 
 
 def largest_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> float:
-    """The bytes of the largest rank's shard, as a fraction of the whole model."""
+    """Bytes on the rank that holds most, as a fraction of the full model."""
     return max(shares(model, layouts, size))
 
 
 def shares(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> list[float]:
-    """The bytes of every rank's shard, as fractions of the whole model; a tied parameter counts once."""
-    total, held = 0, torch.zeros(size, dtype=torch.float64)
+    """Bytes on every rank, as fractions of the full model; a tied parameter counts once."""
+    total, rank_bytes = 0, torch.zeros(size, dtype=torch.float64)
     for name, param in model.named_parameters():
         total += param.nbytes
         layout = layouts.get(name)
         widths = (1,) * size if layout is None else layout.split.widths
-        held += torch.tensor(widths) * (param.nbytes / (1 if layout is None else param.shape[layout.dim]))
-    return (held / total).tolist() if total else [1.0] * size
+        rank_bytes += torch.tensor(widths) * (param.nbytes / (1 if layout is None else param.shape[layout.dim]))
+    return (rank_bytes / total).tolist() if total else [1.0] * size
 
 
 def replicated_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None]) -> float:
-    """The bytes of the parameters that every rank holds whole, as a fraction of the model."""
+    """Bytes of replicated parameters, as a fraction of the full model."""
     nbytes = {name: param.nbytes for name, param in model.named_parameters()}
-    whole = sum(count for name, count in nbytes.items() if layouts.get(name) is None)
-    return float(whole / max(1, sum(nbytes.values())))
+    replicated = sum(count for name, count in nbytes.items() if layouts.get(name) is None)
+    return float(replicated / max(1, sum(nbytes.values())))

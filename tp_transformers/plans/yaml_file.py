@@ -1,4 +1,4 @@
-"""The YAML file of a plan, read with bounds on its size, depth and aliases. Trusts nothing that it reads."""
+"""Reader of a plan's YAML file, with bounds on size, depth and aliases. The file is untrusted input."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import yaml
 from ..errors import PlanError, shorten, shown
 
 MAX_BYTES = 1 << 20
-"""Size of the largest file; the plans that ship with the package have 5 kB at most."""
+"""Maximum size of a file; the plans that ship with the package have 5 kB at most."""
 MAX_NODES = 100_000
-"""Values, names and collections of a file, an alias counted as all that it stands for."""
+"""Maximum number of values, names and collections in a file; an alias counts as the nodes that it expands to."""
 MAX_DEPTH = 16
-"""Collections inside each other; a plan needs five. libyaml ends the process at some 20,000."""
+"""Maximum nesting of collections; a plan needs 5. libyaml crashes the process at about 20,000."""
 MAX_SCALAR = 1000
-"""Characters of a name or value. Numbers such as 1:2:3, to the base 60, take PyYAML quadratic time."""
+"""Maximum characters of a name or value. PyYAML takes quadratic time for base-60 numbers such as 1:2:3."""
 
 
 def read_plan_file(path: Path) -> Any:
-    """The data of a plan's YAML file. Raises PlanError where it cannot be read, or is not YAML within the bounds."""
+    """Read the data of a plan's YAML file. Raises PlanError if it cannot be read, or is not YAML within the bounds."""
     try:
         text = _read(path)
         _check_bounds(text)
@@ -30,14 +30,13 @@ def read_plan_file(path: Path) -> Any:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-        told = shorten(" ".join(str(problem or error).split()), 200)
+        reason = shorten(" ".join(str(problem or error).split()), 200)
         fix = "Correct it there; model_plans/README.md describes the format." if where else "Write it anew, as UTF-8."
-        raise PlanError(f"plan {shorten(str(path), 200)} is not YAML for a plan: {where}{told}. {fix}") from None
+        raise PlanError(f"plan {shorten(str(path), 200)} is not YAML for a plan: {where}{reason}. {fix}") from None
 
 
 def model_types_of(path: Path) -> tuple[str, ...]:
-    """The model types that one of the package's own plans is for. They are its first entry, and nothing else is parsed:
-    all files whole take 30 ms."""
+    """Read the model types of a plan of this package. Parses only its first entry: parsing all files takes 30 ms."""
     names, is_list = [], False
     for event in yaml.parse(path.read_text(encoding="utf-8"), Loader=_SafeLoader):
         is_list = is_list or isinstance(event, yaml.SequenceStartEvent)
@@ -49,7 +48,7 @@ def model_types_of(path: Path) -> tuple[str, ...]:
 
 
 def _read(path: Path) -> str:
-    """The text of a regular file of at most MAX_BYTES. Raises PlanError on any other, without reading from it."""
+    """Read the text of a regular file of at most MAX_BYTES. Raises PlanError for other files; pipes are not opened."""
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -69,19 +68,19 @@ def _unreadable(path: Path, got: str) -> PlanError:
 
 
 def _check_bounds(text: str) -> None:
-    """Raise YAMLError at the first value that exceeds a bound. Builds nothing, and takes linear time."""
+    """Raise YAMLError at the first value that exceeds a bound. Constructs no objects; takes linear time."""
     nodes = 0
-    sizes: dict[str, int] = {}  # nodes of what an anchor names; "" is no anchor
-    opened: list[tuple[str, int]] = []  # each with the nodes before it
+    sizes: dict[str, int] = {}  # anchor -> its number of nodes; "" is no anchor
+    opened: list[tuple[str, int]] = []  # (anchor, number of nodes before it)
     for event in yaml.parse(text, Loader=_SafeLoader):
         anchor: str = getattr(event, "anchor", None) or ""
         if isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = opened.pop()
-            sizes[anchor] = nodes - before
+            anchor, nodes_before = opened.pop()
+            sizes[anchor] = nodes - nodes_before
         elif isinstance(event, yaml.AliasEvent):
             if any(anchor == name for name, _ in opened):
-                raise _beyond(event, f"*{shorten(anchor, 50)} stands inside what it means")
-            nodes += sizes.get(anchor, 0)  # without an anchor, the loader says so
+                raise _beyond(event, f"*{shorten(anchor, 50)} is inside the value that it names")
+            nodes += sizes.get(anchor, 0)  # an alias without an anchor is rejected by the loader
         elif isinstance(event, yaml.CollectionStartEvent):
             opened.append((anchor, nodes))
             nodes += 1
@@ -104,9 +103,9 @@ _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times fa
 
 
 class _PlanLoader(_SafeLoader):
-    """A loader that refuses two rules of one name; YAML would silently keep the last.
+    """Loader that rejects duplicate keys; YAML would silently keep the last.
 
-    It raises YAMLError for all that cannot be built.
+    Raises YAMLError for every value that cannot be constructed.
     """
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -114,22 +113,22 @@ class _PlanLoader(_SafeLoader):
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception:  # PyYAML's constructors raise anything for text that is not of its tag, as in `!!int x`
+        except Exception:  # PyYAML's constructors raise any error for text that does not fit its tag, as in `!!int x`
             kind, value = node.tag.rpartition(":")[2], node.value
-            told = shown(value) if isinstance(value, str) else "a collection"
+            content = shown(value) if isinstance(value, str) else "a collection"
             raise yaml.constructor.ConstructorError(
-                None, None, f"{told} cannot be read as {shorten(kind, 50)}", node.start_mark
+                None, None, f"{content} cannot be read as {shorten(kind, 50)}", node.start_mark
             ) from None
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
         if isinstance(node, yaml.MappingNode):
-            seen = set()
+            keys = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                     name = self.construct_object(key, deep=True)
-                    if name in seen:
+                    if name in keys:
                         raise yaml.constructor.ConstructorError(
                             None, None, f"{shown(name)} stands there twice", key.start_mark
                         )
-                    seen.add(name)
+                    keys.add(name)
         return dict(super().construct_mapping(node, deep))

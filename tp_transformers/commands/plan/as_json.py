@@ -1,4 +1,4 @@
-"""Each rank's share of a model as JSON."""
+"""Report of `plan` as JSON."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from .report import dtype_name
 
 
 def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> dict[str, Any]:
-    """All there is to know; `version` changes where a key changes its meaning, or goes."""
-    found, stock = planned.survey, planned.survey.stock
+    """The complete report; `version` changes when a key is removed or changes its meaning."""
+    survey, stock = planned.survey, planned.survey.stock
     return {
         "version": 1,
-        "model": found.name,
-        "class": type(found.model).__name__,
-        "model_type": found.model.config.model_type,
-        "dtype": dtype_name(found.model.dtype),
-        "plan": found.plan.source,
+        "model": survey.name,
+        "class": type(survey.model).__name__,
+        "model_type": survey.model.config.model_type,
+        "dtype": dtype_name(survey.model.dtype),
+        "plan": survey.plan.source,
         "tp_size": planned.size,
         "checkpoint": stock
         and {
@@ -33,8 +33,8 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
         "attention": [
             {
                 "name": heads.name,
-                "query_heads": heads.whole[0],
-                "kv_heads": heads.whole[1],
+                "query_heads": heads.unsharded[0],
+                "kv_heads": heads.unsharded[1],
                 "local_query_heads": [query for query, _ in heads.ranks],
                 "local_kv_heads": [kv for _, kv in heads.ranks],
             }
@@ -43,7 +43,7 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
         "kv_cache": {
             "batch": planned.batch,
             "context": planned.context,
-            "dtype": dtype_name(found.model.dtype),
+            "dtype": dtype_name(survey.model.dtype),
             "layers": [
                 {"attention": cached.name, "tokens": cached.tokens, "bytes": cached.nbytes} for cached in planned.cached
             ],

@@ -1,4 +1,4 @@
-"""`tp-transformers plan MODEL --tp-size N`: each rank's share of a model, from config and headers alone."""
+"""`tp-transformers plan MODEL --tp-size N`: each rank's shard of a model, from config and headers alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SUMMARY = "say what every rank would hold of a model, and whether it fits, from 
 EXAMPLE = "tp-transformers plan meta-llama/Llama-3.1-70B --tp-size 8 --batch 8 --context 8192 --gpu-memory 24GB"
 
 CONTEXT = 4096
-"""Default length of a sequence in tokens, if the model takes as many."""
+"""Default length of a sequence in tokens, limited by the model."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 """Short names of dtypes."""
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 LEAST = 1000
-"""Bytes of a rank's memory; who asks for fewer has left out the unit."""
+"""Minimum bytes of a rank's memory; for fewer, the unit is probably missing."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the shares; returns 1 if the largest does not fit into the memory, else 0."""
+    """Print the report; returns 1 if the largest rank does not fit into the memory, else 0."""
     from .as_json import as_json
     from .dry_load import survey
     from .memory import plan_memory, smallest_size
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check("--batch", arguments.batch, 1)
     _check("--context", arguments.context or 0, 0)
     memory = _bytes(arguments.gpu_memory) if arguments.gpu_memory is not None else None
-    found = survey(
+    surveyed = survey(
         arguments.model,
         tp_plan=arguments.plan,
         dtype=_dtype(arguments.dtype),
@@ -57,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
         packed=arguments.packed,
         trust_remote_code=arguments.trust_remote_code,
     )
-    longest = getattr(found.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or CONTEXT
+    longest = getattr(surveyed.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or CONTEXT
     context = min(CONTEXT, longest) if arguments.context is None else arguments.context
     allowed = arguments.allow_replicated
-    planned = plan_memory(found, arguments.tp_size, batch=arguments.batch, context=context, allow_replicated=allowed)
+    planned = plan_memory(surveyed, arguments.tp_size, batch=arguments.batch, context=context, allow_replicated=allowed)
     smallest = smallest_size(planned, memory) if memory is not None else None
     if arguments.png is not None:
         draw(planned, arguments.png)
@@ -75,7 +75,7 @@ def _check(argument: str, value: int, least: int) -> None:
 
 
 def _dtype(text: str) -> Any:
-    """The dtype that `text` names; "auto" stays. Raises UsageError on anything but a floating-point dtype."""
+    """Parse a dtype; "auto" is returned as it is. Raises UsageError unless it is a floating-point dtype."""
     import torch
 
     dtype = getattr(torch, DTYPES.get(text, text), None)
@@ -87,9 +87,9 @@ def _dtype(text: str) -> Any:
 
 
 def _bytes(text: str) -> int:
-    """The number of bytes that `text` says. Raises UsageError where it says none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    count = 0 if found is None or found[2] not in UNITS else int(float(found[1]) * UNITS[found[2]])
+    """Parse a number of bytes. Raises UsageError if `text` is not one."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    count = 0 if match is None or match[2] not in UNITS else int(float(match[1]) * UNITS[match[2]])
     if count < LEAST:
         fix = "Say it as 24GB (10^9 bytes) or 24GiB (2^30)."
         raise UsageError(describe("--gpu-memory", got=repr(text), expected="a number of bytes with its unit", fix=fix))

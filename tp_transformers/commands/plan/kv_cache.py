@@ -1,7 +1,7 @@
-"""Memory of the KV cache, a head: transformers' own cache, filled on the meta device.
+"""Memory of the KV cache per head: transformers' cache, filled on the meta device.
 
-The cache of transformers decides the tokens that a layer keeps: all, a window, or none if another layer's are used.
-Here it is filled with tensors of one head and without data, and measured.
+The cache of transformers decides which tokens a layer keeps: all, a window, or none if it uses another layer's. Here
+it is filled with tensors of one head on the meta device, and measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Cached:
 
     name: str
     tokens: int
-    """Cached tokens of each sequence."""
+    """Cached tokens per sequence."""
     nbytes: tuple[int, ...]
     """Bytes on every rank."""
 
@@ -37,12 +37,12 @@ def cached_attention(
     context: int,
     encoder_context: int | None = None,
 ) -> Iterator[Cached]:
-    """The KV cache of `model` for a batch of `context` tokens; the last one was generated.
+    """Measure the KV cache of `model` for sequences of `context` tokens, with the last token generated.
 
     Args:
-        attention: attention module -> how its heads are cut; others are replicated.
+        attention: attention module -> splits of its heads; other modules are replicated.
         batch: number of sequences.
-        context: tokens of each; 0 for no cache.
+        context: tokens per sequence; 0 for no cache.
         encoder_context: tokens of the encoder, for cross-attention; None for `context`.
     """
     if not context:
@@ -55,7 +55,7 @@ def cached_attention(
         index = getattr(module, "layer_idx", None)
         if not is_attention(module) or not isinstance(index, int) or is_around_attention(module):
             continue
-        # A module without a layer of the cache uses an earlier one's, or keeps no keys and values.
+        # A module without its own cache layer uses an earlier one, or keeps no keys and values.
         if index >= len(layers) or not isinstance(layers[index], DynamicLayer):
             continue
         if is_cross_attention(name):
@@ -67,7 +67,7 @@ def cached_attention(
         for step in filter(None, steps):
             layer.update(*(torch.empty(batch, 1, step, width, dtype=model.dtype, device="meta") for width in widths))
         head_bytes = sum(tensor.untyped_storage().nbytes() for tensor in (layer.keys, layer.values))
-        cuts = (attention[name].kv, attention[name].query) if name in attention else ()
-        held = next((cut.widths for cut in cuts if cut.length == heads), (heads,) * size)
+        splits = (attention[name].kv, attention[name].query) if name in attention else ()
+        heads_per_rank = next((split.widths for split in splits if split.length == heads), (heads,) * size)
         tokens = head_bytes // (batch * sum(widths) * model.dtype.itemsize)
-        yield Cached(name, tokens, tuple(width * head_bytes for width in held))
+        yield Cached(name, tokens, tuple(width * head_bytes for width in heads_per_rank))

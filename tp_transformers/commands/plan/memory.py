@@ -1,6 +1,6 @@
-"""Each rank's memory, and the least number of ranks with enough memory: arithmetic, on any machine.
+"""Memory of each rank, and the smallest number of ranks that fits, computed on the meta device.
 
-Layouts are those of `resolve` for the model on the meta device; shapes and bytes follow from them.
+Shapes and bytes follow from the layouts that `resolve` returns for the model.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter, and its shards."""
+    """A parameter and its shards."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     """Dtype on the ranks."""
     layout: Layout | None
-    """Layout of the shards; None if every rank holds all of it."""
+    """Layout of the shards; None if it is replicated."""
     strategy: str | None
-    """Name of its strategy in the plan; None if no rule covers it."""
+    """Name of its strategy in the plan; None if it has no rule."""
     whole_because: str | None
-    """Reason why every rank holds all of it; None if it is sharded."""
+    """Reason why it is replicated; None if it is sharded."""
     tied: tuple[str, ...] = ()
     heads: int | None = None
-    """Heads along the dim that is sharded by whole heads, all parts together; None without such a dim."""
+    """Number of heads along the dim that is sharded by complete heads, over all parts; None without such a dim."""
     packed: tuple[int, ...] | None = None
-    """Bytes of the unsharded parameter and of each rank's shard, where they stay packed."""
+    """Bytes of the unsharded parameter and of each rank's shard, if it stays packed."""
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +58,7 @@ class Parameter:
         return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
 
     def local_bytes(self, size: int) -> list[int]:
-        """Bytes of the shard of each of `size` ranks."""
+        """Bytes of each rank's shard."""
         if self.packed is not None:
             return list(self.packed[1:])
         if self.layout is None:
@@ -69,31 +69,31 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one attention module, (query, KV): in the unsharded model and on every rank."""
+    """Head counts (query, KV) of one attention module, unsharded and on every rank."""
 
     name: str
-    whole: tuple[int, int]
+    unsharded: tuple[int, int]
     ranks: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Each rank's parameters, buffers and caches."""
+    """Memory of each rank: parameters, buffers and caches."""
 
     survey: Survey
     size: int
     batch: int
     context: int
     parameters: tuple[Parameter, ...]
-    """In the model's order; tied ones once."""
+    """In the model's order; tied parameters once."""
     heads: tuple[Heads, ...]
     buffer_bytes: int
     """Bytes of buffers, which are replicated."""
     cached: tuple[Cached, ...]
     states: tuple[States, ...]
-    """Those of mixers."""
+    """States of mixers."""
     notes: tuple[str, ...]
-    """Warnings of a load."""
+    """Warnings that a load would log."""
     allow_replicated: bool = False
     """As in `from_pretrained`."""
 
@@ -123,9 +123,9 @@ def plan_memory(
     encoder_context: int | None = None,
     allow_replicated: bool = False,
 ) -> MemoryPlan:
-    """The memory of each of `size` ranks; `batch`, `context`, `encoder_context`: see `cached_attention`.
+    """Compute the memory of each of `size` ranks; `batch`, `context`, `encoder_context`: see `cached_attention`.
 
-    Raises PlanError if a load would: the plan does not fit, or leaves most of the model on every rank.
+    Raises PlanError if a load would: the plan does not fit, or replicates most of the model.
     """
     model, dtypes = survey.model, survey.dtypes
     resolution = resolve(survey.plan, model, size)
@@ -140,7 +140,7 @@ def plan_memory(
         context,
         tuple(_parameters(survey, resolution, size)),
         tuple(_heads(survey, resolution, size)),
-        sum(each.numel() * dtypes.get(name, each.dtype).itemsize for name, each in model.named_buffers()),
+        sum(buffer.numel() * dtypes.get(name, buffer.dtype).itemsize for name, buffer in model.named_buffers()),
         tuple(cached),
         tuple(mixer_states(model, resolution.mixers, size, batch=batch)) if context else (),
         tuple(note for note in (*resolution.notes, warning) if note is not None),
@@ -149,21 +149,21 @@ def plan_memory(
 
 
 def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
-    """The least number of ranks that hold at most `memory` bytes each; None if MOST_RANKS are too few.
+    """Find the smallest number of ranks that hold at most `memory` bytes each; None if MOST_RANKS are too few.
 
     Args:
-        planned: the same for any number of ranks.
+        planned: the plan for any number of ranks.
         memory: bytes of a rank.
     """
     room = memory - planned.buffer_bytes
     if room <= 0:
         return None
-    whole = sum(parameter.nbytes for parameter in planned.parameters)
+    total = sum(parameter.nbytes for parameter in planned.parameters)
     batch, context, allowed = planned.batch, planned.context, planned.allow_replicated
-    for size in range(max(1, -(-whole // room)), MOST_RANKS + 1):  # fewer ranks have no room for the parameters
+    for size in range(max(1, -(-total // room)), MOST_RANKS + 1):  # fewer ranks cannot hold the parameters
         try:
             tried = plan_memory(planned.survey, size, batch=batch, context=context, allow_replicated=allowed)
-        except PlanError:  # some plans are for some numbers of ranks only
+        except PlanError:  # some plans fit only some numbers of ranks
             continue
         if max(tried.total_bytes) <= memory:
             return size
@@ -171,7 +171,7 @@ def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
 
 
 def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[Parameter]:
-    """Every parameter of the model once, with its layout."""
+    """Yield every parameter of the model once, with its layout."""
     named = dict(survey.model.named_parameters(remove_duplicate=False))
     ties = tied_parameters(survey.model)
     homes = {param: name for name, param in reversed(named.items())}
@@ -180,9 +180,9 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
         home = ties[name] if ties.get(name) in named else homes[param]
         if home != name:
             tied.setdefault(home, []).append(name)
-    others = {name for names in tied.values() for name in names}
+    aliases = {name for names in tied.values() for name in names}
     for name, param in named.items():
-        if name in others:
+        if name in aliases:
             continue
         layout = resolution.layouts.get(name)
         names = (name, *tied.get(name, ()))
@@ -201,22 +201,22 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
 
 
 def _packed(expression: LazyTensor, layout: Layout | None, size: int) -> tuple[int, ...]:
-    """Bytes of a packed parameter and of its shards."""
+    """Bytes of a packed parameter and of each rank's shard."""
     shards = [expression, *(take(expression, layout, rank) for rank in range(size))]
-    found = (pack(shard, shard.dtype, torch.device("meta")) for shard in shards)
-    return tuple(each[0].nbytes if each is not None else 0 for each in found)
+    results = (pack(shard, shard.dtype, torch.device("meta")) for shard in shards)
+    return tuple(result[0].nbytes if result is not None else 0 for result in results)
 
 
 def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]:
-    """The heads of every attention that the plan describes."""
-    for name, whole in resolve(survey.plan, survey.model, 1).attention.items():
-        cut, counts = resolution.attention.get(name), (whole.query.length, whole.kv.length)
-        ranks = tuple(zip(cut.query.widths, cut.kv.widths, strict=True)) if cut is not None else (counts,) * size
+    """Yield the heads of every attention module that the plan describes."""
+    for name, unsharded in resolve(survey.plan, survey.model, 1).attention.items():
+        local, counts = resolution.attention.get(name), (unsharded.query.length, unsharded.kv.length)
+        ranks = tuple(zip(local.query.widths, local.kv.widths, strict=True)) if local is not None else (counts,) * size
         yield Heads(name, counts, ranks)
 
 
 def _whole_because(name: str, resolution: Resolution, size: int) -> str:
-    """The reason why every rank holds all of a parameter."""
+    """The reason why a parameter is replicated."""
     strategy, rule = resolution.param_strategies.get(name), resolution.rule_names.get(name)
     if size == 1:
         return "there is one rank"
@@ -230,5 +230,5 @@ def _whole_because(name: str, resolution: Resolution, size: int) -> str:
 
 
 def _sum(size: int, rows: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    """The sum of each of `size` columns."""
+    """Sum each of `size` columns."""
     return tuple(map(sum, zip([0] * size, *rows, strict=True)))

@@ -1,7 +1,7 @@
-"""A drawing of how one layer, the embedding and the head are sharded: weights to scale, one colour a rank.
+"""Drawing of the shards of one layer, the embedding and the head: weights to scale, one colour per rank.
 
-Weights are drawn as `x A` multiplies by them: height is the input features, width the output features. A weight that is
-sharded by column shows columns of colour. Biases are left out.
+Weights are drawn as `A` in `x A`: the height is the input features, the width the output features. A column-parallel
+weight shows columns of colour. Biases are left out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ...text import size
 from .memory import MemoryPlan, Parameter
 
 COLOURS = ("#3f74b8", "#ee9b45", "#56a578", "#c65b52", "#8a72b5", "#d8b840", "#58adc1", "#a37c63")
-"""Colours of ranks; more ranks share a colour map."""
+"""Colours of ranks; for more ranks, a colour map is used."""
 HATCHES = ("////", "\\\\\\\\", "||||", "....")
-"""Hatches of the ranks that hold a part together with the first."""
+"""Hatches of further ranks that hold the same shard as the first."""
 WHOLE, FAINT = "#c9ced6", "#666e79"
 ARROW = " \u2192 "
 LONGEST, THINNEST = 2.7, 0.1
-"""Longest and shortest side that is drawn; the unit is the layer's median side, 1.05 inches."""
+"""Longest and shortest drawn side; the unit is the layer's median side, 1.05 inches."""
 TITLE, CAPTION, GAP = 0.42, 0.75, 0.3
 """Space above weights, below them, and between them."""
 
@@ -37,17 +37,18 @@ class Weight:
     label: str
     parameter: Parameter
     features: tuple[int, int]
-    """Input and output features, which are height and width; a vector has no input."""
+    """Input features (height) and output features (width); a vector has no input features."""
     by_column: bool = True
     """True if the shards are columns of the drawing, False if they are rows."""
     tied_to: str = ""
 
     @property
     def caption(self) -> str:
-        """The features, and below them the strategy with the communication after it."""
+        """The features, and on the next line the strategy with its communication."""
         shape, name = self.parameter.shape, self.parameter.strategy or "no rule"
         experts = f"{shape[0]} experts, " if len(shape) == 3 else ""
-        sums = "rowwise" in name and self.parameter.whole_because is None and not experts  # others sum those of experts
+        # Outputs of experts are summed by another module.
+        sums = "rowwise" in name and self.parameter.whole_because is None and not experts
         gathers = name.endswith(("_rep", "_gather_output")) and not sums
         after = f"{ARROW}all-reduce" if sums else f"{ARROW}all-gather" * gathers
         how = f"tied to {self.tied_to}" if self.tied_to else name + after
@@ -55,7 +56,7 @@ class Weight:
 
 
 def draw(planned: MemoryPlan, path: str) -> None:
-    """Draw the picture to `path`; its ending is the format.
+    """Draw the picture to `path`; the file extension decides the format.
 
     Raises UsageError without matplotlib, and if the file cannot be written.
     """
@@ -68,7 +69,7 @@ def draw(planned: MemoryPlan, path: str) -> None:
 
 
 def compose(planned: MemoryPlan) -> Any:
-    """The picture, a Figure of matplotlib. Raises UsageError without it, and for a model without layers."""
+    """Make the picture, a matplotlib Figure. Raises UsageError without matplotlib, or for a model without layers."""
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
@@ -139,7 +140,10 @@ def largest_layer(planned: MemoryPlan) -> tuple[str, dict[str, list[Weight]], li
         elif len(parameter.shape) > 1 and not kind.endswith("bias"):
             child, *rest = owner.split(".")
             child = f"{child}.{rest[0]}" if rest and rest[0].isdigit() else child
-            heads = next((one.whole for one in planned.heads if f"{one.name}.".startswith(f"{layer}.{child}.")), None)
+            heads = next(
+                (entry.unsharded for entry in planned.heads if f"{entry.name}.".startswith(f"{layer}.{child}.")),
+                None,
+            )
             title = child if heads is None else "{}: {} query and {} KV heads".format(child, *heads)
             label = owner.rpartition(".")[2] if kind == "weight" else kind
             blocks.setdefault(title, []).append(_matrix(planned, parameter, label, f"{layer}.{owner}"))
@@ -147,10 +151,12 @@ def largest_layer(planned: MemoryPlan) -> tuple[str, dict[str, list[Weight]], li
 
 
 def at_end(planned: MemoryPlan, which: str) -> Iterator[Weight]:
-    """The embedding or the head, if the model has one."""
+    """Yield the embedding or the head, if the model has one."""
     model = planned.survey.model
     module = model.get_input_embeddings() if which == "embedding" else model.get_output_embeddings()
-    owners = [name for name, part in model.named_modules(remove_duplicate=False) if part is module and part is not None]
+    owners = [
+        name for name, child in model.named_modules(remove_duplicate=False) if child is module and child is not None
+    ]
     for parameter in planned.parameters:
         for owner in (name.rpartition(".")[0] for name in (parameter.name, *parameter.tied)):
             if owner in owners and len(parameter.shape) == 2:
@@ -170,9 +176,9 @@ def _matrix(planned: MemoryPlan, parameter: Parameter, label: str, owner: str, t
     return Weight(label, parameter, (first, second) if is_upright else (second, first), by_column, tied_to)
 
 
-def _draw_shards(axes: Any, weight: Weight, colours: list[Any], box: tuple[float, float, float, float]) -> None:
-    """Each rank's shard in its colour; a part that several ranks hold is hatched with those of the others."""
-    x, y, width, height = box
+def _draw_shards(axes: Any, weight: Weight, colours: list[Any], rectangle: tuple[float, float, float, float]) -> None:
+    """Draw each rank's shard in its colour; shards on several ranks are hatched in the colours of the others."""
+    x, y, width, height = rectangle
     parameter = weight.parameter
     if parameter.layout is None or parameter.whole_because is not None:
         axes.bar(x, height, width, y, align="edge", color=WHOLE)
@@ -191,7 +197,7 @@ def _draw_shards(axes: Any, weight: Weight, colours: list[Any], box: tuple[float
         wide, high = ((end - left) * width, height) if weight.by_column else (width, (end - left) * height)
         where = {"x": corner[0], "height": high, "width": wide, "bottom": corner[1], "align": "edge"}
         axes.bar(**where, color=colours[ranks[0]], edgecolor="white", linewidth=edge)
-        for rank, hatch in zip(ranks[1:], cycle(HATCHES), strict=False):  # all of them hold all of it
+        for rank, hatch in zip(ranks[1:], cycle(HATCHES), strict=False):  # all these ranks hold this shard
             axes.bar(**where, color="none", edgecolor=colours[rank], hatch=hatch, linewidth=0)
         label = ", ".join(map(str, ranks))
         if wide > 0.02 + 0.09 * len(label) and high > 0.11:

@@ -1,4 +1,4 @@
-"""Each rank's share of a model as lines for a reader."""
+"""Report of `plan` as text."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from .memory import MOST_RANKS, MemoryPlan, Parameter
 
 T = TypeVar("T")
 Tree = dict[str, Any]
-"""Names -> trees; "" -> cells of the line of a module or parameter: in the unsharded model, on the ranks, strategy."""
+"""Name -> subtree; "" -> cells of a module's or parameter's line: unsharded shape, shapes on the ranks, strategy."""
 _NO_CELLS = ("", "", "")
 
 
 def as_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> str:
-    """The report for a reader, as wide as the terminal: memory first, then the cuts of the model."""
+    """The report in the width of the terminal: memory first, then the shards of the model."""
     width = terminal_width()
     titles = ("", "whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
-    parts = [
+    sections = [
         _head(planned),
         [*columns(table(planned), right=True, width=width), *_verdict(planned, memory, smallest)],
         _caches(planned),
         columns([titles, *tree(planned)], width=width),
         (f"{_WHOLE}{line}" for line in (whole_lines(planned) if planned.size > 1 else ())),
     ]
-    folded = [[part for line in lines for part in _fold(line, width)] for lines in parts]
+    folded = [[row for line in lines for row in _fold(line, width)] for lines in sections]
     return "\n\n".join("\n".join(lines) for lines in folded if lines)
 
 
@@ -40,19 +40,19 @@ _WHOLE = "whole on every rank  "
 
 
 def _fold(line: str, width: int) -> list[str]:
-    """A line as several; later ones stand below the second column of the first."""
+    """Fold a line; continuation lines are aligned with its second column."""
     column = re.match(r"\s*\S+(?: \S+)*\s{2,}", line) or re.match(r"\s*", line)
     assert column is not None
     return fold(line, width, column.end() or 2)
 
 
 def _head(planned: MemoryPlan) -> Iterator[str]:
-    found = planned.survey
-    what = f"{type(found.model).__name__} ({found.model.config.model_type}) in {dtype_name(found.model.dtype)}"
-    yield f"{found.name}: {what} on {_counted(planned.size, 'rank')}"
-    shipped = found.plan.source in map(str, available_plans().values())
-    yield f"plan        {'model_plans/' + os.path.basename(found.plan.source) if shipped else found.plan.source}"
-    yield from _checkpoint(found)
+    survey = planned.survey
+    kind = f"{type(survey.model).__name__} ({survey.model.config.model_type}) in {dtype_name(survey.model.dtype)}"
+    yield f"{survey.name}: {kind} on {_counted(planned.size, 'rank')}"
+    shipped = survey.plan.source in map(str, available_plans().values())
+    yield f"plan        {'model_plans/' + os.path.basename(survey.plan.source) if shipped else survey.plan.source}"
+    yield from _checkpoint(survey)
     yield from (f"note        {note}" for note in planned.notes)
 
 
@@ -74,9 +74,9 @@ def _caches(planned: MemoryPlan) -> Iterator[str]:
     yield from state_lines(planned)
 
 
-def _checkpoint(found: Survey) -> Iterator[str]:
-    """Lines about the checkpoint: its size, and the tensors it lacks or has in excess."""
-    stock = found.stock
+def _checkpoint(survey: Survey) -> Iterator[str]:
+    """Lines about the checkpoint: its size, missing tensors and unexpected tensors."""
+    stock = survey.stock
     if stock is None:
         yield "checkpoint  none, there is only a config: shapes and dtypes are its own"
         return
@@ -85,7 +85,7 @@ def _checkpoint(found: Survey) -> Iterator[str]:
         f"checkpoint  {_counted(stock.files, 'file')}, {size(stock.nbytes)}, of which {size(stock.bytes_read)} of "
         f"headers were read{complete}"
     )
-    for said, names in (
+    for label, names in (
         ("it lacks, and a load would initialise anew", stock.missing),
         ("it also holds, and a load would leave out", stock.unexpected),
         (
@@ -96,18 +96,18 @@ def _checkpoint(found: Survey) -> Iterator[str]:
     ):
         if names:
             more = f", and {len(names) - 5} more" if len(names) > 5 else ""
-            yield f"            {said}: {', '.join(names[:5])}{more}"
+            yield f"            {label}: {', '.join(names[:5])}{more}"
 
 
 def tree(planned: MemoryPlan) -> list[tuple[str, ...]]:
-    """Rows of a tree of parameters; like layers and ranks that agree are folded: an indented name, cells."""
+    """Rows of a tree of parameters, (indented name, cells); equal layers and ranks with equal shapes are folded."""
     root: Tree = {}
     for parameter in planned.parameters:
         on_ranks = [_shape(parameter.local_shape(rank)) for rank in range(planned.size)]
         _put(root, parameter.name, (_shape(parameter.shape), by_rank(on_ranks), _how(parameter)))
     for heads in planned.heads:
         on_ranks = [f"{query}/{kv} heads" for query, kv in heads.ranks]
-        _put(root, heads.name, ("{}/{} heads".format(*heads.whole), by_rank(on_ranks), ""))
+        _put(root, heads.name, ("{}/{} heads".format(*heads.unsharded), by_rank(on_ranks), ""))
     return list(_lines(_folded(root), 0))
 
 
@@ -118,12 +118,12 @@ def _put(tree: Tree, name: str, cells: tuple[str, ...]) -> None:
 
 
 def _folded(tree: Tree) -> Tree:
-    """The same tree; like children with numbers are one, labelled with their numbers."""
+    """Fold equal numbered children into one, labelled with their numbers."""
     kinds: list[tuple[Any, list[str]]] = []
     for name, child in tree.items():
         folded = _folded(child) if name else child
-        alike = (names for other, names in kinds if name.isdigit() and names[0].isdigit() and other == folded)
-        names = next(alike, None)
+        equal = (names for kind, names in kinds if name.isdigit() and names[0].isdigit() and kind == folded)
+        names = next(equal, None)
         if names is None:
             kinds.append((folded, [name]))
         else:
@@ -139,7 +139,7 @@ def _lines(tree: Tree, depth: int) -> Iterator[tuple[str, ...]]:
         while "" not in child and len(child) == 1:  # an only child
             ((step, child),) = child.items()
             label = f"{label}.{step}"
-        if "" not in child and all(re.fullmatch(r"[\d, -]+", step) for step in child):  # a stack of layers that differ
+        if "" not in child and all(re.fullmatch(r"[\d, -]+", step) for step in child):  # a stack with different layers
             for step, layer in child.items():
                 yield (f"{label}.{step}", *layer.get("", _NO_CELLS))
                 yield from _lines(layer, depth + 1)
@@ -149,20 +149,20 @@ def _lines(tree: Tree, depth: int) -> Iterator[tuple[str, ...]]:
 
 
 def table(planned: MemoryPlan) -> list[tuple[str, ...]]:
-    """A row of titles, then one for ranks that agree: heads, if all attention has as many, and bytes."""
+    """A row of titles, then a row for ranks with equal values: heads, if the same in all attention, and bytes."""
     held = zip(planned.parameter_bytes, planned.cache_bytes, planned.total_bytes, strict=True)
-    alike = {heads.ranks for heads in planned.heads}
-    heads = [f"{query}/{kv}" for query, kv in alike.pop()] if len(alike) == 1 else ["-"] * planned.size
+    counts = {heads.ranks for heads in planned.heads}
+    heads = [f"{query}/{kv}" for query, kv in counts.pop()] if len(counts) == 1 else ["-"] * planned.size
     rows = [
         (count, *map(size, (parameters, planned.buffer_bytes, cache, total)))
         for count, (parameters, cache, total) in zip(heads, held, strict=True)
     ]
     titles = ("", "query/KV heads", "parameters", "buffers", "KV cache", "total")
-    return [titles, *((f"{_ranks(ranks)}", *row) for row, ranks in _alike(rows).items())]
+    return [titles, *((f"{_ranks(ranks)}", *row) for row, ranks in _ranks_by_value(rows).items())]
 
 
 def cache_lines(planned: MemoryPlan) -> list[str]:
-    """Lines of the KV cache: layers, and their tokens."""
+    """Lines about the KV cache: layers, and their tokens."""
     return [
         f"{pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {tokens} tokens"
         for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in planned.cached).items()
@@ -171,8 +171,8 @@ def cache_lines(planned: MemoryPlan) -> list[str]:
 
 
 def state_lines(planned: MemoryPlan) -> list[str]:
-    """Lines of the states of mixers: layers, and the bytes of a layer on every rank."""
-    said = [
+    """Lines about the states of mixers: layers, and the bytes of a layer on every rank."""
+    described = [
         (
             states.name,
             f"not known, and not counted: {states.reason}"
@@ -183,13 +183,13 @@ def state_lines(planned: MemoryPlan) -> list[str]:
     ]
     return [
         f"states of {pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {held}"
-        for pattern, by_bytes in folded(said).items()
+        for pattern, by_bytes in folded(described).items()
         for held, names in by_bytes.items()
     ]
 
 
 def whole_lines(planned: MemoryPlan) -> list[str]:
-    """Lines of replicated parameters: bytes, number and reason."""
+    """Lines about replicated parameters: bytes, number and reason."""
     held: dict[str, list[int]] = {}
     for parameter in planned.parameters:
         if parameter.whole_because is not None:
@@ -202,18 +202,18 @@ def _shape(lengths: Sequence[int]) -> str:
 
 
 def by_rank(values: Sequence[str]) -> str:
-    """Each rank's value, in ranks that agree; alone if all do."""
-    alike = _alike(values)
-    if len(alike) == 1:
+    """Values with their ranks; the value alone if all ranks have the same."""
+    ranks_by_value = _ranks_by_value(values)
+    if len(ranks_by_value) == 1:
         return values[0]
-    return ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in alike.items())
+    return ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in ranks_by_value.items())
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
 
 
-def _alike(values: Iterable[T]) -> dict[T, list[int]]:
+def _ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
     """Value -> the ranks that have it."""
     ranks: dict[T, list[int]] = {}
     for rank, value in enumerate(values):
@@ -222,7 +222,7 @@ def _alike(values: Iterable[T]) -> dict[T, list[int]]:
 
 
 def _how(parameter: Parameter) -> str:
-    """The strategy of a parameter, or the reason why it is replicated; shared parts and tied names."""
+    """Strategy of a parameter, or the reason why it is replicated; indices on several ranks; tied names."""
     words = [f"whole: {parameter.whole_because}" if parameter.whole_because else str(parameter.strategy)]
     if parameter.layout is not None and (holders := parameter.layout.split.holders):
         words.append(f"some of it on {' or '.join(sorted({str(len(ranks)) for ranks in holders}))} ranks at once")
@@ -236,5 +236,5 @@ def _counted(count: int, noun: str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, as configs have it."""
+    """Name of a dtype, as in configs."""
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Memory of the states that mixers keep instead of keys and values: those of a cache, filled on the meta device.
+"""Memory of the states that mixers keep instead of keys and values, measured on the meta device.
 
-A mixer computes a few tokens without data, and its cache is measured, or the states that it keeps in itself. The states
-of a rank are those of its heads.
+A mixer computes a few tokens on the meta device; then the states in its cache, or in the mixer itself, are measured. A
+rank holds the states of its heads.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ...errors import error_text, shorten
 from ...plans.mixers import MixerHeads
 
 TOKENS = 8
-"""Tokens that a mixer computes: more than the kernels of convolutions are long, whose states are of one size."""
+"""Tokens that a mixer computes: more than the kernel size of convolutions, so that their states have full size."""
 STATES = ("conv_states", "recurrent_states")
-"""Names of the states of a layer of a cache."""
+"""Attributes of a cache layer with states."""
 
 
 @dataclass(frozen=True)
@@ -32,98 +32,102 @@ class States:
 
     name: str
     nbytes: tuple[int, ...] | None
-    """Bytes on every rank; None where they are not known."""
+    """Bytes on every rank; None if unknown."""
     reason: str = ""
-    """Reason that they are not known."""
+    """Reason why they are unknown."""
 
 
 def mixer_states(
     model: PreTrainedModel, mixers: Mapping[str, MixerHeads], size: int, *, batch: int
 ) -> Iterator[States]:
-    """The states of every mixer for `batch` sequences of any length, on each of `size` ranks.
+    """Measure the states of every mixer for `batch` sequences of any length, on each of `size` ranks.
 
     Args:
         model: on the meta device.
-        mixers: module -> how its heads are cut.
+        mixers: module -> splits of its heads.
     """
-    for name, cut in mixers.items():
+    for name, mixer_heads in mixers.items():
         try:
             kept = _kept(model, name, batch)
-        except Exception as error:  # its forward wants other arguments
+        except Exception as error:  # its forward needs other arguments
             yield States(name, None, shorten(error_text(error).partition("\n")[0], 200))
             continue
         if kept:
-            yield States(name, _sum_by_rank(kept, cut, size))
+            yield States(name, _sum_by_rank(kept, mixer_heads, size))
         else:
-            made = (
-                "the model makes them, and gives them to it" if cut.states else "it puts none in a cache or in itself"
+            reason = (
+                "the model makes them, and gives them to it"
+                if mixer_heads.states
+                else "it puts none in a cache or in itself"
             )
-            yield States(name, None, made)
+            yield States(name, None, reason)
 
 
 def _kept(model: PreTrainedModel, name: str, batch: int) -> list[Tensor]:
-    """The states that one mixer puts into a cache, or keeps in itself; raises the errors of its forward."""
+    """Collect the states that one mixer puts into a cache, or keeps in itself. Raises the errors of its forward."""
     mixer, cache = model.get_submodule(name), _cache(model, batch)
     kept = _in_cache(cache, name)
-    if kept:  # a cache that is made with the states of all layers
+    if kept:  # the cache was created with the states of all layers
         return kept
     width = model.config.get_text_config(decoder=True).hidden_size
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         **dict.fromkeys(CACHES, cache),
         "position_ids": torch.arange(TOKENS, device="meta")[None],
         "attention_mask": None,
         "position_embeddings": None,
     }
-    arguments = [each.name for each in inspect.signature(mixer.forward).parameters.values()]
-    before = [dict(vars(part)) for part in mixer.modules()]
+    arguments = [parameter.name for parameter in inspect.signature(mixer.forward).parameters.values()]
+    before = [dict(vars(submodule)) for submodule in mixer.modules()]
     try:
         with torch.no_grad():
             states = torch.empty(batch, TOKENS, width, dtype=model.dtype, device="meta")
-            mixer(states, **{key: value for key, value in given.items() if key in arguments[1:]})
+            mixer(states, **{key: value for key, value in inputs.items() if key in arguments[1:]})
         return _in_cache(cache, name) or [
             value
-            for part, known in zip(mixer.modules(), before, strict=True)
-            for key, value in vars(part).items()
+            for submodule, known in zip(mixer.modules(), before, strict=True)
+            for key, value in vars(submodule).items()
             if isinstance(value, Tensor) and value is not known.get(key)
         ]
     finally:
-        for part, known in zip(mixer.modules(), before, strict=True):
-            vars(part).update({key: value for key, value in known.items() if vars(part).get(key) is not value})
+        for submodule, known in zip(mixer.modules(), before, strict=True):
+            vars(submodule).update(
+                {key: value for key, value in known.items() if vars(submodule).get(key) is not value}
+            )
 
 
 def _cache(model: PreTrainedModel, batch: int) -> Any:
-    """An empty cache for `model`: of the class that its file has for it, or transformers' own."""
-    own = [
+    """Make an empty cache for `model`: of the cache class in its modeling file, or DynamicCache."""
+    classes = [
         kind
         for name, kind in vars(sys.modules[type(model).__module__]).items()
         if name.endswith("Cache") and isinstance(kind, type) and kind.__module__ == type(model).__module__
     ]
-    if not own:
+    if not classes:
         return DynamicCache(config=model.config)
-    known = {"config": model.config, "max_batch_size": batch, "dtype": model.dtype, "device": "meta"}
-    wanted = inspect.signature(own[0]).parameters
-    return own[0](**{name: value for name, value in known.items() if name in wanted})
+    options = {"config": model.config, "max_batch_size": batch, "dtype": model.dtype, "device": "meta"}
+    parameters = inspect.signature(classes[0]).parameters
+    return classes[0](**{name: value for name, value in options.items() if name in parameters})
 
 
 def _in_cache(cache: Any, name: str) -> list[Tensor]:
-    """The states in a cache, those of the layer of the mixer `name` where it has some for every layer."""
-    found: list[Any] = []
+    """Collect the states in a cache; if it stores them by layer, only those of the mixer `name`."""
+    values: list[Any] = []
     for kept in (getattr(layer, kind, None) for layer in getattr(cache, "layers", ()) for kind in STATES):
-        found += kept.values() if isinstance(kept, dict) else [kept]  # one tensor in older releases
+        values += kept.values() if isinstance(kept, dict) else [kept]  # one tensor in older releases
     index = layer_number(name)
     for by_layer in (vars(cache).get("linear_cache"), vars(cache).get("rnn_state")):
         own = by_layer[index] if by_layer and index is not None and index < len(by_layer) else []
-        found += [own] if isinstance(own, Tensor) else own
-    return [states for states in found if isinstance(states, Tensor)]
+        values += [own] if isinstance(own, Tensor) else own
+    return [states for states in values if isinstance(states, Tensor)]
 
 
-def _sum_by_rank(kept: list[Tensor], cut: MixerHeads, size: int) -> tuple[int, ...]:
+def _sum_by_rank(kept: list[Tensor], mixer_heads: MixerHeads, size: int) -> tuple[int, ...]:
     """Bytes of states `(batch, heads or channels, ...)` on every rank."""
-    splits = [cut.convolved, cut.heads] if cut.splits else []
+    splits = [mixer_heads.convolved, mixer_heads.heads] if mixer_heads.splits else []
     totals = [0] * size
     for states in kept:
         length = states.shape[1]
-        split = next((each for each in splits if each is not None and length % each.length == 0), None)
+        split = next((option for option in splits if option is not None and length % option.length == 0), None)
         for rank in range(size):
             totals[rank] += states.nbytes if split is None else states.nbytes // split.length * split.widths[rank]
     return tuple(totals)

@@ -1,6 +1,6 @@
-"""torchrun, without its own words about ranks that fail: `python -m tp_transformers.commands.run.agent ARGUMENTS`.
+"""torchrun without its messages about failed ranks: `python -m tp_transformers.commands.run.agent ARGUMENTS`.
 
-The arguments are torchrun's. The exit codes of the ranks that failed first go to the folder of `errors.FOLDER`.
+The arguments are torchrun's. Exit codes of the ranks that failed first are written to the folder `errors.FOLDER`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .errors import keep_codes
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the ranks; returns 0, the exit code of the rank that failed first, or 128 and the number of a signal."""
+    """Run the ranks; returns 0, the exit code of the rank that failed first, or 128 plus the number of a signal."""
     try:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -9,7 +9,7 @@ from ...errors import UsageError
 from .start import start
 
 NUMA = "TP_TRANSFORMERS_NUMA"
-"""Environment variable of a rank that tells it to keep to the cores of one NUMA node: `auto`."""
+"""Environment variable of a rank; `auto` binds it to the cores of one NUMA node."""
 
 SUMMARY = "run a script, unedited, on N ranks of this machine, with the hook on"
 EXAMPLE = "tp-transformers run -n 2 generate.py --prompt 'The sky is'"

@@ -1,4 +1,4 @@
-"""The errors of ranks, each kept in a file, so that one error of all ranks is printed once."""
+"""Errors of ranks, written to files, so that an error of several ranks is printed once."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ...errors import RemoteRankError, error_text
 from ...text import spans
 
 FOLDER = "TP_TRANSFORMERS_ERRORS"
-"""Environment variable with the folder of errors; without it, each rank prints its own."""
+"""Environment variable with the folder of errors; without it, each rank prints its own error."""
 REFUSED = 2
 """Exit code of a rank, and of a command, that cannot serve a request."""
 _CODES = "codes.json"
 _OURS = {runpy.__file__, "<frozen runpy>", str(Path(__file__).parents[2] / "__main__.py"), __file__}
-"""Files of the frames between Python and a script."""
+"""Files with frames between the interpreter and the script, which tracebacks leave out."""
 
 
 @contextmanager
 def keep_errors(*refusals: type[Exception]) -> Iterator[None]:
-    """Let an error that ends this rank go to a file in place of stderr, where the launcher wants it so.
+    """Write an error that ends this rank to a file instead of stderr, if the launcher has set FOLDER.
 
     Args:
-        refusals: classes of errors that say all in their text, without a traceback; the rank ends with exit code 2.
+        refusals: classes of errors that need no traceback; the rank ends with exit code 2.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
@@ -48,7 +48,7 @@ def keep_errors(*refusals: type[Exception]) -> Iterator[None]:
         except OSError:
             sys.__excepthook__(kind, error, trace)
 
-    sys.excepthook = keep  # stays: it is called after this block
+    sys.excepthook = keep  # not restored: it is called after this block
     try:
         yield
     except refusals as refused:
@@ -68,38 +68,38 @@ def _write(folder: str, text: str, trace: str) -> None:
 
 
 def keep_codes(codes: Mapping[int, int]) -> None:
-    """Keep the exit codes of the ranks that failed first; a signal's is below 0."""
+    """Write the exit codes of the ranks that failed first; negative for signals."""
     Path(os.environ[FOLDER], _CODES).write_text(json.dumps(dict(codes)), encoding="utf-8")
 
 
 def told(folder: Path, command: str) -> Iterator[str]:
-    """Lines about the errors in a folder: the traceback of the first rank that failed by itself; others in a line."""
+    """Lines about the errors in a folder: a traceback of the first rank that failed by itself, and a line per error."""
     errors = {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.rank"))}
     codes = folder / _CODES
     ended: dict[Any, int] = json.loads(codes.read_text()) if codes.exists() else {}
-    alike: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank in sorted(errors):
-        alike.setdefault(errors[rank][0], []).append(rank)
-    own = {text: ranks for text, ranks in alike.items() if not text.startswith(f"{RemoteRankError.__name__}: ")}
+        ranks_by_text.setdefault(errors[rank][0], []).append(rank)
+    own = {text: ranks for text, ranks in ranks_by_text.items() if not text.startswith(f"{RemoteRankError.__name__}: ")}
     subject = f"tp-transformers {command}"
     is_traced = False
-    for text, ranks in (own or alike).items():
+    for text, ranks in (own or ranks_by_text).items():
         trace = errors[ranks[0]][1].rstrip()
         if not trace:
             yield f"{subject}: {text.partition(': ')[2]}"
             continue
         if not is_traced:
             yield trace
-        said = "this error" if not is_traced else text.splitlines()[0] if text else "an error"
-        yield f"{subject}: {_ranks(ranks)} ended with {said}"
+        label = "this error" if not is_traced else text.splitlines()[0] if text else "an error"
+        yield f"{subject}: {_ranks(ranks)} ended with {label}"
         is_traced = True
     silent: dict[str, list[int]] = {}
     for rank, code in ended.items():
-        if int(rank) not in errors and code != -signal.SIGTERM:  # by which torchrun ends the others
+        if int(rank) not in errors and code != -signal.SIGTERM:  # torchrun ends the other ranks with SIGTERM
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             silent.setdefault(how, []).append(int(rank))
     yield from (f"{subject}: {_ranks(sorted(ranks))} ended {how}" for how, ranks in silent.items())
-    if len(own or alike) > 1 or (errors and silent):
+    if len(own or ranks_by_text) > 1 or (errors and silent):
         yield f"{subject}: --verbose prints every rank's own traceback"
 
 

@@ -1,4 +1,4 @@
-"""Ranks on this machine for a command, with each error printed once."""
+"""Launch of a command's ranks on this machine, with each error printed once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .errors import FOLDER, told
 
 
 def start(program: Sequence[str], *, ranks: int, command: str, verbose: bool, hears_terminal: bool = True) -> int:
-    """Run `program` on `ranks` processes, and print their errors once on stderr; returns an exit code.
+    """Run `program` on `ranks` processes, and print each error once on stderr; returns an exit code.
 
     Args:
         program: as `torchrun` takes it.
         command: the name of the command.
-        verbose: whether torchrun and every rank print all that they have to say.
+        verbose: whether torchrun and every rank print their messages and tracebacks.
         hears_terminal: as `torchrun` takes it.
     """
     if verbose:

@@ -1,4 +1,4 @@
-"""`tp-transformers chat MODEL -n 2`: transformers' own chat in a terminal, with a server that N ranks share."""
+"""`tp-transformers chat MODEL -n 2`: transformers' chat in a terminal, with a server on N ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start a server on a port of this machine, talk, and stop it; returns the exit code of transformers' chat."""
+    """Start a server on a free local port, run transformers' chat, stop the server; returns the chat's exit code."""
     command.check(arguments)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     serve = ["tp_transformers", "serve", arguments.model, "-n", str(arguments.ranks)]
     serve += ["--host", "127.0.0.1", "--port", str(port)]
     with (
-        tempfile.TemporaryFile() as log,  # the terminal is for the chat
+        tempfile.TemporaryFile() as log,  # the terminal belongs to the chat
         subprocess.Popen([*python, *serve], stdout=log, stderr=log, preexec_fn=end_with_parent) as server,
     ):
         try:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answers(url: str) -> bool:
-    """True if a server at `url` says that it is well."""
+    """True if a server at `url` answers its health check."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5):
             return True

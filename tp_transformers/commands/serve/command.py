@@ -1,4 +1,4 @@
-"""`tp-transformers serve MODEL -n 2`: transformers' OpenAI-compatible server, on a model that N ranks share."""
+"""`tp-transformers serve MODEL -n 2`: transformers' OpenAI-compatible server, on N ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST, PORT = "localhost", 8000
 
 
 def configure(parser: argparse.ArgumentParser, passes_on_to: str = "transformers serve") -> None:
-    """Add the model and its ranks; `passes_on_to` is the command that takes all other options."""
+    """Add the arguments; `passes_on_to` is the command that takes all other options."""
     parser.add_argument("model", help="a folder or a name on the Hub")
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks share the model")
     parser.add_argument("--verbose", action="store_true", help="all that torchrun and every rank print of an error")
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser, passes_on_to: str = "transformers
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for a number of ranks that is none, and where packages of a server are missing."""
+    """Raise UsageError if the number of ranks is not positive, or packages of the server are missing."""
     if arguments.ranks < 1:
         raise UsageError("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks.")
     missing = [name for name in ("fastapi", "uvicorn", "openai") if find_spec(name) is None]
@@ -42,20 +42,20 @@ def check(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal, or until a rank fails; returns the exit code of the first rank that failed.
 
-    Raises UsageError where the port is in use. The ranks refuse a model that is not there, and options that the server
-    does not know, before they load anything.
+    Raises UsageError if the port is in use. The ranks raise it for a missing model or an unknown option, before they
+    load anything.
     """
     check(arguments)
-    for each in bound(*address(arguments.options)):
-        each.close()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks end, too
+    for listener in bound(*address(arguments.options)):
+        listener.close()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks end as well
     program = ["-m", f"{__package__}.rank", arguments.model, *arguments.options]
-    # Ctrl-C ends the ranks through this process: each by itself would print where it was.
+    # Ctrl-C reaches only this process, which ends the ranks; otherwise each rank would print a traceback.
     return start(program, ranks=arguments.ranks, command="serve", verbose=arguments.verbose, hears_terminal=False)
 
 
 def address(options: Sequence[str]) -> tuple[str, int]:
-    """The host and the port among the options of `transformers serve`, read without it, since it takes seconds."""
+    """Host and port among the options of `transformers serve`, without importing its parser, which takes seconds."""
     parser = argparse.ArgumentParser("tp-transformers serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default=HOST)
     parser.add_argument("--port", type=int, default=PORT)

@@ -1,7 +1,7 @@
-"""A rank of `tp-transformers serve`: the first runs transformers' server, the others follow its batches.
+"""Rank of `tp-transformers serve`: rank 0 runs transformers' server, the others decode the same batches.
 
-The ranks decode in step by transformers' continuous batching; the first rank has the requests. It begins with the first
-request; the others get its settings of sampling and of the cache through the store of the launch.
+All ranks decode in step by transformers' continuous batching, which starts with the first request to rank 0. The other
+ranks get its settings of sampling and cache through the store of the process group.
 """
 
 from __future__ import annotations
@@ -33,33 +33,35 @@ from ..run.errors import keep_errors
 from .ports import bound
 
 CPU_MEMORY = 0.1
-"""Share of the memory that is free on a CPU, for the caches of all ranks; transformers would take all, on each."""
+"""Fraction of the free CPU memory for the caches of all ranks together; by default, each rank would take all."""
 
 STOP = 5.0
-"""Seconds for the server to end its answers, and then for the ranks to end a batch."""
+"""Seconds that the server has to finish its answers, and then the ranks to finish a batch."""
 
 _SETTINGS = "tp_transformers/serve"
-"""Key of the settings in the store; empty where there was no request."""
+"""Key of the settings in the store; the value is empty if there was no request."""
 
 
 def read_options(name: str, options: Sequence[str]) -> Any:
-    """A context of typer's: the options of `transformers serve`. Raises UsageError on one that it does not know."""
-    import typer  # transformers brings it for its own command line
+    """Parse the options of `transformers serve` into a typer context. Raises UsageError for an unknown option."""
+    import typer  # a dependency of transformers, for its command line
 
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     try:
         return typer.main.get_command(app).make_context("serve", [name, "--continuous-batching", *options])
     except Exception as error:
-        told = getattr(error, "format_message", None)
-        if told is None:
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
             raise
         fix = "See `transformers serve --help`."
-        raise UsageError("options of the server", got=told(), expected="those of transformers", fix=fix) from None
+        raise UsageError(
+            "options of the server", got=format_message(), expected="those of transformers", fix=fix
+        ) from None
 
 
-def serve(model: Any, name: str, asked: Any, sockets: list[socket.socket]) -> None:
-    """Run transformers' server on `sockets` until it is told to stop; `asked` is the context of its options."""
+def serve(model: Any, name: str, context: Any, sockets: list[socket.socket]) -> None:
+    """Run transformers' server on `sockets` until a signal; `context` is the typer context with its options."""
     server: Any = import_module("uvicorn").Server
 
     def init(original: Any, self: Any, model: Any, gen_config: Any) -> None:
@@ -69,38 +71,38 @@ def serve(model: Any, name: str, asked: Any, sockets: list[socket.socket]) -> No
         managers.append(self)
 
     def run(original: Any, self: Any) -> None:
-        self.config.timeout_graceful_shutdown = int(STOP)  # else it waits until the last answer has been read
+        self.config.timeout_graceful_shutdown = int(STOP)  # otherwise it waits for the last answer to be read
         original(self, sockets=sockets)
 
     managers: list[Any] = []
     served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": name.rpartition("/")[0]}
     replace(ModelManager, "_load_model", lambda original, self, *args, **kwargs: model)
-    if hasattr(ModelManager, "get_gen_models"):  # up to transformers 5.23, it lists what is in the Hub's cache
+    if hasattr(ModelManager, "get_gen_models"):  # up to transformers 5.23, it lists the models in the Hub's cache
         replace(ModelManager, "get_gen_models", lambda original, *args, **kwargs: [served])
     replace(CBGenerateManager, "init_cb", init)
     replace(server, "run", run)
     limits = ("cb_num_blocks", "cb_max_memory_percent")
-    if model.device.type == "cpu" and all(asked.params[limit] is None for limit in limits):
-        asked.params["cb_max_memory_percent"] = CPU_MEMORY / model.tp_size
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # uvicorn raises it again once it has ended
+    if model.device.type == "cpu" and all(context.params[limit] is None for limit in limits):
+        context.params["cb_max_memory_percent"] = CPU_MEMORY / model.tp_size
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # uvicorn raises the signal again when it has ended
     try:
-        with suppress(SystemExit), asked:
-            asked.command.invoke(asked)
+        with suppress(SystemExit), context:
+            context.command.invoke(context)
     finally:
-        for manager in managers:  # the ranks that follow end with it
+        for manager in managers:  # this also ends the other ranks
             manager._cb.stop(timeout=STOP, hard_stop=True)
         if dist.is_initialized() and not _store().check([_SETTINGS]):
             _store().set(_SETTINGS, b"")
 
 
 def follow(model: Any) -> int:
-    """Decode the requests of the first rank's server; returns 1 where that failed."""
+    """Decode the requests of rank 0's server; returns 1 if that failed."""
     while not _store().check([_SETTINGS]):
         time.sleep(0.05)
     settings = _store().get(_SETTINGS)
     if not settings:
         return 0
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank stops all
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 stops all ranks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     generation_config, batching_config = pickle.loads(settings)
     manager = model.init_continuous_batching(
@@ -118,16 +120,17 @@ def _store() -> Any:
 def main(arguments: Sequence[str]) -> int:
     name, *options = arguments
     end_with_parent(signal.SIGKILL)
-    asked = read_options(name, options)
+    context = read_options(name, options)
     is_first = os.environ["RANK"] == "0"
-    sockets = bound(asked.params["host"], asked.params["port"]) if is_first else []  # before a load, which takes long
-    where = {"trust_remote_code": asked.params["trust_remote_code"]}
-    read_config(name, **where)  # it refuses in our words
+    # Before the load, which takes long.
+    sockets = bound(context.params["host"], context.params["port"]) if is_first else []
+    where = {"trust_remote_code": context.params["trust_remote_code"]}
+    read_config(name, **where)  # raises errors with the messages of this package
     enable()
     model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto", **where)
     if not is_first:
         return follow(model)
-    serve(model, name, asked, sockets)
+    serve(model, name, context, sockets)
     return 0
 
 
@@ -135,4 +138,4 @@ if __name__ == "__main__":
     with keep_errors(TensorParallelError):
         code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # a thread may wait for a rank that has ended
+    os._exit(code)  # a thread may still wait for a rank that has ended

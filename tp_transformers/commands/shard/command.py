@@ -1,4 +1,4 @@
-"""`tp-transformers shard MODEL OUT --tp-size N`: a pre-sharded checkpoint for N ranks, on a machine without them."""
+"""`tp-transformers shard MODEL OUT --tp-size N`: write a pre-sharded checkpoint for N ranks in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the files, and list them."""
+    """Write the files and print their names."""
     from ...text import size
     from .offline import shard_checkpoint
 

@@ -1,8 +1,8 @@
-"""The files that `save_sharded` writes on N ranks, made by one process without those ranks.
+"""Writer of the files of `save_sharded` on N ranks, in one process without those ranks.
 
-transformers does its part as for a load: config, dtype, names, conversions. Then every parameter is sharded as each
-rank would shard it, and each shard goes into the file of its rank. One shard is in memory at a time; one parameter for
-a checkpoint on the Hub, so that every byte is fetched once.
+transformers prepares config, dtype, names and conversions as for a load. Then every parameter is sharded as on each
+rank, and each shard is written to the file of its rank. One shard is in memory at a time; for a checkpoint on the Hub,
+one full parameter, so that every byte is fetched once.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _COMPANIONS = (
 """Files of the tokenizer and the processor."""
 
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
-"""Arguments of `from_pretrained` that say where files are."""
+"""Arguments of `from_pretrained` that locate files."""
 
 _COMPARED = 16 << 20
 """Bytes of tied parameters that are compared at a time."""
@@ -63,10 +63,10 @@ _COMPARED = 16 << 20
 
 @dataclass(frozen=True)
 class AbsentRanks(TensorParallelGroup):
-    """A group without its other ranks: each would send the message of this one."""
+    """Group without its other ranks, which would all send the same message as this rank."""
 
     def gather(self, value: Any) -> list[Any]:
-        """The `value` as often as there are ranks."""
+        """Return `value` once per rank."""
         return [value] * self.size
 
 
@@ -80,21 +80,21 @@ def shard_checkpoint(
     tell: Callable[[str], None] = lambda line: None,
     **arguments: Any,
 ) -> Manifest:
-    """Write the files of `save_sharded(folder)` on `size` ranks that have loaded `name`, and the tokenizer's.
+    """Write the files of `save_sharded(folder)` on `size` ranks with the model `name`, and the tokenizer's files.
 
     Args:
         name: a folder, or a name on the Hub.
-        folder: the destination; an earlier save in it stays valid until this one is complete.
+        folder: the destination; an earlier save in it stays valid until this save is complete.
         size: the number of ranks.
         plan: `tp_plan` of `from_pretrained`.
         show_progress: True for a progress bar on stderr.
         tell: called with a line before the files are written.
-        **arguments: others of `from_pretrained`: dtype, revision, subfolder, token, tp_stream, ...
+        **arguments: other arguments of `from_pretrained`: dtype, revision, subfolder, token, tp_stream, ...
 
     Raises:
-        UsageError: if no model `name` is found, or `size` is not positive.
+        UsageError: if there is no model `name`, or `size` is not positive.
         PlanError: if the plan does not fit.
-        CheckpointError: on files that are missing or damaged, and on weights that a load would initialise.
+        CheckpointError: if files are missing or damaged, or a load would initialise weights.
     """
     if size < 1:
         raise UsageError("number of ranks", got=str(size), expected="1 or more", fix="Give another.")
@@ -123,7 +123,7 @@ def shard_checkpoint(
 
 
 class _Work:
-    """Takes the place of a load; afterwards `files` are complete, and the model is as if rank 0 had loaded it."""
+    """Replacement of a load; afterwards `files` are complete, and the model is as rank 0 would have loaded it."""
 
     def __init__(self, folder: Path, size: int, show_progress: bool) -> None:
         self.folder, self.size, self.show_progress = folder, size, show_progress
@@ -131,32 +131,34 @@ class _Work:
         self.paths = [rank_path(folder, self.save, rank, size) for rank in range(size)]
         self.files: list[RankFile] = []
         self.packed: dict[str, torch.Tensor] = {}
-        """Stored tensors of packed weights, as rank 0 holds them."""
-        self.one = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
+        """Stored tensors of packed weights on rank 0."""
+        self.single = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
 
     def __call__(self, model: PreTrainedModel, plan: Plan, request: LoadRequest) -> tuple[Resolution, LoadResult]:
-        """Cut and write all parameters; those of the model stay on the meta device."""
+        """Shard and write all parameters; the model stays on the meta device."""
         began = perf_counter()
-        absent = AbsentRanks(None, 0, self.size, self.one.device)
+        absent = AbsentRanks(None, 0, self.size, self.single.device)
         resolution = parallelize(model, plan, absent, allow_replicated=bool(request.options.allow_replicated))
-        with open_together(request, self.one) as checkpoint:
-            # 1. Every parameter: its expression, layout and dtype.
+        with open_together(request, self.single) as checkpoint:
+            # 1. Every parameter: its lazy tensor, layout and dtype.
             targets = describe(model, checkpoint, resolution.layouts, request)
             values = {
-                name: _Value(value, resolution.layouts.get(name), targets.dtypes[name], request, checkpoint, self.one)
+                name: _Value(
+                    value, resolution.layouts.get(name), targets.dtypes[name], request, checkpoint, self.single
+                )
                 for name, value in targets.conversion.expressions.items()
             }
-            _settle_tied(model, values)
-            _refuse_missing(model, values, targets.full)
+            _drop_tied(model, values)
+            _check_missing(model, values, targets.full)
             self.packed = pack(model, targets, absent, request)
-            members = {
-                name: _Value(tensor, layout_of(self.packed[name]), tensor.dtype, request, checkpoint, self.one)
+            packed_values = {
+                name: _Value(tensor, layout_of(self.packed[name]), tensor.dtype, request, checkpoint, self.single)
                 for name, tensor in stored_as(self.packed, checkpoint.tensors)
             }
             values = {name: value for name, value in values.items() if name not in packed_weights(model)}
             kept = {name: value for name, value in values.items() if name not in (model._keys_to_ignore_on_save or ())}
-            kept |= members
-            # 2. Every file's header, then all files from their first tensor to their last, side by side.
+            kept |= packed_values
+            # 2. The headers of all files, then tensor by tensor, each to all files.
             with ExitStack() as stack:
                 writers = [
                     stack.enter_context(closing(open_writer(path, _shards(kept, rank), save=self.save, rank=rank)))
@@ -168,9 +170,9 @@ class _Work:
                     total=total, unit="B", unit_scale=True, desc="Sharding", disable=hidden
                 ) as bar:
                     for name in list(writers[0].pending):
-                        for writer, piece in zip(writers, kept[name].pieces(self.size), strict=True):
-                            writer.write(name, piece)
-                            bar.update(piece.nbytes)
+                        for writer, shard in zip(writers, kept[name].pieces(self.size), strict=True):
+                            writer.write(name, shard)
+                            bar.update(shard.nbytes)
                 checkpoint.check_unchanged()
                 for writer in writers:
                     writer.finish()
@@ -178,7 +180,7 @@ class _Work:
             self.files.append(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
         for name, tensor in _shards(values, 0).items():
             place(model, name, tensor)
-        missing = targets.full.keys() - values.keys() - packed_weights(model).keys()  # tied: transformers does that
+        missing = targets.full.keys() - values.keys() - packed_weights(model).keys()  # tied: transformers ties them
         for name in missing:
             restore_full(model, name, targets.full[name])
         shares = tuple(file.size for file in self.files)
@@ -194,7 +196,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Value:
-    """A parameter or buffer, not read yet, and its layout."""
+    """A parameter or buffer that is not read yet, and its layout."""
 
     tensor: LazyTensor
     layout: Layout | None
@@ -205,7 +207,7 @@ class _Value:
     group: TensorParallelGroup
 
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """The shard of each of `size` ranks, read when it is asked for."""
+        """Yield the shard of each of `size` ranks, read one at a time."""
         is_read_once = self.layout is None or self.request.shared
         source: LazyTensor = Resident(self.read(self.tensor)) if is_read_once else self.tensor
         for rank in range(size):
@@ -215,28 +217,28 @@ class _Value:
                 yield self.read(source.select(self.layout.dim, self.layout.split.ranges[rank]))
 
     def read(self, tensor: LazyTensor) -> torch.Tensor:
-        """The values of `tensor`, a part of this one."""
+        """Read `tensor`, this tensor or a slice of it."""
         value = torch.empty(tensor.shape, dtype=self.dtype)
-        stored, others = leaves({"": tensor}, {"": value})
+        stored, computed = leaves({"": tensor}, {"": value})
         read_together(stored, self.checkpoint, self.group, self.request)
-        for leaf, destination in others:
-            leaf.fill(destination)
+        for lazy, destination in computed:
+            lazy.fill(destination)
         return value
 
     def is_same(self, other: _Value) -> bool:
-        """True if the values are those of `other`; some rows of both are in memory at a time."""
+        """True if the values equal those of `other`; compares a block of rows at a time."""
         if (self.tensor.shape, self.dtype) != (other.tensor.shape, other.dtype):
             return False
         rows = max(len(self.tensor) * _COMPARED // max(self.tensor.nbytes, 1), 1)
-        parts = [[(start, min(start + rows, len(self.tensor)))] for start in range(0, len(self.tensor), rows)]
+        row_ranges = [[(start, min(start + rows, len(self.tensor)))] for start in range(0, len(self.tensor), rows)]
         return all(
-            same_bytes(self.read(self.tensor.select(0, part)), other.read(other.tensor.select(0, part)))
-            for part in parts
+            same_bytes(self.read(self.tensor.select(0, row_range)), other.read(other.tensor.select(0, row_range)))
+            for row_range in row_ranges
         )
 
 
 def _shards(values: Mapping[str, _Value], rank: int) -> dict[str, torch.Tensor]:
-    """The shards of `rank`, on the meta device."""
+    """Shards of `rank`, on the meta device."""
     return {
         name: torch.empty(
             value.tensor.shape if value.layout is None else value.layout.local_shape(value.tensor.shape, rank),
@@ -247,8 +249,8 @@ def _shards(values: Mapping[str, _Value], rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _settle_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
-    """Keep one of tied parameters, under the name that a save gives it."""
+def _drop_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
+    """Keep one of each group of tied parameters, by the name that a save uses."""
     for name in tie(model, values, lambda target, source: values[target].is_same(values[source]), say=True):
         del values[name]
     for target, source in tied_parameters(model).items():
@@ -256,7 +258,7 @@ def _settle_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
             values[source] = values.pop(target)
 
 
-def _refuse_missing(model: PreTrainedModel, values: Mapping[str, _Value], full: Mapping[str, torch.Tensor]) -> None:
+def _check_missing(model: PreTrainedModel, values: Mapping[str, _Value], full: Mapping[str, torch.Tensor]) -> None:
     missing = full.keys() - values.keys() - tied_parameters(model).keys()
     if missing:
         raise CheckpointError(
@@ -266,12 +268,12 @@ def _refuse_missing(model: PreTrainedModel, values: Mapping[str, _Value], full: 
 
 
 def _copy_companions(name: str, folder: Path, where: dict[str, Any], commit: str | None) -> None:
-    """Copy the files of the tokenizer and the processor, where there are any."""
+    """Copy the files of the tokenizer and the processor, if any."""
     where = where if commit is None else {**where, "revision": commit}
     for file in _COMPANIONS:
-        found = cached_file(
+        path = cached_file(
             name, file, **where, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=False
         )
-        if found is not None and not (folder / file).exists():
+        if path is not None and not (folder / file).exists():
             with named(folder / file):
-                shutil.copyfile(found, folder / file)
+                shutil.copyfile(path, folder / file)

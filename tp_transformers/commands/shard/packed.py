@@ -1,4 +1,4 @@
-"""Quantised weights that stay packed, cut for ranks that are not running."""
+"""Sharding of quantised weights that stay packed, for absent ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ...strategies import whole_like
 def pack(
     model: PreTrainedModel, targets: Targets, group: TensorParallelGroup, request: LoadRequest
 ) -> dict[str, torch.Tensor]:
-    """Let parameters stay packed, without values; returns their stored tensors as rank 0 holds them.
+    """Prepare parameters that stay packed, without values; returns their stored tensors on rank 0.
 
-    There are none if the request does not want it.
+    Empty if the request is to dequantise.
     """
     device = torch.device("meta")
     ranks = [pack_weights(model, targets, targets.shards(rank), device, request) for rank in range(group.size)]
@@ -37,6 +37,6 @@ def pack(
 def stored_as(
     packed: Mapping[str, torch.Tensor], tensors: Mapping[str, LazyTensor]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of a checkpoint that are `packed`, in the shapes that are cut."""
-    for name, part in packed.items():
-        yield name, reshaped(tensors[name], whole_like(part).shape)
+    """Yield the tensors of a checkpoint that are `packed`, in the full shapes that are sharded."""
+    for name, tensor in packed.items():
+        yield name, reshaped(tensors[name], whole_like(tensor).shape)

@@ -1,4 +1,4 @@
-"""`tp-transformers suggest MODEL OUT.yaml`: a plan for an architecture that has none, inferred and proven."""
+"""`tp-transformers suggest MODEL OUT.yaml`: infer a plan for an architecture without one, and verify it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the plan and report on it; returns 1 if it shards nothing, or is not proven."""
+    """Write the plan and print a report; returns 1 if it shards nothing, or verification fails."""
     from transformers.utils import logging
 
     from ...anatomy.classes import own_class, read_config
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _proven(size: int, verdict: Verdict | None) -> str:
-    """The result of the proof, for the plan's header."""
+    """Result of the verification, for the plan's header."""
     if verdict is None:
         return "Not verified."
     if not verdict.ok:

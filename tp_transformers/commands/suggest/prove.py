@@ -1,4 +1,4 @@
-"""The proof of a suggested plan, by `verify`. Blocks that `verify` finds wrong are replicated; the plan says why."""
+"""Verification of a suggested plan. Blocks that `verify` finds wrong are replicated; the plan has the reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...plan_search.suggestion import Suggestion
 from ..verify.verify import Verdict, verify
 
 TRIES = 4
-"""Number of tries with one block less after a plan is found wrong; then everything is replicated."""
+"""Number of tries, each with one block less, after a plan is found wrong; then everything is replicated."""
 
 
 def prove(
@@ -24,14 +24,14 @@ def prove(
     tell: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> tuple[Suggestion, Verdict]:
-    """A suggestion that verify proves, and its verdict.
+    """Verify a suggestion; returns the suggestion that passes, and its verdict.
 
-    Blocks that a verdict names are replicated one by one; after TRIES of them everything is.
+    Blocks that a verdict names are replicated one by one; after TRIES blocks, everything is.
 
     Args:
-        check: a function like `verify`.
-        tell: called with a line about each step, and about every try that failed.
-        options: others of `check`.
+        check: a function with the signature of `verify`.
+        tell: called with a line about each step, and about every failed try.
+        options: other arguments of `check`.
     """
     for tried in range(TRIES + 1):
         try:

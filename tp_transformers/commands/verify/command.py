@@ -1,4 +1,4 @@
-"""`tp-transformers verify MODEL --tp-size 2,3`: a small random model on ranks of this machine, against one process."""
+"""`tp-transformers verify MODEL --tp-size 2,3`: compare a small random model on N ranks with one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a verdict for every size; returns 1 where one of them is not proven."""
+    """Print a verdict for every size; returns 1 if one is not proven."""
     from transformers.utils import logging
 
     from .verify import verify
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(verdict: Verdict) -> str:
-    """A line with the numbers, and one for each fault and note."""
+    """A line with the numbers, and a line for each fault and note."""
     seen = []
     if verdict.logits is not None:
         seen.append(f"logits {verdict.logits:.1e}")

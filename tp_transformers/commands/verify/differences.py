@@ -1,8 +1,8 @@
-"""The first module with an output that differs from one process, and its rule in the plan.
+"""Search for the first module with an output that differs from one process, and its rule in the plan.
 
-A module's output is compared with the full one as its strategy demands: with this rank's slice if the features stay
-sharded, as a partial sum if a module around it sums. Modules without such a strategy may return the full output, or
-a slice by any split of the plan.
+The strategy of a module decides how its output is compared with the full output: as this rank's slice if features stay
+sharded, as a partial sum if a module around it sums. Modules without such a strategy may return the full output, or a
+slice by any split of the plan.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ...small_models.trace import Call, Trace
 from ...strategies import take
 from ...strategies.signature import FEATURES, PARTIAL, REPLICATED
 
-# A model that cannot compute in fp64 sums in fp32 in another order; the tests of architectures allow as much.
+# For models that cannot compute in fp64: fp32 sums depend on their order. The tests of architectures use the same.
 OUTPUT_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3
 NOISE = 1e-6
-"""Gradients smaller than this share of the model's largest are noise around zero (key biases without rotation)."""
+"""Gradients below this fraction of the model's largest gradient are noise around zero (key biases without rotation)."""
 
 
 def relative(value: Tensor, reference: Tensor) -> float:
-    """Largest difference by the largest magnitude of the reference; infinite if any value is not finite."""
+    """Largest difference over the largest magnitude of the reference; infinite for other shapes and for NaN."""
     if value.shape != reference.shape or not value.isfinite().all():
         return float("inf")
     if not value.numel():
@@ -38,7 +38,7 @@ def relative(value: Tensor, reference: Tensor) -> float:
 
 
 def gradient_errors(seen: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative errors of gradients; a gradient that is noise around zero is compared with the largest one."""
+    """Relative errors of gradients; a gradient that is noise around zero is compared with the largest gradient."""
     largest = max((grad.abs().max().item() for grad in expected.values()), default=1.0)
     errors = {}
     for name, grad in expected.items():
@@ -52,11 +52,11 @@ def gradient_errors(seen: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 class Differences:
-    """One process held against `size` ranks that loaded `model` with `plan`.
+    """Comparison of one process with `size` ranks that loaded `model` with a plan.
 
     Args:
         model: the unsharded model on the meta device.
-        resolution: the plan, bound to it, and rewritten by its options.
+        resolution: the plan bound to `model`, after it was rewritten for its options.
         reference: inputs and outputs of modules in one process.
     """
 
@@ -70,41 +70,46 @@ class Differences:
     def first_output(self, traces: Mapping[int, Trace]) -> str | None:
         """The first module with an output that differs on some rank, with its rule and a hint; None if none does."""
         calls = {rank: _numbered(trace) for rank, trace in traces.items()}
-        for (name, count), whole in _numbered(self.reference).items():
-            seen = {rank: found[name, count] for rank, found in calls.items() if (name, count) in found}
-            for index, expected in enumerate(whole.returned):
-                outputs = {r: call.returned[index] for r, call in seen.items() if len(call.returned) > index}
+        for (name, count), reference in _numbered(self.reference).items():
+            by_rank = {rank: numbered[name, count] for rank, numbered in calls.items() if (name, count) in numbered}
+            for index, expected in enumerate(reference.returned):
+                outputs = {r: call.returned[index] for r, call in by_rank.items() if len(call.returned) > index}
                 errors = [(self._error(name, expected, output, r, outputs), r) for r, output in outputs.items()]
                 error, rank = max(errors, default=(0.0, 0))
                 if error > OUTPUT_TOLERANCE:
-                    return self._blame(name, whole, seen, index, error, rank)
+                    return self._blame(name, reference, by_rank, index, error, rank)
         return None
 
-    def _blame(self, name: str, whole: Call, seen: Mapping[int, Call], index: int, error: float, rank: int) -> str:
-        """The message about the first module with another output; its input may differ already."""
-        what, hint = "output", self._hint(name, whole.returned[index], {r: c.returned[index] for r, c in seen.items()})
+    def _blame(self, name: str, reference: Call, calls: Mapping[int, Call], index: int, error: float, rank: int) -> str:
+        """The message about the first module with a different output; its input may already differ."""
+        side, hint = (
+            "output",
+            self._hint(name, reference.returned[index], {r: c.returned[index] for r, c in calls.items()}),
+        )
         strategy = self.resolution.module_strategies.get(name, UNRULED)
         split = strategy.sharded_input
-        if split is not None and whole.given is not None:
-            expected = {rank: self._slice(whole.given, split, rank) for rank in seen}
-            given = [(relative(call.given, expected[r]), r) for r, call in seen.items() if call.given is not None]
-            if max(given, default=(0.0, 0))[0] > OUTPUT_TOLERANCE:
-                (error, rank), what, hint = max(given), "input", ""
-        if what == "input" or strategy is UNRULED:
+        if split is not None and reference.given is not None:
+            expected = {rank: self._slice(reference.given, split, rank) for rank in calls}
+            input_errors = [
+                (relative(call.given, expected[r]), r) for r, call in calls.items() if call.given is not None
+            ]
+            if max(input_errors, default=(0.0, 0))[0] > OUTPUT_TOLERANCE:
+                (error, rank), side, hint = max(input_errors), "input", ""
+        if side == "input" or strategy is UNRULED:
             hint = self.made_from(name) or hint
         return (
-            f"{name or 'the model'}: its {what} is the first that differs (relative error {error:.1e}, rank {rank}); "
+            f"{name or 'the model'}: its {side} is the first that differs (relative error {error:.1e}, rank {rank}); "
             f"{self.rule(name)}. {hint}"
         )
 
     def made_from(self, name: str) -> str:
-        """A hint at the modules of the same block that make the input features of a module; "" without any."""
+        """A hint with the modules of the same block that make the input features of a module; "" if there are none."""
         block, strategies = name.rpartition(".")[0], self.resolution.module_strategies
         own = strategies.get(name)
         if own is not None and own.signature.takes is not FEATURES:
             return ""
-        makers = [other for other, strategy in strategies.items() if strategy.signature.leaves is FEATURES]
-        makers = [other for other in makers if other.rpartition(".")[0] == block and other != name]
+        makers = [peer for peer, strategy in strategies.items() if strategy.signature.leaves is FEATURES]
+        makers = [peer for peer in makers if peer.rpartition(".")[0] == block and peer != name]
         if not makers:
             return ""
         return (
@@ -114,14 +119,17 @@ class Differences:
         )
 
     def first_gradient(
-        self, errors: Sequence[Mapping[str, float]], wrong: Sequence[Mapping[str, Tensor]], whole: Mapping[str, Tensor]
+        self,
+        errors: Sequence[Mapping[str, float]],
+        wrong: Sequence[Mapping[str, Tensor]],
+        expected: Mapping[str, Tensor],
     ) -> str | None:
-        """The first parameter in the order of the backward whose gradient differs; None if none does.
+        """The message about the first parameter, in backward order, with a different gradient; None if there is none.
 
         Args:
             errors: relative errors of every rank, by parameter.
-            wrong: gradients of every rank that differ.
-            whole: the gradients of one process.
+            wrong: different gradients of every rank.
+            expected: gradients of one process.
         """
         worst = {name: max(error[name] for error in errors) for name in errors[0]}
         order = {call.name: position for position, call in enumerate(self.reference.calls)}
@@ -133,25 +141,25 @@ class Differences:
         if not faults:
             return None
         name = faults[0]
-        others = sorted({fold_layers(fault) for fault in faults} - {fold_layers(name)})
-        told = f" Also wrong: {', '.join(others[:6])}{' ...' * (len(others) > 6)}." if others else ""
-        seen = [rank[name] for rank in wrong if name in rank]
+        names = sorted({fold_layers(fault) for fault in faults} - {fold_layers(name)})
+        also_wrong = f" Also wrong: {', '.join(names[:6])}{' ...' * (len(names) > 6)}." if names else ""
+        gradients = [rank[name] for rank in wrong if name in rank]
         fed = ", ".join(map(self._short, self._fed_by(order.get(name.rpartition(".")[0], -1)))) or "nothing that is cut"
         hint = f"What comes after it has the right gradients; see its rule, and those of what it feeds: {fed}."
-        if len(seen) == self.size and _close(sum(seen[1:], seen[0]), whole[name]):
+        if len(gradients) == self.size and _close(sum(gradients[1:], gradients[0]), expected[name]):
             hint = (
                 "Each rank has only a part of it. If it computes on features that are cut, it is "
                 f"replicated_with_grad_allreduce; if not, what it feeds does not sum its input's gradient: {fed}."
             )
-        elif seen and _close(seen[0], whole[name] * self.size):
+        elif gradients and _close(gradients[0], expected[name] * self.size):
             hint = f"It is counted {self.size} times, once a rank: its input is whole, and it is replicate."
         return (
             f"{name}: its gradient is the first that differs (relative error {worst[name]:.1e}); "
-            f"{self.rule(name)}. {hint}{told}"
+            f"{self.rule(name)}. {hint}{also_wrong}"
         )
 
     def _fed_by(self, position: int) -> list[str]:
-        """The modules after a position in the forward that shard features, up to the next module that sums."""
+        """Modules after a position in the forward that leave features sharded, up to the next module that sums."""
         fed = []
         for call in self.reference.calls[position + 1 :]:
             strategy = self.resolution.module_strategies.get(call.name, UNRULED)
@@ -165,7 +173,7 @@ class Differences:
         return f"{name.rpartition('.')[2]} ({self.rule(name)})"
 
     def rule(self, name: str) -> str:
-        """The rule of a module or parameter: its own, its module's, or those of its parameters."""
+        """Describe the rule of a module or parameter: its own, its module's, or those of its parameters."""
         owner = name.rpartition(".")[0]
         about = [name, *(known for known in self.parameters if known.rpartition(".")[0] == name)]
         if name in self.parameters:
@@ -177,54 +185,54 @@ class Differences:
         block = next((block for block in names_around(owner) if block in self.sums), None)
         return "no rule names it" + (f", but {fold_layers(block)}, around it, sums its output" if block else "")
 
-    def _error(self, name: str, whole: Tensor, output: Tensor, rank: int, outputs: Mapping[int, Tensor]) -> float:
+    def _error(self, name: str, expected: Tensor, output: Tensor, rank: int, outputs: Mapping[int, Tensor]) -> float:
         """Relative error of one rank's output; 0 if the expected output is unknown."""
         strategy = self.resolution.module_strategies.get(name, UNRULED)
         inside = any(block in self.sums for block in names_around(name.rpartition(".")[0]))
         if strategy.sharded_output is not None:
-            return relative(output, self._slice(whole, strategy.sharded_output, rank))
+            return relative(output, self._slice(expected, strategy.sharded_output, rank))
         if inside or strategy.signature.leaves is PARTIAL:
-            parts = list(outputs.values())
-            if len(parts) == self.size and all(part.shape == whole.shape for part in parts):
-                summed = sum(parts[1:], parts[0])
-                return min(relative(summed, whole), relative(output, whole))
-            return 0.0 if output.shape == whole.shape else self._sliced_error(whole, output, rank)
-        if output.shape == whole.shape or strategy.signature.leaves is REPLICATED:
-            return relative(output, whole)
-        return self._sliced_error(whole, output, rank)
+            values = list(outputs.values())
+            if len(values) == self.size and all(value.shape == expected.shape for value in values):
+                summed = sum(values[1:], values[0])
+                return min(relative(summed, expected), relative(output, expected))
+            return 0.0 if output.shape == expected.shape else self._sliced_error(expected, output, rank)
+        if output.shape == expected.shape or strategy.signature.leaves is REPLICATED:
+            return relative(output, expected)
+        return self._sliced_error(expected, output, rank)
 
-    def _sliced_error(self, whole: Tensor, output: Tensor, rank: int) -> float:
+    def _sliced_error(self, expected: Tensor, output: Tensor, rank: int) -> float:
         """Relative error to the nearest slice of the full output by a split of the plan; 0 if none has its shape."""
-        if output.ndim != whole.ndim:
+        if output.ndim != expected.ndim:
             return 0.0
-        dims = [dim for dim in range(whole.ndim) if output.shape[dim] != whole.shape[dim]]
+        dims = [dim for dim in range(expected.ndim) if output.shape[dim] != expected.shape[dim]]
         if len(dims) != 1:
             return 0.0
-        length, errors = whole.shape[dims[0]], []
-        for split in {*self._splits(), even(length, self.size)}:  # the last of a sequence
+        length, errors = expected.shape[dims[0]], []
+        for split in {*self._splits(), even(length, self.size)}:  # `even`: a split of the sequence
             if length and length % split.length == 0:
                 scaled = split.scaled(length // split.length)
                 if scaled.widths[rank] == output.shape[dims[0]]:
-                    errors.append(relative(output, _taken(whole, Layout(dims[0], scaled), rank)))
+                    errors.append(relative(output, _take(expected, Layout(dims[0], scaled), rank)))
         return min(errors, default=0.0)
 
     def _splits(self) -> set[Split]:
         splits = {layout.split for layout in self.resolution.layouts.values() if layout is not None}
         return splits.union(*((heads.query, heads.kv) for heads in self.resolution.attention.values()))
 
-    def _slice(self, whole: Tensor, split: Split, rank: int) -> Tensor:
-        """This rank's features of the full output; all of it if its width is not the split's."""
-        return _taken(whole, Layout(whole.ndim - 1, split), rank) if whole.shape[-1] == split.length else whole
+    def _slice(self, full: Tensor, split: Split, rank: int) -> Tensor:
+        """This rank's features of the full output; the full output if its width is not the split's length."""
+        return _take(full, Layout(full.ndim - 1, split), rank) if full.shape[-1] == split.length else full
 
-    def _hint(self, name: str, whole: Tensor, outputs: Mapping[int, Tensor]) -> str:
-        """The usual cause of such a difference."""
-        parts = list(outputs.values())
-        if len(parts) == self.size and all(part.shape == whole.shape for part in parts):
-            if _close(sum(parts[1:], parts[0]), whole):
+    def _hint(self, name: str, expected: Tensor, outputs: Mapping[int, Tensor]) -> str:
+        """The usual cause of this kind of difference."""
+        values = list(outputs.values())
+        if len(values) == self.size and all(value.shape == expected.shape for value in values):
+            if _close(sum(values[1:], values[0]), expected):
                 return "Each rank has a part of a sum that nothing adds up."
-            if all(_close(part, whole * self.size) for part in parts):
+            if all(_close(value, expected * self.size) for value in values):
                 return f"It is {self.size} times too large: every rank's output was whole, and was summed."
-        if any(part.shape[:-1] == whole.shape[:-1] and _are_columns(part, whole) for part in parts):
+        if any(value.shape[:-1] == expected.shape[:-1] and _are_columns(value, expected) for value in values):
             return (
                 "Every feature is one of the whole output's, but not of those that this rank should have: fused parts "
                 "are packed_colwise with parts in the order in which they are stored, and heads are cut by attention."
@@ -238,7 +246,7 @@ class Differences:
 
 
 def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:
-    """{(module, number of earlier calls of it): call}, in the order of their returns."""
+    """{(module, number of its earlier calls): call}, in the order of returns."""
     counts: dict[str, int] = {}
     numbered = {}
     for call in trace.calls:
@@ -255,16 +263,16 @@ def _close(value: Tensor, reference: Tensor) -> bool:
     return relative(value, reference) <= GRADIENT_TOLERANCE
 
 
-def _taken(whole: Tensor, layout: Layout, rank: int) -> Tensor:
-    shard = take(whole, layout, rank)
+def _take(full: Tensor, layout: Layout, rank: int) -> Tensor:
+    shard = take(full, layout, rank)
     assert isinstance(shard, Tensor)
     return shard
 
 
-def _are_columns(part: Tensor, whole: Tensor) -> bool:
-    """True if every feature of `part` is some feature of `whole`, for every token."""
-    if not part.numel() or part.isnan().any():
+def _are_columns(output: Tensor, expected: Tensor) -> bool:
+    """True if every feature of `output` is some feature of `expected`, for every token."""
+    if not output.numel() or output.isnan().any():
         return False
-    ours, theirs = part.flatten(0, -2).T, whole.flatten(0, -2).T
-    distances = (ours[:, None] - theirs[None]).abs().amax(-1).amin(-1)
-    return bool((distances <= OUTPUT_TOLERANCE * whole.abs().max()).all())
+    columns, expected_columns = output.flatten(0, -2).T, expected.flatten(0, -2).T
+    distances = (columns[:, None] - expected_columns[None]).abs().amax(-1).amin(-1)
+    return bool((distances <= OUTPUT_TOLERANCE * expected.abs().max()).all())

@@ -1,4 +1,4 @@
-"""One rank of a proof: `torchrun -m tp_transformers.commands.verify.rank FOLDER REPORTS DEADLINE`."""
+"""Rank of a verification: `torchrun -m tp_transformers.commands.verify.rank FOLDER REPORTS DEADLINE`."""
 
 from __future__ import annotations
 
@@ -22,46 +22,48 @@ from .differences import GRADIENT_TOLERANCE, gradient_errors
 
 
 def run_rank(folder: Path, reports: Path, deadline: float) -> int:
-    """Load, answer, and leave an Observation in `reports`; exits with 1 if an exception is raised."""
+    """Load the model, compute, and write an Observation to `reports`; exits with 1 after an exception."""
     with (folder / "request.pickle").open("rb") as file:
         sys.path[:] = pickle.load(file)
-        cls, plan, own, grads, dtype = pickle.load(file)
-    STRATEGIES.update(own)
+        cls, plan, custom, grads, dtype = pickle.load(file)
+    STRATEGIES.update(custom)
     questions, labels, expected = torch.load(folder / "questions.pt")
-    seen, path = probe.Observation(), reports / f"{os.environ['RANK']}.pt"
+    observation, path = probe.Observation(), reports / f"{os.environ['RANK']}.pt"
 
     def report() -> None:
-        torch.save(seen, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)  # whole or not at all: torchrun ends the ranks when one has failed
+        torch.save(observation, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)  # atomic: torchrun ends the ranks when one has failed
 
     def fail(failure: str) -> None:
-        seen.failure = failure
+        observation.failure = failure
         report()
-        os._exit(1)  # without a word to the others, which may be in a collective
+        os._exit(1)  # no shutdown: the other ranks may be in a collective
 
-    late = threading.Timer(max(1.0, deadline - time.time()), fail, ["no end in time; do all ranks communicate alike?"])
+    late = threading.Timer(max(1.0, deadline - time.time()), fail, ["no end in time; do all collectives match?"])
     late.daemon = True
     late.start()
     try:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
         with enable():
-            # The small model may have other shares than the true one, which has been looked at; `fail` ends all ranks.
+            # allow_replicated: the full model was checked, not the small one; tp_watch: `fail` ends all ranks.
             options = {"device_mesh": mesh, "dtype": dtype, "allow_replicated": True, "tp_watch": False}
             model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, **options)
         probe.convert(model, dtype)
         with probe.computing_in(dtype):
-            probe.observe(model, questions, seen, labels)
+            probe.observe(model, questions, observation, labels)
             if grads:
-                seen.doing = "computing gradients"
+                observation.doing = "computing gradients"
                 grown = probe.gradients(model, questions[0], labels)
         if grads:
             params = dict(model.named_parameters())
-            whole = {
+            gradients = {
                 name: full_tensor(params[name], grown.get(name, torch.zeros_like(params[name]))) for name in expected
             }
-            seen.errors = gradient_errors(whole, expected)
-            seen.gradients = {name: whole[name] for name in whole if seen.errors[name] > GRADIENT_TOLERANCE}
+            observation.errors = gradient_errors(gradients, expected)
+            observation.gradients = {
+                name: gradients[name] for name in gradients if observation.errors[name] > GRADIENT_TOLERANCE
+            }
     except Exception as error:
         fail(error_text(error))
     late.cancel()

@@ -1,8 +1,8 @@
-"""The proof of a plan: a small random model of the architecture, on ranks of this machine, compared with one process.
+"""Verification of a plan: a small random model of the architecture on N ranks, compared with one process.
 
-The plan is first bound to the model in its true shapes, which starts nothing. Then a small model of the same head
-counts, experts and kinds of layers is written to a temporary folder. One process computes logits, greedy tokens and
-gradients from it, and so does every number of ranks, each started by torchrun.
+The plan is first bound to the model in full size, without starting ranks. Then a small model with the same head counts,
+experts and kinds of layers is written to a temporary folder. One process computes logits, greedy tokens and gradients
+from it, and so do the ranks of every size, started by torchrun.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, rela
 PlanLike = str | Path | dict[str, Any] | Plan
 
 Launch = Callable[[Path, Path, int, float], int]
-"""Starts ranks, given the folder of a proof, that of their reports, their number and their seconds -> an exit code.
+"""(folder of the verification, folder of reports, number of ranks, timeout in seconds) -> exit code of the ranks.
 
-Their output goes to the file `output` among the reports."""
+Their output goes to the file `output` in the folder of reports."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Results on `size` ranks; numbers are None if they were not computed."""
+    """Results on `size` ranks; None for numbers that were not computed."""
 
     size: int
     faults: tuple[str, ...] = ()
     """Errors, each with its module or rule."""
     logits: float | None = None
-    """Worst relative error of the logits, over the ranks."""
+    """Largest relative error of the logits, over the ranks."""
     loss: float | None = None
-    """Worst relative error of the loss, if the model takes labels; some labels are ignored."""
+    """Largest relative error of the loss, if the model takes labels; some labels are ignored."""
     tokens: bool | None = None
-    """True if all greedy tokens are those of one process."""
+    """True if all greedy tokens equal those of one process."""
     gradient: tuple[str, float] | None = None
-    """Parameter with the worst relative error of its gradient, and that error."""
+    """Parameter with the largest relative error of its gradient, and that error."""
     notes: tuple[str, ...] = ()
-    """Limits of the proof, and modules that the plan replicates."""
+    """Limits of the verification, and modules that the plan replicates."""
 
     @property
     def ok(self) -> bool:
-        """True if the ranks compute as one process."""
+        """True if the ranks compute the same as one process."""
         return not self.faults
 
 
@@ -84,25 +84,25 @@ def verify(
     trust_remote_code: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Verdict]:
-    """Compare tensor parallelism on `sizes` ranks with one process, in fp64 on CPUs; returns a verdict for each size.
+    """Compare tensor parallelism on `sizes` ranks with one process, on CPUs in fp64; returns a verdict for each size.
 
     Args:
         config: a config, the path of a config.json, a folder with one, or a name on the Hub; no weights are read.
-        plan: as `tp_plan` of `from_pretrained`; None for the one that `tp_plan="auto"` takes.
+        plan: as `tp_plan` of `from_pretrained`; None: "auto".
         sizes: numbers of ranks.
         grads: True to compare gradients too.
         timeout: seconds for the ranks of one size.
         allow_replicated: as in `from_pretrained`.
         seed: of the small model's weights.
-        launch: starts the ranks of a size; each calls `run_rank`; None for torchrun.
-        trust_remote_code: whether code of a repository's own may run.
-        tell: called with a line about each step that takes long.
+        launch: starts the ranks of a size, which call `run_rank`; None: torchrun.
+        trust_remote_code: whether code of the repository may run.
+        tell: called with a line about each long step.
 
     Raises:
         UsageError: if there is no such config, or a size is not positive.
-        PlanError: if the plan cannot be read, or there is none; one that does not fit the model is a fault.
-        UnsupportedError: if transformers has no class for the config, or no small model of it can be made, run in one
-            process, saved and loaded again; or if a load would refuse the config's quantisation.
+        PlanError: if the plan cannot be read, or there is none. A plan that does not fit the model is a fault instead.
+        UnsupportedError: if transformers has no class for the config, if no small model of it can be made, run in one
+            process, saved and loaded again, or if a load would reject the config's quantisation.
     """
     if not sizes or min(sizes) < 1:
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
@@ -132,7 +132,7 @@ def verify(
 
 
 def _choose(plan: PlanLike | None, config: PretrainedConfig, model: PreTrainedModel, size: int) -> Plan:
-    """The plan that a load of `model` with `tp_plan=plan` takes; one that is inferred is for `size` ranks."""
+    """The plan of a load of `model` with `tp_plan=plan`; "infer" infers one for `size` ranks."""
     given = read_plan("auto" if plan is None else plan)
     if given == "infer":
         return suggest(config, size=size, cls=type(model)).plan
@@ -142,7 +142,7 @@ def _choose(plan: PlanLike | None, config: PretrainedConfig, model: PreTrainedMo
 
 
 def _bind(plan: Plan, model: PreTrainedModel, size: int, notes: tuple[str, ...], allow_replicated: bool) -> Verdict:
-    """The verdict before ranks run: the faults of the plan, else `notes` and its own."""
+    """Verdict before ranks run: the faults of the plan, or else `notes` and the notes of the plan."""
     try:
         resolution = resolve(plan, model, size)
         warning = check_layers_are_cut(model, plan, resolution, size, allow_replicated=allow_replicated)
@@ -152,7 +152,7 @@ def _bind(plan: Plan, model: PreTrainedModel, size: int, notes: tuple[str, ...],
 
 
 def _bind_small(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
-    """`resolve` for the small model. Raises UnsupportedError where the plan does not fit that one alone."""
+    """Bind the plan to the small model. Raises UnsupportedError if it fits only the full model."""
     try:
         return resolve(plan, model, size)
     except PlanError as error:
@@ -163,8 +163,8 @@ def _bind_small(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
 
 
 def with_torchrun(folder: Path, reports: Path, size: int, timeout: float) -> int:
-    """Let torchrun start the ranks of a proof."""
-    deadline = time.time() + 0.9 * timeout  # for the ranks, so that they can report where they are
+    """Start the ranks with torchrun."""
+    deadline = time.time() + 0.9 * timeout  # earlier for the ranks, so that they can report where they hang
     program = ["-m", "tp_transformers.commands.verify.rank", str(folder), str(reports), str(deadline)]
     with (reports / "output").open("wb") as output:
         try:
@@ -176,7 +176,7 @@ def with_torchrun(folder: Path, reports: Path, size: int, timeout: float) -> int
 
 
 class _Proof:
-    """A small model in a folder, and the results of one process."""
+    """State of a verification: a small model in a folder, and the results of one process."""
 
     def __init__(
         self,
@@ -191,125 +191,125 @@ class _Proof:
     ) -> None:
         self.folder, self.grads, self.timeout, self.launch = folder, grads, timeout, launch
         with supported(f"a small {config.model_type}"), torch.random.fork_rng(devices=[]):
-            made = probe.make(cls, config, seed=seed)
+            created = probe.make(cls, config, seed=seed)
             try:
                 self.dtype = torch.float64
-                asked = self._ask(cls, made)
+                questions = self._ask(cls, created)
             except TensorParallelError:
                 raise
-            except Exception:  # an operator of the model knows no float64
+            except Exception:  # an operator of the model does not support float64
                 self.dtype = torch.float32
-                asked = self._ask(cls, made)
-        torch.save((*asked, self.gradients), folder / "questions.pt")
+                questions = self._ask(cls, created)
+        torch.save((*questions, self.gradients), folder / "questions.pt")
         own = {name: strategy for name, strategy in STRATEGIES.items() if BUILT_IN.get(name) is not strategy}
         with (folder / "request.pickle").open("wb") as file:
-            pickle.dump(sys.path, file)  # first: needed to unpickle the rest
+            pickle.dump(sys.path, file)  # first: needed to unpickle the other objects
             pickle.dump((cls, plan, own, grads, self.dtype), file)
 
-    def _ask(self, cls: type[PreTrainedModel], made: PreTrainedModel) -> tuple[Any, Any]:
-        """Let one process answer, in `self.dtype`; returns the questions and the labels."""
-        *asked, _ = probe.questions(made)
-        self.untried = untried(made, asked[0])
+    def _ask(self, cls: type[PreTrainedModel], created: PreTrainedModel) -> tuple[Any, Any]:
+        """Compute the results of one process in `self.dtype`; returns the inputs and the labels."""
+        *asked, _ = probe.questions(created)
+        self.untried = untried(created, asked[0])
         questions = [probe.in_dtype(question, self.dtype) for question in asked]
-        # Loaded, as ranks load it: conversions give a loaded model another form than a new one.
-        model = self._reloaded(cls, made, questions[0])
-        self.whole = probe.Observation()
+        # Load it, as ranks do: conversions may give a loaded model another form than a new model.
+        model = self._reloaded(cls, created, questions[0])
+        self.reference = probe.Observation()
         with probe.computing_in(self.dtype):
             labels = probe.labels(model, questions[0])
-            probe.observe(model, questions, self.whole, labels)
+            probe.observe(model, questions, self.reference, labels)
             self.gradients = probe.gradients(model, questions[0], labels) if self.grads else {}
         return questions, labels
 
     def _reloaded(
-        self, cls: type[PreTrainedModel], made: PreTrainedModel, question: dict[str, torch.Tensor]
+        self, cls: type[PreTrainedModel], created: PreTrainedModel, question: dict[str, torch.Tensor]
     ) -> PreTrainedModel:
-        """The model that one process loads from its checkpoint; raises UnsupportedError if that is another model."""
-        subject = f"a small {made.config.model_type}"
+        """Save the model and load it in one process. Raises UnsupportedError if its logits then differ."""
+        subject = f"a small {created.config.model_type}"
         expected = "the same model"
         fix = (
             "This is transformers', not the plan's: report it there, and verify with a release that saves all weights."
         )
         try:
-            made.float().save_pretrained(self.folder / "checkpoint")
+            created.float().save_pretrained(self.folder / "checkpoint")
             model: PreTrainedModel
-            model, found = cls.from_pretrained(self.folder / "checkpoint", dtype=self.dtype, output_loading_info=True)
+            model, info = cls.from_pretrained(self.folder / "checkpoint", dtype=self.dtype, output_loading_info=True)
         except Exception as error:
             got = f"its checkpoint does not reload in one process: {one_line(error)}"
             raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from error
         probe.convert(model, self.dtype)
-        probe.convert(made, self.dtype)
-        for name, param in made.named_parameters():  # a load by one process may unfreeze parameters
+        probe.convert(created, self.dtype)
+        for name, param in created.named_parameters():  # from_pretrained may unfreeze parameters
             model.get_parameter(name).requires_grad_(param.requires_grad)
         with torch.no_grad(), probe.computing_in(self.dtype):
-            answers = [probe.answer(each, question) for each in (made, model)]
-        wrong = relative(answers[1], answers[0])
-        if wrong > OUTPUT_TOLERANCE:
-            lost = sorted(found["missing_keys"])
+            answers = [probe.answer(candidate, question) for candidate in (created, model)]
+        worst = relative(answers[1], answers[0])
+        if worst > OUTPUT_TOLERANCE:
+            lost = sorted(info["missing_keys"])
             named = f"it has no {', '.join(lost[:3])}{' ...' * (len(lost) > 3)}" if lost else "no weight is missing"
             got = (
-                f"its checkpoint does not reload in one process: other logits (relative error {wrong:.1e}), and {named}"
+                f"its checkpoint does not reload in one process: other logits (relative error {worst:.1e}), and {named}"
             )
             raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix))
         return model
 
     def run(self, model: PreTrainedModel, resolution: Resolution, verdict: Verdict) -> Verdict:
-        """The verdict on one size; `verdict` is the one before its ranks ran."""
+        """Run the ranks of one size, and judge their results; `verdict`: the verdict before."""
         size = verdict.size
         reports = self.folder / f"ranks-{size}"
         reports.mkdir()
         code = self.launch(self.folder, reports, size, self.timeout)
-        # In the order in which the ranks ended: one failure may cause others.
+        # Sorted by the time when ranks ended: a failure may cause others.
         ended = sorted(reports.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns)
         seen: dict[int, probe.Observation] = {int(path.stem): torch.load(path, weights_only=False) for path in ended}
-        if code and len(seen) < size and all(found.failure is None for found in seen.values()):
+        if code and len(seen) < size and all(observation.failure is None for observation in seen.values()):
             printed = (reports / "output").read_text(errors="replace").strip().splitlines()[-20:]
             lost = "\n    ".join(
                 [f"a rank ended, or hung, without a report; what was printed last ({code}):", *printed]
             )
             return Verdict(size, (lost,), notes=verdict.notes)
-        differences = Differences(model, resolution, size, self.whole.trace)
+        differences = Differences(model, resolution, size, self.reference.trace)
         return self._judge(verdict, seen, differences)
 
     def _judge(self, verdict: Verdict, seen: dict[int, probe.Observation], differences: Differences) -> Verdict:
         """Compare the results of the ranks with those of one process."""
         faults = []
-        failed = {rank: found for rank, found in seen.items() if found.failure is not None}
-        for rank, found in list(failed.items())[:1]:  # others fail because it did, or for the same reason
-            inside = found.trace.running[-1].name if found.trace.running else None
+        failed = {rank: observation for rank, observation in seen.items() if observation.failure is not None}
+        for rank, observation in list(failed.items())[:1]:  # the others fail as a consequence, or for the same reason
+            inside = observation.trace.running[-1].name if observation.trace.running else None
             where = f" (in {inside}; {differences.rule(inside)}) {differences.made_from(inside)}" if inside else ""
-            faults.append(f"rank {rank}, {found.doing}: {found.failure}{where}".strip())
-        worst = _worst("logits", seen, self.whole)
+            faults.append(f"rank {rank}, {observation.doing}: {observation.failure}{where}".strip())
+        worst = _worst("logits", seen, self.reference)
         if worst is not None and worst > OUTPUT_TOLERANCE:
             faults.append(f"the logits differ (relative error {worst:.1e})")
-        loss = _worst("loss", seen, self.whole)
-        if loss is not None and loss > OUTPUT_TOLERANCE and not faults:  # other logits have another loss
+        loss = _worst("loss", seen, self.reference)
+        if loss is not None and loss > OUTPUT_TOLERANCE and not faults:  # the loss follows from the logits
             faults.append(f"the loss differs (relative error {loss:.1e}), though the logits agree")
         tokens = None
         if len(seen) == verdict.size and not failed:
-            tokens = all(_same(found.tokens, self.whole.tokens) for found in seen.values())
+            tokens = all(_same(observation.tokens, self.reference.tokens) for observation in seen.values())
             if not tokens:
                 agree = ", though the logits of a whole prompt agree: see what its caches hold" * (not faults)
                 faults.append(f"the greedy tokens differ{agree}")
         if faults:
-            first = differences.first_output({rank: found.trace for rank, found in seen.items()})
+            first = differences.first_output({rank: observation.trace for rank, observation in seen.items()})
             faults[:0] = [first] if first is not None else []
         gradient = None
-        errors = [found.errors for found in seen.values() if found.errors]
+        errors = [observation.errors for observation in seen.values() if observation.errors]
         if errors:
             name, error = max(((name, max(e[name] for e in errors)) for name in errors[0]), key=lambda item: item[1])
             gradient = (name, error)
-            if error > GRADIENT_TOLERANCE and not faults:  # gradients of wrong logits are wrong too
-                wrong = [found.gradients or {} for found in seen.values()]
+            if error > GRADIENT_TOLERANCE and not faults:  # wrong logits have wrong gradients
+                wrong = [observation.gradients or {} for observation in seen.values()]
                 faults.append(str(differences.first_gradient(errors, wrong, self.gradients)))
         names = {"image": "images", "audio": "sounds"}
         unseen = [f"{names[name]} were not tried: it took none of a usual shape" for name in self.untried]
         return Verdict(verdict.size, tuple(faults), worst, loss, tokens, gradient, (*verdict.notes, *unseen))
 
 
-def _worst(what: str, seen: dict[int, probe.Observation], whole: probe.Observation) -> float | None:
-    """Largest relative error of the "logits" or "loss", over the ranks that have them."""
-    found = [getattr(each, what) for each in seen.values()]
-    return max((relative(value, getattr(whole, what)) for value in found if value is not None), default=None)
+def _worst(field: str, seen: dict[int, probe.Observation], reference: probe.Observation) -> float | None:
+    """Largest relative error of "logits" or "loss" over the ranks that computed it."""
+    values = [getattr(observation, field) for observation in seen.values()]
+    return max((relative(value, getattr(reference, field)) for value in values if value is not None), default=None)
 
 
 def _same(tokens: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

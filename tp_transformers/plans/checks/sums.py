@@ -1,4 +1,4 @@
-"""Partial outputs and gradients: a plan has to sum each of them over the ranks, once."""
+"""Partial outputs and gradients: checks that a plan sums each of them over the ranks exactly once."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import TensorParallelLayer
 from ...strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, State
-from ..attention_heads import AttentionCut
+from ..attention_heads import AttentionSplits
 from ..rule import UNRULED
 
 
 @dataclass(frozen=True)
 class BoundPlan:
-    """A plan that is bound to a model, as the checks see it."""
+    """A plan bound to a model: the input of the checks."""
 
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
     module_strategies: dict[str, TensorParallelLayer]
     param_strategies: dict[str, TensorParallelLayer]
     layouts: Mapping[str, Layout | None]
-    cut: AttentionCut
+    cut: AttentionSplits
     size: int
 
     def own_layouts(self, owner: str) -> dict[str, Layout | None]:
@@ -36,7 +36,7 @@ class BoundPlan:
 
 
 def sum_faults(plan: BoundPlan) -> Iterator[str]:
-    """Faults: a partial output that no rule sums, one that two rules sum, and a replicated output that a rule sums."""
+    """Faults: outputs and gradients that are not summed exactly once, and full inputs of sequence-parallel modules."""
     if plan.size > 1:
         yield from _experts(plan)
         yield from _outputs(plan)
@@ -46,22 +46,22 @@ def sum_faults(plan: BoundPlan) -> Iterator[str]:
 
 
 def scalars_between(plan: BoundPlan) -> Iterator[str]:
-    """Modules with learned scalars (activations) between a linear with sharded output and the one that takes it."""
+    """Modules with learned scalars (activations) between a linear with sharded output and the linear that takes it."""
     for owner, child, _ in _between(plan):
         if all(param.numel() == 1 for param in plan.modules[child].parameters()) and owner:
             yield child
 
 
 def unsummed_experts(plan: BoundPlan) -> Iterator[str]:
-    """Experts that are cut or spread, with outputs that no rule sums."""
+    """Experts that are sharded or distributed over ranks, with outputs that no rule sums."""
     sums = _sums(plan)
-    for name in sorted(_parts(plan)):
+    for name in sorted(_partial_outputs(plan)):
         if holds_experts(plan.modules[name]) and not sums.intersection(names_around(name)):
             yield name
 
 
 def _experts(plan: BoundPlan) -> Iterator[str]:
-    """Experts are whole on one rank, or all their matrices are cut along the same features."""
+    """Faults: experts that are neither complete on one rank nor have all matrices sharded along the same features."""
     for owner, module in plan.modules.items():
         if not holds_experts(module):
             continue
@@ -82,16 +82,16 @@ def _experts(plan: BoundPlan) -> Iterator[str]:
         splits = {name: layout.split for name, layout in matrices.items() if layout is not None}
         if spread or not splits:
             continue
-        whole = sorted(matrices.keys() - splits.keys())
-        if whole:
-            cut = ", ".join(sorted(splits))
-            yield f"{fold_layers(owner)}: {cut} would be cut, but not {', '.join(whole)}; cut all of them, or none"
+        full = sorted(matrices.keys() - splits.keys())
+        if full:
+            sharded = ", ".join(sorted(splits))
+            yield f"{fold_layers(owner)}: {sharded} would be cut, but not {', '.join(full)}; cut all of them, or none"
             continue
         name, narrow = min(splits.items(), key=lambda item: item[1].length)
-        for other, split in splits.items():
+        for param, split in splits.items():
             if not _same_features(split, narrow, getattr(module, "is_concatenated", None)):
                 yield (
-                    f"{fold_layers(owner)}: {other} and {name} would be cut along different features; a fused gate and "
+                    f"{fold_layers(owner)}: {param} and {name} would be cut along different features; a fused gate and "
                     "up is packed_colwise (packed_rowwise if it is stored transposed)"
                 )
 
@@ -105,15 +105,15 @@ def _same_features(split: Split, narrow: Split, is_concatenated: bool | None) ->
 
 
 def _outputs(plan: BoundPlan) -> Iterator[str]:
-    """Partial outputs are summed, and only they are."""
-    parts, sums = _parts(plan), _sums(plan)
-    for name in sorted(parts):
+    """Faults: partial outputs that are not summed, and other outputs that are."""
+    partial, sums = _partial_outputs(plan), _sums(plan)
+    for name in sorted(partial):
         if not sums.intersection(names_around(name)):
             fix = f"{fold_layers(name)}: moe_tp_experts" if holds_experts(plan.modules[name]) else "gather around it"
             yield f"{fold_layers(name)}: on every rank its output is a part of a sum that nothing adds up; add {fix}"
     for block in sorted(sums):
         inside = [name for name in plan.modules if f"{name}.".startswith(f"{block}.")]
-        if not parts.intersection(inside):
+        if not partial.intersection(inside):
             yield (
                 f"{fold_layers(block)}: every rank's output is whole, and would be added up {plan.size} times; cut "
                 "what is inside (local_colwise and local_rowwise, or experts), or leave it out"
@@ -143,30 +143,32 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
 
 
 def summing_blocks(strategies: Mapping[str, TensorParallelLayer], modules: Mapping[str, nn.Module]) -> set[str]:
-    """Blocks with outputs that are summed over the ranks; a linear sums its own."""
-    return {name for name, each in strategies.items() if each.signature.sums and features(modules[name]) is None}
+    """Blocks that sum their output over the ranks; linears, which sum their own output, are excluded."""
+    return {
+        name for name, strategy in strategies.items() if strategy.signature.sums and features(modules[name]) is None
+    }
 
 
 def _sums(plan: BoundPlan) -> set[str]:
     return summing_blocks(plan.module_strategies, plan.modules)
 
 
-def _parts(plan: BoundPlan) -> set[str]:
+def _partial_outputs(plan: BoundPlan) -> set[str]:
     """Modules with outputs that are partial sums."""
-    parts = {name for name, strategy in plan.module_strategies.items() if strategy.signature.leaves is PARTIAL}
+    partial = {name for name, strategy in plan.module_strategies.items() if strategy.signature.leaves is PARTIAL}
     sums = _sums(plan)
     for name, module in plan.modules.items():
         if holds_experts(module) or name in sums:
-            parts |= {name for layout in plan.own_layouts(name).values() if layout is not None}
-    for name, strategy in plan.param_strategies.items():  # experts may keep their parameters in a module of their own
+            partial |= {name for layout in plan.own_layouts(name).values() if layout is not None}
+    for name, strategy in plan.param_strategies.items():  # experts may keep their parameters in a submodule
         owner = name.rpartition(".")[0]
         if strategy is not plan.module_strategies.get(owner) and plan.layouts.get(name) is not None:
-            parts |= {owner for block in names_around(owner) if block in sums}
-    return parts
+            partial |= {owner for block in names_around(owner) if block in sums}
+    return partial
 
 
 def _heads(plan: BoundPlan) -> Iterator[str]:
-    """Other parameters that compute on the heads of cut attention have a partial gradient on every rank."""
+    """Faults: other parameters that compute on sharded heads; their gradient on each rank is partial."""
     cut = plan.cut
     for name, param in plan.parameters.items():
         owner = name.rpartition(".")[0]
@@ -180,7 +182,7 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
             or strategy.signature.gradient is PARTIAL
         ):
             continue
-        # Latents are whole, and column-parallel layers sum their gradients; but not that of the rotary key.
+        # Latents are replicated; column-parallel layers sum their gradients, but not that of the rotary key.
         rotary_key = owner.endswith("kv_a_proj_with_mqa") and strategy.signature.leaves is not LOCAL
         if cut.heads[attention].is_latent and not rotary_key:
             continue
@@ -205,7 +207,7 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
 
 
 def _other_gradients(plan: BoundPlan) -> Iterator[str]:
-    """Outside attention: modules that compute on sharded features sum their gradients, and no others do."""
+    """Faults outside attention: modules on sharded features that do not sum gradients, and other modules that do."""
     between, sums = set(), _sums(plan)
     for _, child, width in _between(plan):
         between.add(child)
@@ -239,18 +241,21 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
 
 
 def _sequences(plan: BoundPlan) -> Iterator[str]:
-    """Modules that compute on shards of the sequence are given shards.
+    """Faults: modules that compute on shards of the sequence, but are given the full sequence.
 
-    It is not checked beside a user's strategy, which may cut the sequence or return DTensors.
+    Skipped if a user's strategy may shard the sequence or return DTensors.
     """
     strategies = plan.module_strategies
-    styles = {name for name, each in strategies.items() if each.cuts_as_torch}
-    on_shards = {name for name, each in strategies.items() if each.signature.takes is SEQUENCE}
-    others = [each for name, each in strategies.items() if name not in styles & on_shards]
-    if any(each.signature.cuts_sequence or not each.use_local_output or not each.is_built_in for each in others):
+    styles = {name for name, strategy in strategies.items() if strategy.cuts_as_torch}
+    on_shards = {name for name, strategy in strategies.items() if strategy.signature.takes is SEQUENCE}
+    rest = [strategy for name, strategy in strategies.items() if name not in styles & on_shards]
+    if any(
+        strategy.signature.cuts_sequence or not strategy.use_local_output or not strategy.is_built_in
+        for strategy in rest
+    ):
         return
-    for name in (each for each in strategies if each in on_shards):
-        if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # within attention, heads are cut
+    for name in (name for name in strategies if name in on_shards):
+        if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # in attention, heads are sharded
             yield (
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
                 "rule cuts before it; use replicate, or let what comes before it leave Shard(1)"
@@ -268,20 +273,20 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
 
 
 def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
-    """(block, module, cut features): modules with parameters that compute on features which siblings leave sharded."""
+    """Yield (block, module, width): modules with parameters that compute on features that siblings leave sharded."""
     strategies = plan.module_strategies
     for block, module in plan.modules.items():
         if is_attention(module):
             continue
-        children = {_join(block, child): part for child, part in module.named_children()}
+        children = {_join(block, child): submodule for child, submodule in module.named_children()}
         leaving = [name for name in children if strategies.get(name, UNRULED).signature.leaves is FEATURES]
-        made = {name: found for name in leaving if (found := features(children[name]))}
-        if not made or not any(strategies.get(name, UNRULED).signature.takes is FEATURES for name in children):
+        counts = {name: count for name in leaving if (count := features(children[name]))}
+        if not counts or not any(strategies.get(name, UNRULED).signature.takes is FEATURES for name in children):
             continue
-        inputs, width = next(iter(made.values()))
-        for name, part in children.items():
-            shapes = [param.shape for param in part.parameters()]
-            if features(part) is not None or not shapes or width == inputs:
+        inputs, width = next(iter(counts.values()))
+        for name, submodule in children.items():
+            shapes = [param.shape for param in submodule.parameters()]
+            if features(submodule) is not None or not shapes or width == inputs:
                 continue
             if all(shape.numel() == 1 or width in shape for shape in shapes):
                 yield block, name, width

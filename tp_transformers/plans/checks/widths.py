@@ -1,4 +1,4 @@
-"""Widths: linears of a block that feed each other agree on how the features between them are cut."""
+"""Widths: checks that linears of a block that feed each other split the features between them identically."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def misfits(
     attention: Collection[str],
     size: int,
 ) -> Iterator[str]:
-    """Linears of one block of which one leaves its features sharded where the next expects the whole, or the reverse.
+    """Faults: a linear leaves its features sharded and the next linear of the block expects all, or the reverse.
 
-    Widths decide which linear feeds which: within a block, a later linear that takes as many features as an earlier one
-    makes (or one part of a fused one) is fed by it; where there is none, an earlier one with a rule that takes shards.
+    Widths decide which linear feeds which: within a block, a linear feeds every later linear that takes as many
+    features as it makes (or as one part of a fused linear). If there is none, it feeds earlier linears with rules that
+    take shards.
 
     Args:
-        strategies: the strategy of every module that has one.
-        attention: projections with heads that are cut together; `heads.py` checks them.
+        strategies: module -> its strategy.
+        attention: projections of attention, which `heads.py` checks.
     """
     for name, module in modules.items():
         if is_attention(module):  # checked by heads
@@ -36,48 +37,48 @@ def misfits(
         prefix = f"{name}." if name else ""
         linears = [
             f"{prefix}{child}"
-            for child, part in module.named_children()
-            if not isinstance(part, nn.Embedding) and features(part) and f"{prefix}{child}" not in attention
+            for child, submodule in module.named_children()
+            if not isinstance(submodule, nn.Embedding) and features(submodule) and f"{prefix}{child}" not in attention
         ]
         for position, linear in enumerate(linears):
-            mine = strategies.get(linear, UNRULED)
-            makes = _makes(modules[linear], mine, size)
-            fed = [other for other in linears[position + 1 :] if input_width(modules[other]) in makes]
-            if not fed and mine.signature.leaves is FEATURES:  # Idefics declares down_proj before up_proj
-                before = [other for other in linears[:position] if input_width(modules[other]) in makes]
-                fed = [other for other in before if strategies.get(other, UNRULED).signature.takes is FEATURES]
-            takers = [other for other in fed if strategies.get(other, UNRULED).signature.takes is FEATURES]
+            strategy = strategies.get(linear, UNRULED)
+            makes = _makes(modules[linear], strategy, size)
+            consumers = [peer for peer in linears[position + 1 :] if input_width(modules[peer]) in makes]
+            if not consumers and strategy.signature.leaves is FEATURES:  # Idefics declares down_proj before up_proj
+                earlier = [peer for peer in linears[:position] if input_width(modules[peer]) in makes]
+                consumers = [peer for peer in earlier if strategies.get(peer, UNRULED).signature.takes is FEATURES]
+            takers = [peer for peer in consumers if strategies.get(peer, UNRULED).signature.takes is FEATURES]
             split = None
-            if mine.signature.leaves is FEATURES:
+            if strategy.signature.leaves is FEATURES:
                 ends = linear == linears[-1] and isinstance(module, nn.Sequential)
-                if not fed and len(linears) > 1 and not ends:  # one alone may be wrapped by what stands beside others
+                if not consumers and len(linears) > 1 and not ends:  # a single linear may feed siblings of the module
                     yield (
                         f"{fold_layers(linear)}: it leaves its features sharded, and nothing after it in "
                         f"{fold_layers(name) or 'the model'} takes as many; make it colwise_rep"
                     )
-                elif fed and not takers:
-                    maker, taker = fold_layers(linear), fold_layers(fed[0])
+                elif consumers and not takers:
+                    maker, taker = fold_layers(linear), fold_layers(consumers[0])
                     yield (
                         f"{maker}: it leaves its features sharded, but {taker}, which takes as many, expects the "
                         f"whole; make {taker} rowwise, or {maker} colwise_rep"
                     )
-                split = next((makes[input_width(modules[other])] for other in takers), None)
-            for other in takers:
-                maker, taker = fold_layers(linear), fold_layers(other)
-                if mine.signature.leaves is not FEATURES:
+                split = next((makes[input_width(modules[peer])] for peer in takers), None)
+            for peer in takers:
+                maker, taker = fold_layers(linear), fold_layers(peer)
+                if strategy.signature.leaves is not FEATURES:
                     yield (
                         f"{taker}: it expects its features sharded, but {maker}, which makes as many, leaves the "
                         f"whole; make {maker} colwise, or {taker} rowwise_rep"
                     )
-                elif not mine.use_local_output:
-                    pass  # a DTensor says how it is cut
-                elif strategies[other].cuts_as_torch and input_width(modules[other]) % size:
+                elif not strategy.use_local_output:
+                    pass  # a DTensor has its placement
+                elif strategies[peer].cuts_as_torch and input_width(modules[peer]) % size:
                     yield (
-                        f"{maker} and {taker}: {input_width(modules[other])} features do not divide by {size} ranks, "
+                        f"{maker} and {taker}: {input_width(modules[peer])} features do not divide by {size} ranks, "
                         "and torch takes every rank's part to be as wide as its own; make what comes before it "
                         "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
                     )
-                elif split != strategies[other].cut(input_width(modules[other]), size):
+                elif split != strategies[peer].cut(input_width(modules[peer]), size):
                     yield (
                         f"{maker} and {taker}: the same features are cut differently; fused parts are packed_colwise, "
                         "everything else colwise, and what follows rowwise; what ranks do not divide, torch's "
@@ -86,7 +87,7 @@ def misfits(
 
 
 def _makes(module: nn.Module, strategy: TensorParallelLayer, size: int) -> dict[int, Split]:
-    """Width -> split of a linear's output: of all its features, and of one part of a fused one."""
+    """Width -> split of a linear's output: of all features, and of each part of a fused linear."""
     width, parts = output_width(module), strategy.parts
     lengths = [width // parts] if isinstance(parts, int) else [part for part in parts or () if isinstance(part, int)]
     return {width: strategy.cut(width, size), **{length: even(length, size) for length in lengths}}

@@ -1,12 +1,12 @@
-"""A plan -> the same plan for ranks that have batches of their own.
+"""Batch sharding: rewrites a plan for ranks with different batches.
 
-Only chosen modules are cut then:
+Only chosen modules stay sharded:
 
     <chosen block>                                      -> gathers samples, around rules as in sequence parallelism
     <chosen head or embedding>      colwise_rep, ...    -> the same on the samples of all ranks
     <experts in a chosen block>     moe_all_to_all      -> the same, in place of the block around them
     everything else                 any                 -> replicate
-    the base model                                      -> agrees on the numbers of samples
+    the base model                                      -> exchanges the numbers of samples
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
-    """`plan` with modules that gather the samples of ranks, which have batches of their own; itself if it says of none.
+def shard_batch(plan: Plan, model: PreTrainedModel) -> Plan:
+    """Rewrite `plan` so that its chosen modules gather the samples of all ranks; unchanged if it chooses none.
 
-    Raises PlanError, naming everything that it cannot tell the meaning of, also beside another option.
+    Raises PlanError with every module that cannot be rewritten, or if another option is set.
     """
     if not (plan.batch_sharded or any(rule.batch_sharded for rule in plan.rules)):
         return plan
     if plan.batch_sharded is False:
         return replace(plan, rules=tuple(replace(rule, batch_sharded=False) for rule in plan.rules))
-    others = [option for option in ("sequence_parallel", "loss_parallel") if getattr(plan, option)]
-    if others:
-        names = " and ".join(others)
+    conflicts = [option for option in ("sequence_parallel", "loss_parallel") if getattr(plan, option)]
+    if conflicts:
+        names = " and ".join(conflicts)
         fix = f"Leave out {names}: norms and losses are of a rank's own samples already."
         got = f"batch_sharded and {names}"
         raise PlanError(describe(f"plan {plan.source}", got=got, expected="one of them", fix=fix))
@@ -49,17 +49,17 @@ def cut_batch(plan: Plan, model: PreTrainedModel) -> Plan:
 
 
 class _BatchRewriter(Rewriter):
-    """The state of one `cut_batch`."""
+    """State of one `shard_batch`."""
 
     form = "batch-sharded"
     gather = BatchGather()
-    whole = BatchWhole()
+    full = BatchWhole()
     unfit = f"no rules in it cut features and sum them, and its own is none of {', '.join(BATCH_SHARDED)}"
 
     def rewrite_around(self, stack: str) -> None:
         blocks = (*self._chosen(), *(self._all(stack) if self.plan.batch_sharded is True else ()))
-        chosen = dict.fromkeys(part for name in blocks for part in self._parts(name))
-        inner = [name for name in chosen if any(is_inside(name, other) for other in chosen)]
+        chosen = dict.fromkeys(module_name for name in blocks for module_name in self._gathering(name))
+        inner = [name for name in chosen if any(is_inside(name, outer) for outer in chosen)]
         for name in inner:
             self.faults.append(f"{fold_layers(name)}: it stands in another module whose input is batch-sharded")
         for name in (name for name in chosen if name not in inner):
@@ -70,7 +70,7 @@ class _BatchRewriter(Rewriter):
             else:
                 self.rewrite_block(name, self.modules[name])
         for name in list(self.rules):
-            if not any(name == other or is_inside(name, other) for other in chosen):
+            if not any(name == outer or is_inside(name, outer) for outer in chosen):
                 self.rules[name] = Rule(name, "replicate")
         self.rules = {name: replace(rule, batch_sharded=False) for name, rule in self.rules.items()}
         self.rules[self.prefix] = Rule(self.prefix, BatchStates())
@@ -78,7 +78,7 @@ class _BatchRewriter(Rewriter):
             self.faults.append("it has no attention, MLP or experts that rules cut")
 
     def _chosen(self) -> Iterator[str]:
-        """Modules that are named, or have rules that say so."""
+        """Yield the modules in the plan's `batch_sharded`, and those with a rule for batch-sharded input."""
         named = self.plan.batch_sharded if isinstance(self.plan.batch_sharded, tuple) else ()
         patterns = [Pattern(name) for name in named] + [rule for rule in self.plan.rules if rule.batch_sharded]
         for pattern in patterns:
@@ -90,21 +90,21 @@ class _BatchRewriter(Rewriter):
             yield from names
 
     def _all(self, stack: str) -> Iterator[str]:
-        """The blocks of every layer that rules cut."""
+        """Yield the blocks of every layer that rules shard."""
         for name in self.modules:
             if name.rpartition(".")[0].rpartition(".")[0] == stack and (self.is_cut(name) or self.exchanging(name)):
                 yield name
 
-    def _parts(self, name: str) -> Iterator[str]:
-        """The module itself; of one with experts that exchange tokens, those and the other blocks that rules cut."""
+    def _gathering(self, name: str) -> Iterator[str]:
+        """Yield the module, or instead its experts that exchange tokens and its other sharded blocks."""
         if self.exchanging(name) in ([], [name]):
             yield name
             return
         for child, _ in self.modules[name].named_children():
             path = f"{name}.{child}"
             if self.is_cut(path) or self.exchanging(path):
-                yield from self._parts(path)
+                yield from self._gathering(path)
 
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
-        """The same as for sequences, but False where a router's logits are a part of a rank's own loss."""
+        """As for sequences, but False with experts: router logits enter the loss of this rank's samples."""
         return super().is_local(name, block, inner) and not any(map(holds_experts, block.modules()))

@@ -1,6 +1,6 @@
-"""The rewriting that options of a plan share: rules by the names that they match, to other rules.
+"""Base class for the options of a plan: it rewrites rules by the names that they match.
 
-`sequence.py`, `batch.py` and `loss.py` have an option each.
+`sequence.py` and `batch.py` have an option each; `loss.py` does not need it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _LOCAL = {
     "packed_colwise": "local_packed_colwise",
     "packed_rowwise": "local_packed_rowwise",
 }
-"""Strategy of a rule -> its strategy where the block around it communicates."""
+"""Strategy of a rule -> its strategy if the block around it communicates."""
 _BETWEEN = {"replicated_with_grad_allreduce", "sharded_norm", "channelwise", "gated_norm", "rowwise_inner"}
 _LOCAL_ALREADY = {*_LOCAL.values(), *_BETWEEN}
-"""Rules that stay in such a block."""
+"""Strategies that do not change in such a block."""
 
 
 class Rewriter(ABC):
-    """The state of one rewriting: the rules by the names that they match, and the faults."""
+    """State of one rewriting: the rules by the names that they match, and the faults."""
 
     form: str
     gather: str | TensorParallelLayer
     """Strategy around blocks that compute locally."""
-    whole: str | TensorParallelLayer
+    full: str | TensorParallelLayer
     """Strategy around other blocks."""
     unfit: str
     """Fault of a block without rules that cut and sum features."""
@@ -58,11 +58,11 @@ class Rewriter(ABC):
         self.faults: list[str] = []
 
     def rewrite(self) -> Plan:
-        """The plan, rewritten; raises PlanError with all that is wrong."""
+        """Return the rewritten plan. Raises PlanError with all faults."""
         counts = Counter(name for rule in self.plan.rules for name in rule.match(self.names, self.prefix))
         done = replace(self.plan, sequence_parallel=False, batch_sharded=None)
         if any(rule.instance is None for rule in self.plan.rules) or any(count > 1 for count in counts.values()):
-            return done  # a plan with such faults is refused as it is
+            return done  # `resolve` reports these faults
         stack = self._stack()
         if getattr(self.model.config, "is_encoder_decoder", False):
             self.faults.append("it has an encoder and a decoder")
@@ -72,34 +72,34 @@ class Rewriter(ABC):
             title = f"plan {self.plan.source} cannot be made {self.form} for {type(self.model).__name__}"
             raise PlanError(list_faults(title, self.faults))
         matched = {id(rule) for rule in self.plan.rules if any(rule.match(self.names, self.prefix))}
-        others = tuple(rule for rule in self.plan.rules if id(rule) not in matched)
-        return replace(done, rules=(*self._folded(), *others))
+        unmatched = tuple(rule for rule in self.plan.rules if id(rule) not in matched)
+        return replace(done, rules=(*self._folded(), *unmatched))
 
     @abstractmethod
     def rewrite_around(self, stack: str) -> None:
         """Change the rules of the layers of `stack`, and of the modules before and after them."""
 
     def _stack(self) -> str | None:
-        """The one list of modules that rules cut; the one that there is, where they cut none."""
+        """The only stack of layers with rules, or the only stack if none has rules; None, and a fault, for several."""
         lists = [name for name, _ in stacks(self.model)]
-        cut = [name for name in lists if any(is_inside(rule, name) for rule in self.rules)] or lists
-        if len(cut) == 1 and cut[0].rpartition(".")[0] == self.prefix:
-            return cut[0]
-        self.faults.append(f"it has {', '.join(cut) or 'nothing'} where the base model's one stack of layers is")
+        sharded = [name for name in lists if any(is_inside(rule, name) for rule in self.rules)] or lists
+        if len(sharded) == 1 and sharded[0].rpartition(".")[0] == self.prefix:
+            return sharded[0]
+        self.faults.append(f"it has {', '.join(sharded) or 'nothing'} where the base model's one stack of layers is")
         return None
 
     def exchanging(self, name: str) -> list[str]:
-        """The experts in the module `name`, or that it is, whose rules let ranks exchange tokens."""
+        """Experts at or inside the module `name` with rules that exchange tokens between ranks."""
         rules = ((path, rule.instance) for path, rule in self.rules.items() if path == name or is_inside(path, name))
         return [path for path, strategy in rules if strategy is not None and strategy.signature.exchanges_tokens]
 
     def is_cut(self, name: str) -> bool:
-        """True if a rule inside the module `name` cuts features."""
+        """True if a rule inside the module `name` shards features."""
         inner = (rule.instance for path, rule in self.rules.items() if is_inside(path, name))
         return any(strategy is not None and strategy.signature.leaves is FEATURES for strategy in inner)
 
     def rewrite_block(self, name: str, block: nn.Module) -> None:
-        """Let a block compute locally, if it can, or on the whole; the modules around it communicate."""
+        """Set a strategy that communicates around a block, which computes locally if it can, else on full input."""
         inner = {rule: self.rules[rule] for rule in self.rules if is_inside(rule, name)}
         own = self.rules.get(name)
         makes = [rule for rule in inner.values() if rule.instance and rule.instance.signature.leaves is FEATURES]
@@ -117,12 +117,12 @@ class Rewriter(ABC):
         elif own is not None and own.strategy == "gather":
             self.faults.append(f"{fold_layers(name)}: gather stands around rules that do not all compute locally")
         else:
-            self.set(name, self.whole)
+            self.set(name, self.full)
 
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:
-        """True if all parameters of the block can compute locally, and give a part of a sum.
+        """True if all parameters of the block can compute locally, with a partial sum as output.
 
-        It may drop some of its output: all ranks drop the same of their parts of the sum.
+        Dropout of the output is allowed: all ranks drop the same elements of their partial sums.
         """
         parameters = {f"{name}.{param}" for param, _ in block.named_parameters()}
         ruled = {param for param in parameters if param in inner or param.rpartition(".")[0] in inner}
@@ -132,12 +132,12 @@ class Rewriter(ABC):
         self.rules[name] = Rule(name, strategy)
 
     def _folded(self) -> Iterator[Rule]:
-        """The rules, one for all layers where those of all layers are alike."""
+        """Yield the rules, with one rule for all layers if their rules are equal."""
         plain = ((name, replace(rule, pattern="", in_base_model=False)) for name, rule in self.rules.items())
-        for pattern, found in folded(plain).items():
-            names = {name for alike in found.values() for name in alike}
-            if len(found) == 1 and set(Pattern(pattern).match(self.names, "")) == names:
-                yield replace(next(iter(found)), pattern=pattern)
+        for pattern, groups in folded(plain).items():
+            names = {name for group in groups.values() for name in group}
+            if len(groups) == 1 and set(Pattern(pattern).match(self.names, "")) == names:
+                yield replace(next(iter(groups)), pattern=pattern)
             else:
-                own = (name for name in self.rules if name in names)
-                yield from (replace(self.rules[name], pattern=name, in_base_model=False) for name in own)
+                ordered = (name for name in self.rules if name in names)
+                yield from (replace(self.rules[name], pattern=name, in_base_model=False) for name in ordered)

@@ -1,6 +1,6 @@
-"""A plan -> the same plan with logits left cut along the vocabulary.
+"""Loss parallelism: rewrites a plan to keep logits sharded along the vocabulary.
 
-Loss parallelism takes a language model with an output embedding that is cut along the vocabulary:
+It takes a language model with an output embedding that is sharded along the vocabulary:
 
     lm_head                         colwise_rep         -> colwise_loss
     the model                                           -> loss_parallel
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def cut_loss(plan: Plan, model: PreTrainedModel) -> Plan:
-    """`plan` with the logits of `model` left cut where it is given labels.
+def shard_loss(plan: Plan, model: PreTrainedModel) -> Plan:
+    """Rewrite `plan` to keep the logits of `model` sharded when it is given labels.
 
-    Raises PlanError where the model has no output embedding that is cut, or no loss over its vocabulary.
+    Raises PlanError if the output embedding is not column-parallel, or the loss is not ForCausalLMLoss.
     """
     heads = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
     rules = [rule for rule in plan.rules for _ in rule.match(heads, base_prefix(model))]
@@ -34,13 +34,13 @@ def cut_loss(plan: Plan, model: PreTrainedModel) -> Plan:
         ["colwise_rep"],
         ["colwise_gather_output"],
     ) or loss is not ForCausalLMLoss:
-        found = [f"{rule.full(base_prefix(model))}: {rule.strategy_name}" for rule in rules] or ["no rule for one"]
+        described = [f"{rule.full(base_prefix(model))}: {rule.strategy_name}" for rule in rules] or ["no rule for one"]
         raise PlanError(
             f"plan {plan.source} with loss_parallel",
-            got=f"{type(model).__name__}, {found[0]}, {'another' if loss is not ForCausalLMLoss else 'its'} loss",
+            got=f"{type(model).__name__}, {described[0]}, {'another' if loss is not ForCausalLMLoss else 'its'} loss",
             expected="a language model with an output embedding that is colwise_rep, and ForCausalLMLoss",
             fix="Load it without tp_loss_parallel, or use vocab_parallel_cross_entropy.",
         )
-    others = [rule for rule in plan.rules if rule is not rules[0]]
-    own = [replace(rules[0], strategy="colwise_loss"), Rule("", "loss_parallel")]
-    return replace(plan, rules=(*others, *own), loss_parallel=False)
+    other_rules = [rule for rule in plan.rules if rule is not rules[0]]
+    loss_rules = [replace(rules[0], strategy="colwise_loss"), Rule("", "loss_parallel")]
+    return replace(plan, rules=(*other_rules, *loss_rules), loss_parallel=False)

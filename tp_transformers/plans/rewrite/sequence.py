@@ -1,8 +1,8 @@
-"""A plan -> the same plan with activations cut along the sequence between blocks.
+"""Sequence parallelism: rewrites a plan to shard activations along the sequence between blocks.
 
 Sequence parallelism (Korthikanti et al. 2022) takes a decoder: a base model with one stack of layers and a norm after
-it; the layers are made up of norms and of blocks that return their input, summed with it. Layers do not say so; their
-modules and rules do, or the plan is refused:
+it. A layer consists of norms and of blocks with outputs that are added to the residual stream. They are recognised by
+their modules and rules; PlanError is raised for other modules:
 
     layers.0                        sequence_scatter
     layers.*.<norm>                 replicate           -> sequence_parallel
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def cut_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
-    """`plan` with activations cut along the sequence between the blocks of `model`, in its names.
+def shard_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
+    """Rewrite `plan` to shard activations along the sequence between the blocks of `model`.
 
-    Raises PlanError, naming everything that it cannot tell the meaning of, where the model is no such decoder.
+    Raises PlanError, with every module that is not recognised, if the model is not such a decoder.
     """
     return _SequenceRewriter(plan, model).rewrite()
 
 
 class _SequenceRewriter(Rewriter):
-    """The state of one `cut_sequence`."""
+    """State of one `shard_sequence`."""
 
     form = "sequence-parallel"
     gather = "sequence_gather"
-    whole = "sequence_whole"
+    full = "sequence_whole"
     unfit = "it is neither a norm nor a block that cuts and sums features"
 
     def rewrite_around(self, stack: str) -> None:
-        """The layers of `stack`, and the modules before and after them."""
+        """Rewrite the layers of `stack`, and the modules before and after them."""
         for index, layer in self.modules[stack].named_children():
             self._rewrite_layer(f"{stack}.{index}", layer)
         self._rewrite_end(self.modules[self.prefix], stack)
@@ -67,7 +67,7 @@ class _SequenceRewriter(Rewriter):
                 self.rewrite_block(path, module)
 
     def _rewrite_mixture(self, name: str, block: nn.Module) -> None:
-        """Let a block compute on parts, between its experts, which exchange tokens, and blocks of its own."""
+        """Let a block with experts that exchange tokens compute on shards of the sequence; rewrite its inner blocks."""
         if any(True for _ in block.parameters(recurse=False)):
             self.faults.append(f"{fold_layers(name)}: it has experts that exchange tokens, and parameters of its own")
         if any(map(_draws, block.modules())):
@@ -82,13 +82,13 @@ class _SequenceRewriter(Rewriter):
                     self.faults.append(f"{fold_layers(path)}: experts in it exchange tokens; they have to be its own")
             elif self.is_cut(path) or any(param.ndim > 2 for param in module.parameters()):
                 self.rewrite_block(path, module)
-            else:  # a router, or whatever computes token by token
-                for inner, each in module.named_modules(prefix=path):
-                    if any(True for _ in each.parameters(recurse=False)):
+            else:  # a router, or another token-wise module
+                for inner, submodule in module.named_modules(prefix=path):
+                    if any(True for _ in submodule.parameters(recurse=False)):
                         self._set_norm(inner, "sequence_parallel")
 
     def _rewrite_end(self, base: nn.Module, stack: str) -> None:
-        """The norm after the layers gives back the whole."""
+        """Let the norm after the layers return the full sequence."""
         children = {f"{self.prefix}.{child}".lstrip("."): module for child, module in base.named_children()}
         after = list(children)[list(children).index(stack) + 1 :]
         norms = [name for name in after if self._is_norm(name, children[name])]
@@ -99,17 +99,17 @@ class _SequenceRewriter(Rewriter):
             self.faults.append(f"it has {', '.join(ends) or 'nothing'} after {stack}, where one norm is")
 
     def _is_norm(self, name: str, module: nn.Module) -> bool:
-        """True for a norm that computes token by token: only vectors, which no rule cuts."""
+        """True for a norm of single tokens: it has only vectors, and no rule shards them."""
         own = [rule.strategy for path, rule in self.rules.items() if path == name or is_inside(path, name)]
         return is_norm_of_tokens(module) and set(own) <= {"replicate", "sequence_parallel"}
 
     def _set_norm(self, name: str, strategy: str) -> None:
-        """Give a norm a rule, for all that it has."""
+        """Set the rule of a norm, and remove rules inside it."""
         self.rules = {path: rule for path, rule in self.rules.items() if not is_inside(path, name)}
         self.set(name, strategy)
 
 
 def _draws(module: nn.Module) -> bool:
-    """True if a module that is trained draws random numbers for every token: a dropout, or noise in a router."""
+    """True if a module draws random numbers per token in training: a dropout, or a router with noise."""
     noise = (value for name, value in vars(module).items() if "jitter" in name)
     return (isinstance(module, DROPOUTS) and module.p > 0) or any(isinstance(n, float) and n > 0 for n in noise)
