@@ -315,6 +315,8 @@ def test_every_module_has_its_group() -> None:
         "targets": ["re:.*experts.*"],
         "weights": {"num_bits": 4, "group_size": 8, "strategy": "group"},
     }
+    named = {"targets": ["m.mlp.down"], "weights": {"num_bits": 4, "strategy": "channel"}}
+    settings["config_groups"] = {"of_one_module": named, **settings["config_groups"]}
     words = torch.full((2, 2), 0x11111111, dtype=torch.int32)
     tensors = {
         "m.q.weight_packed": words,

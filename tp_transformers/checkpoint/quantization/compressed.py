@@ -198,10 +198,10 @@ class Compressed(Format):
         return result
 
     def _scheme(self, module: str, is_packed: bool) -> Scheme:
-        """Find the scheme of a module: the first that names it, else the first with targets other than patterns."""
+        """Find the scheme of a module: the first that names it, else the first for a class of modules ("Linear")."""
         fitting = [scheme for scheme in self.schemes if scheme.is_packed == is_packed]
         named = [scheme for scheme in fitting if scheme.targets_by_name(module)]
-        defaults = [scheme for scheme in fitting if not all(target.startswith("re:") for target in scheme.targets)]
+        defaults = [scheme for scheme in fitting if any(re.fullmatch(r"[A-Z]\w*", name) for name in scheme.targets)]
         if not named and not defaults:
             raise inconsistent(f"{module}.weight", "no group of the config for it", "one")
         return (named or defaults)[0]
