@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from ..slices.layout import Layout, Split, even_widths
 from .base import TensorParallelLayer
 from .forward.attach import forward_of
 from .forward.communication import Steps, as_sharded, only
-from .forward.short_forwards import own_rows
 from .replicate import ReplicateParallel
 from .shards.slicing import take
 from .signature import FEATURES, PARTIAL, REPLICATED, Signature
@@ -241,7 +242,7 @@ class RowwiseParallel(_WeightParallel):
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x = inputs[0]
         if self.is_embedding:
-            x, forward_of(module).notes["outside"] = own_rows(x, self.input_split, self.rank)
+            x, forward_of(module).notes["outside"] = _own_rows(x, self.input_split, self.rank)
         elif isinstance(x, DTensor):
             self.check_width(x, self.in_features)
             if self.input_split.is_chunked:
@@ -286,3 +287,14 @@ class PackedRowwiseParallel(RowwiseParallel):
 
 def _as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+
+def _own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
+    """Local row indices of `ids`, and a mask of ids of other ranks' rows: these get row 0, and their output is zeroed.
+
+    Ids outside of the vocabulary stay out of range, so that the look-up fails as it does in one process.
+    """
+    start, stop = split.ranges[rank][0]
+    sides = [(ids >= low) & (ids < high) for low, high in ((0, start), (stop, split.length)) if low < high]
+    outside = reduce(or_, sides) if sides else torch.zeros_like(ids, dtype=torch.bool)
+    return (ids - start).masked_fill(outside, 0), outside

@@ -20,7 +20,7 @@ from ...slices.layout import even_widths
 from ..shards.shard import ParamShard
 from .block import Block
 from .communication import Communication
-from .short_forwards import Forwarder, forward_of_embedding, forward_of_linear
+from .short_forwards import Forwarder, forward_of_linear
 
 
 def attach(
@@ -54,12 +54,10 @@ def attach(
 
     wrap_forward(module, around)
     wrapped = untyped(module).forward.__func__
-    steps = strategy.short_steps() if is_plain else None
-    if steps is not None and type(module) is nn.Linear:
+    steps = strategy.short_steps() if is_plain and type(module) is nn.Linear else None
+    if steps is not None:
         untyped(module).forward = MethodType(forward_of_linear(wrapped, steps, strategy, views, mesh), module)
         strategy.asks_block = True
-    elif steps is not None and steps.left == "summed" and type(module) is nn.Embedding:
-        untyped(module).forward = MethodType(forward_of_embedding(wrapped, mesh), module)
 
 
 def _communicating(

@@ -1,19 +1,17 @@
-"""The forward of a linear or an embedding with a simple strategy, in as few steps as possible."""
+"""The forward of a linear with a simple strategy, in as few steps as possible."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import reduce, wraps
-from operator import or_
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from ...ranks import direct
-from ...slices.layout import Split
 from ..parameters.tensors import HAS_LOCAL
 from ..shards.shard import ParamShard
 from .block import Block
@@ -98,34 +96,3 @@ def _view(param: Tensor, shard: ParamShard | None, block: Block | None) -> Tenso
     if shard is None:
         return param
     return shard.view(param) if block is None or not isinstance(param, HAS_LOCAL) else block.local(param)
-
-
-def forward_of_embedding(otherwise: Forwarder, mesh: DeviceMesh) -> Forwarder:
-    """The forward of an `nn.Embedding` sharded by rows, in inference; `otherwise` is for gradients."""
-
-    @wraps(nn.Embedding.forward)
-    def forward(module: Any, input: Tensor) -> Any:
-        weight = module._parameters.get("weight")
-        if torch.is_grad_enabled() or type(input) is not Tensor or module.max_norm is not None:
-            return otherwise(module, input)
-        if not isinstance(weight, HAS_LOCAL):
-            return otherwise(module, input)  # it may be an unsharded tensor
-        strategy: Any = module.tp_strategy
-        rows, outside = own_rows(input, strategy.input_split, strategy.rank)
-        output = embedding(rows, weight._local_tensor)
-        output.masked_fill_(outside.unsqueeze(-1), 0)
-        direct.all_reduce(output, strategy.group_of(mesh))
-        return output
-
-    return forward
-
-
-def own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
-    """Local row indices of `ids`, and a mask of ids of other ranks' rows: these get row 0, and their output is zeroed.
-
-    Ids outside of the vocabulary stay out of range, so that the look-up fails as it does in one process.
-    """
-    start, stop = split.ranges[rank][0]
-    sides = [(ids >= low) & (ids < high) for low, high in ((0, start), (stop, split.length)) if low < high]
-    outside = reduce(or_, sides) if sides else torch.zeros_like(ids, dtype=torch.bool)
-    return (ids - start).masked_fill(outside, 0), outside
