@@ -1,4 +1,4 @@
-"""Messages that the ranks of a process group gather through its backend."""
+"""All-gather of byte messages through the backend of a process group."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
 LETTER = 504
-"""Bytes of a message that ranks gather in one collective; longer ones take a second one."""
+"""Longest message, in bytes, that one collective gathers; longer messages take a second collective."""
 
 
 def exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """The message of every rank of `group`.
+    """Gather the message of every rank of `group`.
 
-    `dist.all_gather_object` first gathers the lengths; here they come with the first LETTER bytes, which hold most
-    messages.
+    `dist.all_gather_object` takes an extra collective for the lengths; here they are sent with the first LETTER bytes.
     """
     on = torch.device("cpu") if "cpu:" in get_backend_config(group) else device
 

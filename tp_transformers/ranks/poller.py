@@ -1,4 +1,4 @@
-"""The thread of a process that polls the ranks' store, for the watches of all models."""
+"""A thread that polls the ranks' store for the watches of all models of the process."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ logger = get_logger(__name__)
 BEAT = 0.5
 """Seconds between two polls."""
 SOON = 0.005
-"""Seconds between two polls while somebody waits for their result."""
+"""Seconds between two polls while a thread waits for the result."""
 
 ENDING = 30.0
-"""Seconds that the thread has to end: one that still asks a store while Python ends would abort the process."""
+"""Seconds to wait for the thread at exit: a store request while Python finalizes would abort the process."""
 
 
 class Polled(Protocol):
-    """A task that the thread polls for as long as others hold it."""
+    """An object to poll while it is referenced elsewhere."""
 
     @property
     def is_urgent(self) -> bool:
-        """True if somebody waits."""
+        """True if a thread waits for the result."""
 
     def poll(self) -> None:
-        """Look once, without waiting."""
+        """Poll once, without blocking."""
 
 
 class Poller:
-    """Polls every BEAT seconds; its thread starts with the first that is added, and ends with the process."""
+    """Polls every BEAT seconds. The thread starts with the first `add` and ends with the process."""
 
     def __init__(self) -> None:
         self._polled: list[tuple[weakref.ref[Polled], Callable[[], None]]] = []
@@ -41,9 +41,9 @@ class Poller:
         self._thread: threading.Thread | None = None
 
     def add(self, polled: Polled, farewell: Callable[[], None]) -> None:
-        """Poll `polled` until it is collected, or the process ends; then call `farewell`, which must not hold it.
+        """Poll `polled` until it is garbage-collected or the process ends; then call `farewell`.
 
-        If it is polled already, this `farewell` takes the place of the other.
+        `farewell` must not reference `polled`. If `polled` was added before, it replaces the earlier `farewell`.
         """
         with self._lock:
             self._polled = [entry for entry in self._polled if entry[0]() is not polled]
@@ -58,7 +58,7 @@ class Poller:
         self._wake.set()
 
     def all(self) -> list[Polled]:
-        """Those that live."""
+        """The objects that are still alive."""
         with self._lock:
             return [polled for ref, _ in self._polled if (polled := ref()) is not None]
 
@@ -70,12 +70,12 @@ class Poller:
             self._wake.clear()
 
     def _poll(self) -> bool:
-        """Poll all once; true if one of them is urgent. The thread holds none of them while it sleeps."""
+        """Poll all once; returns True if one is urgent. The thread keeps no reference to them while it sleeps."""
         found = self.all()
         for polled in found:
             try:
                 polled.poll()
-            except Exception:  # the thread is there for others, too
+            except Exception:  # the thread serves other objects too
                 logger.exception("%s cannot be polled", type(polled).__name__)
         return any(polled.is_urgent for polled in found)
 

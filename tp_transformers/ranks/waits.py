@@ -1,8 +1,8 @@
-"""Messages about ranks that have not come to the call in which this one waits.
+"""Warnings about ranks that have not made the call in which this rank waits.
 
-Each rank says in the store where it is, once it has begun no collective between two polls. A rank that has waited in a
-collective for PATIENCE seconds logs which others are elsewhere, and where: they may come later. Where all ranks wait,
-in different calls, none of them ever will; that is an error on all.
+Each rank publishes its position in the store, if it has begun no collective between two polls. A rank that has waited
+in a collective for PATIENCE seconds logs the positions of the ranks that are not in the call: they may come later. If
+all ranks wait in different calls, they are deadlocked: an error on all ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .poller import BEAT
 logger = get_logger(__name__)
 
 PATIENCE = 10.0
-"""Seconds in a collective after which a rank tells of those that are not in it; then after twice as many, and so on.
-Above the seconds after which ranks that wait for one another's jobs meet (`group.HEARTBEAT`)."""
+"""Seconds in a collective until a rank logs the missing ranks; each further warning comes after twice the time.
+Longer than `group.HEARTBEAT`, the time between the collectives of ranks that wait for jobs."""
 
 
 class Waits:
-    """The messages that one rank sends, and gets from the others, for one watch."""
+    """Publishes the position of this rank for a watch, and reads those of the other ranks."""
 
     def __init__(self, group: TensorParallelGroup, store: Store) -> None:
-        """Nothing is said before `look`; `store` is that of the watch."""
+        """`store` is the store of the watch. Nothing is published before `look`."""
         self.group, self._store = group, store
         self._is_world = group.size == dist.get_world_size()
         self._count, self._said = -1, ""
@@ -40,7 +40,7 @@ class Waits:
         self._beats: dict[int, tuple[int, float]] = {}
 
     def look(self, now: float, count: int) -> Failure | None:
-        """Say where this rank is, and tell whom it waits for; the failure where no rank can go on.
+        """Publish the position of this rank and log missing ranks; returns the failure if no rank can go on.
 
         `count` is the number of collectives that this rank has begun.
         """
@@ -59,7 +59,7 @@ class Waits:
             return None
         missing = {rank: other for rank, other in others.items() if other.call != place.call}
         all_wait = len(others) == self.group.size - 1 and all(other.waits for other in others.values())
-        if missing and all_wait and self._is_world:  # else some may wait for ranks beyond the group, which come later
+        if missing and all_wait and self._is_world:  # else a rank may wait for ranks outside the group, which may come
             return self._stuck(place, missing) if now - since >= PATIENCE else None
         if missing and now - self._since >= self._next:
             self._next *= 2
@@ -67,7 +67,7 @@ class Waits:
         return None
 
     def _others(self, now: float) -> tuple[dict[int, Place], float]:
-        """Where the other ranks are, of those that live and have stopped, and when the last change was heard of."""
+        """Positions of the other ranks that are alive but begin no collectives, and the time of the last change."""
         for rank in range(self.group.size):
             key = f"place {rank}"
             if rank != self.group.rank and self._store.check([key]):
@@ -92,7 +92,7 @@ class Waits:
 
 
 def beat_of(rank: int) -> str:
-    """The key under which a rank leaves its signs of life in the store of a watch."""
+    """The key of a rank's heartbeat counter in the store of a watch."""
     return f"beat {rank}"
 
 

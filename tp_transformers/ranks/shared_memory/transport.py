@@ -4,13 +4,13 @@
                          ├─ all have come ─>
     rank 1   x1 ─> slot ─┘  count            x0 + x1
 
-A rank copies its tensor into its slot, counts up, waits for the counters of the others, and reads their slots: one
-step. A sum of a large tensor takes two, so that each rank adds up only its part of it: a reduce-scatter, then an
-all-gather (Thakur, Rabenseifner and Gropp 2005). Every sum is taken in the order of the ranks, so all ranks have the
-same bits, whenever each has come. 16-bit floats are summed in float32, and rounded once.
+One step: a rank copies its tensor into its slot, increments its counter, waits for the counters of the others, and
+reads their slots. An all-reduce of a large tensor takes two steps, a reduce-scatter and an all-gather, so that each
+rank only adds its own chunk (Thakur, Rabenseifner and Gropp 2005). All ranks add in rank order, so results are bitwise
+equal. 16-bit floats are summed in float32, and rounded once.
 
-Each rank has two slots, which take turns. When a rank has come to a collective, it has read all that it needed of the
-one before; so a slot is free once all have come to the one after.
+Each rank alternates between two slots. A rank that begins a collective has finished reading the previous one; so a slot
+is free once all ranks have begun the collective after it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .interface import MAX, SUM, Transport
 from .segment import KIND, LENGTH, SLOT, WORDS, Segment
 
 ONE_STEP = 1 << 18
-"""A sum of at most so many bytes takes one step on more than two ranks."""
+"""Most bytes of an all-reduce in one step, on more than two ranks."""
 
 MANY_LOOKS, FEW_LOOKS = 2000, 100
-"""Looks at a counter before a rank sleeps: about 100 us, and 5 us where ranks share cores, which others need then."""
+"""Spins on a counter before a rank sleeps: about 100 us, or 5 us if ranks share cores."""
 NAP = 0.05
-"""Seconds after which a rank that sleeps looks whether something has ended; again after as many."""
+"""Seconds of sleep between checks for a timeout, an ended rank or ended collectives."""
 
 _ALL_REDUCE, _MAXIMUM, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _BROADCAST, _MESSAGES = range(7)
 _BY_BACKEND = 1 << 62
-"""In the word of a collective: this rank calls the backend."""
+"""Flag in the word of a collective: this rank calls the backend."""
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _NUMBERS = {dtype: number << 8 for number, dtype in enumerate(_DTYPES)}
-"""Of each dtype, where it stands in the word of a collective."""
+"""Bits of each dtype in the word of a collective."""
 _SHORT = (torch.float16, torch.bfloat16)
 
 
@@ -55,10 +55,10 @@ R = TypeVar("R")
 def _in_turn(
     collective: Callable[Concatenate[SharedMemory, P], R],
 ) -> Callable[Concatenate[SharedMemory, P], R]:
-    """Let threads make a collective one after the other; one that is broken off half-way is the last.
+    """Serialize the collectives of threads; an interrupted collective is the last one.
 
-    After an error between its steps, such as an interrupt, the other ranks could take the next bytes of this rank for a
-    part of it. A signal handler that interrupts a collective would wait for it forever: there it raises.
+    After an error between its steps, such as an interrupt, the other ranks could mistake the next bytes of this rank
+    for the rest of it. A collective in a signal handler that interrupts another one raises: it would wait forever.
     """
 
     @wraps(collective)
@@ -81,10 +81,10 @@ def _in_turn(
 
 
 class SharedMemory(Transport):
-    """One process group's transport between ranks of one machine, seen from one of them."""
+    """Transport of a process group on one machine."""
 
     def __init__(self, segment: Segment, timeout: float) -> None:
-        """Nobody else uses the segment. `timeout`: seconds that a rank waits for another one."""
+        """The transport owns `segment`. `timeout`: seconds to wait for another rank."""
         self._segment, self._words = segment, segment.words
         self.rank, self.size, self.timeout = segment.rank, segment.size, timeout
         self._own = self.rank * WORDS
@@ -110,7 +110,7 @@ class SharedMemory(Transport):
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
         """See `Transport`."""
         x = x.detach() if x.requires_grad else x
-        is_maximum = op is not SUM and op == MAX  # to compare two takes 0.5 us
+        is_maximum = op is not SUM and op == MAX  # a comparison of ReduceOps takes 0.5 us
         kind, nbytes = _MAXIMUM if is_maximum else _ALL_REDUCE, x.nbytes
         _check(kind, x.dtype)
         word = nbytes << 16 | _NUMBERS[x.dtype] | kind
@@ -229,12 +229,12 @@ class SharedMemory(Transport):
     # One step: begin, write, publish, wait.
 
     def _write(self, x: Tensor, word: int, by_backend: bool, *, writes: bool = True) -> list[Tensor] | None:
-        """All ranks' slots as tensors such as `x`, which have their values; None where the backend is called.
+        """Write `x`, wait, and return all ranks' slots as tensors like `x`; None if a rank calls the backend.
 
-        `word`: the same on all ranks for this collective: its bytes, dtype and kind.
+        `word`: byte count, dtype and kind of the collective, equal on all ranks.
         """
         self._begin(word, by_backend)
-        if by_backend:  # a dispatch mode listens, which is not to see, or make, a slot
+        if by_backend:  # a dispatch mode is active, which must not see a slot
             self._publish()
             self._wait(word)
             return None
@@ -270,7 +270,7 @@ class SharedMemory(Transport):
                 self._until(base, count)
 
     def _wait(self, word: int) -> bool:
-        """Wait until all ranks have come to the same collective; False where one of them calls the backend."""
+        """Wait until all ranks have begun the same collective; False if one of them calls the backend."""
         words, count, turn = self._words, self._count, self._turn + KIND
         is_by_backend = words[self._own + turn] != word
         for base in self._others:
@@ -279,7 +279,7 @@ class SharedMemory(Transport):
             told = words[base + turn]
             if told != word:
                 if told & ~_BY_BACKEND != word:
-                    self._until(base, 1 << 62)  # it is in another collective: both wait until that is told, or ended
+                    self._until(base, 1 << 62)  # it is in another collective: wait until the watch ends both
                 is_by_backend = True
         return not is_by_backend
 
@@ -287,9 +287,9 @@ class SharedMemory(Transport):
         return [self._words[rank * WORDS + LENGTH + self._turn] for rank in range(self.size)]
 
     def _until(self, base: int, count: int) -> None:
-        """Wait until the rank with its words at `base` has counted up to `count`.
+        """Wait until the counter of the rank with words at `base` reaches `count`.
 
-        Raises DistBackendError where the collectives have been ended, the rank's process has, or time is up.
+        Raises DistBackendError if the collectives or the rank's process have ended, or after the timeout.
         """
         words, rank = self._words, base // WORDS
         for _ in range(self._looks):
@@ -316,7 +316,7 @@ _ALL: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 def _leave() -> None:
     for each in _ALL:
         each.end("this process is a fork of a rank")
-        each._lock, each._thread = threading.Lock(), 0  # a thread of the rank may have had it
+        each._lock, each._thread = threading.Lock(), 0  # a thread of the rank may have held the lock
         each._segment.leave()
 
 
@@ -325,13 +325,13 @@ os.register_at_fork(after_in_child=_leave)
 
 @cache
 def _check(kind: int, dtype: torch.dtype) -> None:
-    """Raise torch's error where it has no sum, or maximum, of a dtype, before a rank begins a collective."""
+    """Raise torch's error for a dtype without a sum or maximum, before a rank begins the collective."""
     numbers = [torch.empty(1, dtype=dtype) for _ in range(3)]
     _combine(numbers[:2], numbers[2], is_maximum=kind == _MAXIMUM)
 
 
 def _combine(slots: Sequence[Tensor], out: Tensor, *, is_maximum: bool = False) -> None:
-    """Write the sum of the slots in their order, or their maximum, to `out`, which is none of them."""
+    """Write the sum of the slots, in order, or their maximum to `out`, which is not one of them."""
     first, second, *others = slots
     if is_maximum:
         torch.maximum(first, second, out=out)
@@ -349,7 +349,7 @@ def _combine(slots: Sequence[Tensor], out: Tensor, *, is_maximum: bool = False) 
 
 
 def _pieces(nbytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors, or contiguous ones of the same shape in pieces of at most so many bytes."""
+    """Yield the tensors in chunks of at most `nbytes`; longer tensors have to be contiguous and of one shape."""
     if tensors[0].nbytes <= nbytes:
         yield tensors
     else:
@@ -357,7 +357,7 @@ def _pieces(nbytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _starts(counts: Sequence[int], width: int) -> list[int]:
-    """Byte offsets of parts with so many rows each, and their end."""
+    """Byte offsets of consecutive chunks with `counts` rows of `width` bytes, and the end of the last."""
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count * width)
