@@ -1,7 +1,8 @@
-"""The config of a small model of the same architecture, which is sharded in the same way.
+"""The config of a small model of the same architecture that is sharded in the same way.
 
-Numbers of heads, experts, groups and experts a token stay. Widths shrink, and so does depth, to the first layers among
-which every kind of layer occurs. No architecture is known by name; the tables below hold names of config fields.
+The numbers of heads, experts, groups and experts per token stay. Widths shrink, and the depth shrinks to the first
+layers that include every kind of layer. There are no special cases by architecture: the tables below hold config
+fields.
 """
 
 from __future__ import annotations
@@ -38,59 +39,59 @@ DEPTHS = (
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers", "num_self_attends_per_block"),
 )
 BY_LAYER = ("layer_types", "layers_block_type")
-"""Lists with an entry a layer, also where no field says how many layers there are."""
+"""Lists with one entry per layer; used if no field has the number of layers."""
 SHALLOW = ("num_global_layers", "num_layers_per_stack")
-"""Numbers of layers beside those of DEPTHS; no list has one entry each."""
+"""Further numbers of layers, without lists of as many entries."""
 STAGES = ("depths", "block_sizes")
-"""Lists of the numbers of layers of stages."""
+"""Lists of the number of layers of each stage."""
 INDICES = re.compile(r"\w+_(layers|indexes|indices|layer_ids)")
-"""Lists of the layers that are of some kind."""
+"""Lists of the indices of layers of one kind."""
 TAKEN = re.compile(r"\w+_feature_layers?")
-"""The layers, or the one, with states that are features of an image."""
+"""Index or indices of the layers whose hidden states are the image features."""
 TOKEN_ID = re.compile(r"\w+_token_(id|index)|image_patch_id")
 MEDIA = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 ENDS = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id")
 WINDOWS = {"sliding_window": 4, "attention_window": 4, "attention_chunk_size": 8}
-"""Windows shorter than the prompts, so that they matter."""
+"""Windows shorter than the prompts, so that they have an effect."""
 LENGTHS = {
     "chunk_size": 8, "mamba_chunk_size": 8, "max_source_positions": 12,
     "num_filters": 4, "base_channels": 32, "num_embeddings": 192, "encoder_hash_byte_group_vocab": 192,
 }  # fmt: skip
-"""Other lengths that memory grows with: chunks of state-space layers, frames of speech, channels that double, codes."""
+"""Other lengths that memory grows with: state-space chunks, speech frames, channels that double, codes."""
 
 LIMIT = 10_000_000
-"""Parameters of a small model, at most, if it can be."""
+"""Most parameters of a small model, if possible."""
 MOST = 20 * LIMIT
-"""Parameters of a small model that is still tried."""
+"""Most parameters of a small model; a larger one raises."""
 FACTORS = (64, 32, 16, 8, 4, 2)
-"""Numbers to divide all widths by where a config refuses widths of their own."""
+"""Divisors for all widths, if the config rejects individually chosen widths."""
 LONGEST = 400
-"""Letters of another library's message, at most."""
+"""Most characters of another library's message."""
 VOCAB = 4 * BLOCK
 FIRST_ID = 3
 NEVER = -1
-"""A token that no model writes."""
+"""A token that no model generates."""
 PATCHES = 4
 """Patches along each side of an image."""
 
 _UNUSED = (
     *("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version", "output_attentions"),
-    *("out_features", "out_indices", "stage_names"),  # a backbone's: by default its last layer
+    *("out_features", "out_indices", "stage_names"),  # of a backbone; the default is its last layer
 )
 
 
 def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -> PretrainedConfig:
-    """A config of the same class, for a model of some hundred thousand parameters, or a few million.
+    """Shrink a config to a model of some hundred thousand to a few million parameters; the class stays.
 
-    Equal widths stay equal, and heads times their width stays the hidden width where it was. A config with another
-    constraint has all its widths divided by the same number. Tokens that end a text are taken away, so that as many are
-    generated as are asked for.
+    Equal widths stay equal; if heads times head width is the hidden width, it stays so. If the config has other
+    constraints, all widths are divided by the same number. End-of-text tokens are removed, so that `generate` returns
+    the requested number of tokens.
 
     Args:
-        cls: the model's class; None for the one that generates.
+        cls: the model's class; None for a class that generates.
 
     Raises:
-        UnsupportedError: if transformers refuses the result, so that the config has a constraint unknown here.
+        UnsupportedError: if transformers rejects every small config.
     """
     with supported(f"a small {config.model_type}"):
         cls = cls or generating_class(config)
@@ -119,7 +120,7 @@ def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -
 def _narrowed(
     config: PretrainedConfig, cls: type[PreTrainedModel], narrow: Callable[[list[Level]], None]
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """The small config with widths that `narrow` changes, and its model; raises if transformers refuses it."""
+    """The small config with widths shrunk by `narrow`, and its model; raises if transformers rejects it."""
     whole = config.to_dict()
     levels = list(levels_of(whole))
     merged = merged_width(whole)
@@ -133,7 +134,7 @@ def _narrowed(
             shortest = WINDOWS.get(name) or LENGTHS.get(name)
             if shortest and value:
                 level[name] = each_number(value, lambda length, most=shortest: min(length, most))
-            elif "vocab_size" in name and isinstance(value, int):  # a smaller one grows: prompts have their ids
+            elif "vocab_size" in name and isinstance(value, int):  # a smaller one grows, to hold the ids of prompts
                 level[name] = VOCAB + value % BLOCK
         _shrink_images(level, whole)
         for name in _UNUSED:
@@ -143,7 +144,7 @@ def _narrowed(
 
 @contextmanager
 def supported(subject: str) -> Iterator[None]:
-    """Turn any error of transformers into an UnsupportedError about `subject`, such as a small model."""
+    """Convert any error of transformers to an UnsupportedError about `subject`, such as a small model."""
     try:
         yield
     except TensorParallelError:
@@ -151,7 +152,7 @@ def supported(subject: str) -> Iterator[None]:
     except Exception as error:
         got, expected = one_line(error), "a model that transformers can make and run in one process"
         fix = "See whether the config is whole; if it is, verify the plan on a real checkpoint."
-        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that cause itself
+        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise the cause itself
         raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from cause
 
 
@@ -161,13 +162,13 @@ def one_line(error: Exception) -> str:
 
 
 def meta_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a config on the meta device. Raises UnsupportedError if the config makes none."""
+    """Make the model of a config on the meta device. Raises UnsupportedError if transformers cannot."""
     with supported(f"a {config.model_type}"):
         return without_memory(cls, config)
 
 
 def _shrink_ids(levels: list[Level]) -> None:
-    """Special tokens get small ids, equal ones equal; none of them ends a text."""
+    """Map special tokens to small ids, equal ids to equal ids; remove the end-of-text tokens."""
     ids: dict[int | str, int] = {}
     for level in levels:
         for name, value in level.items():
@@ -183,7 +184,7 @@ def _shrink_ids(levels: list[Level]) -> None:
 
 
 def _shrink_images(level: Level, whole: Level) -> None:
-    """Images of PATCHES by PATCHES, and their share of tokens."""
+    """Shrink images to PATCHES x PATCHES patches, and their number of tokens in proportion."""
     size, patch = (
         value[0] if isinstance(value, list | tuple) and value else value
         for value in (level.get("image_size"), level.get("patch_size"))
@@ -206,7 +207,7 @@ def _shrink_images(level: Level, whole: Level) -> None:
 def _first_layers(
     kind_of_config: type[PretrainedConfig], cls: type[PreTrainedModel], whole: Level, depths: set[int]
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """The config with as few layers (2 at least) as every kind of layer occurs among, and its model."""
+    """The config with the fewest layers (at least 2) that include every kind of layer, and its model."""
     _, true = _built(kind_of_config, cls, whole)
     stacks = [module for module in true.modules() if isinstance(module, nn.ModuleList) and len(module) in depths]
     kinds = [[kind(layer) for layer in stack] for stack in stacks]
@@ -229,10 +230,10 @@ def _first_layers(
 def _built(
     kind_of_config: type[PretrainedConfig], cls: type[PreTrainedModel], whole: Level
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """A config and its model on the meta device; sections of a rotation that the config does not say are its own."""
+    """Make a config and its model on the meta device; adapt rotary sections (`mrope_section`) to the rotary width."""
     try:
         config = kind_of_config.from_dict(whole)
-    except Exception:  # some want a token that ends a text
+    except Exception:  # some require an end-of-text token
         for level in levels_of(whole):
             level.update({name: NEVER for name in ENDS if name in level and level[name] is None})
         config = kind_of_config.from_dict(whole)
@@ -254,7 +255,7 @@ def _built(
 
 
 def _of_depth(level: Level, count: int) -> Level:
-    """The config with at most `count` layers in every stack, and as many entries in lists that have one a layer."""
+    """The config with at most `count` layers in every stack, and as many entries in lists with one entry per layer."""
     own = next((level[name] for name in DEPTHS if level.get(name)), count)
     first = dict(level)
     for name, value in level.items():
@@ -283,13 +284,13 @@ def _of_depth(level: Level, count: int) -> Level:
 
 
 def _depths(level: Level) -> set[int]:
-    """Numbers of layers of the stacks of a level itself."""
+    """The numbers of layers in the fields of one level."""
     named = {level[name] for name in DEPTHS if level.get(name)}
     return named | {len(level[name]) for name in BY_LAYER if level.get(name)}
 
 
 def _taken(value: Any, count: int) -> Any:
-    """Layers with states that are taken, of the first `count`; as many, as far as there are."""
+    """Map indices of feature layers to the first `count` layers; distinct ones stay distinct if possible."""
     if isinstance(value, int):
         return max(-count, min(value, count))
     if isinstance(value, list) and value and all(isinstance(index, int) for index in value):
